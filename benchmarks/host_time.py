@@ -18,12 +18,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
-import datetime
 import gc
 import json
 import pstats
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +37,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from benchmarks.runs import CUDA
+from benchmarks.runs import CUDA, described
 
 ARMS: Final = ("stock", "ddp", "ddp + dist_optimizer", "FSDP2")
 OPTIONS: Final = {"dist_optimizer": {"min_param_numel": 1}}
@@ -48,24 +46,24 @@ _WARM_STEPS = 36  # flags of all ranks take effect every 16 steps
 _FAKED_WORLD = 8
 
 
-def step_of(arm: str, parameters: int) -> Callable[[], object]:
-    """Build a model and its optimizer; return one training step."""
+def make_step(
+    arm: str, layers: int, *, width: int = 16, block: int = _BLOCK, device: str = "cuda" if CUDA else "cpu"
+) -> Callable[[], object]:
+    """Build linears of a width, in blocks of some, and their optimizer; return one training step."""
     torch.manual_seed(0)
-    device = torch.device("cuda" if CUDA else "cpu")
-    layers = [nn.Linear(16, 16) for _ in range(parameters // 2)]
-    blocks = (nn.Sequential(*layers[i : i + _BLOCK]) for i in range(0, len(layers), _BLOCK))
-    model: Any = nn.Sequential(*blocks).to(device)
+    linears = [nn.Linear(width, width) for _ in range(layers)]
+    model: Any = nn.Sequential(*(nn.Sequential(*linears[i : i + block]) for i in range(0, layers, block))).to(device)
     if arm == "FSDP2":
         from torch.distributed.fsdp import fully_shard
 
-        for block in model:
-            fully_shard(block)
+        for one in model:
+            fully_shard(one)
         fully_shard(model)
         trained = model
     else:
         trained = DistributedDataParallel(model, gradient_as_bucket_view=arm == "stock")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    x = torch.randn(4, 16, device=device)
+    x = torch.randn(4, width, device=device)
 
     def step() -> None:
         trained(x).square().mean().backward()
@@ -97,7 +95,7 @@ def run(rank: int, arm: str, parameters: int, steps: int, profiled: bool, folder
     with joined(rank, arm, folder):
         if arm in ARMS[1:3]:
             ovpatch.apply(*arm.split(" + "), options=OPTIONS if "+" in arm else {})
-        step = step_of(arm, parameters)
+        step = make_step(arm, parameters // 2)
         for _ in range(_WARM_STEPS):
             step()
         gc.collect()
@@ -201,16 +199,7 @@ def main() -> None:
     if rows:
         console.print(show(rows))
     if rows and args.json:
-        told = {
-            "benchmark": "host_time",
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "torch": torch.__version__,
-            "python": sys.version.split()[0],
-            "ovpatch": getattr(ovpatch, "__version__", ""),
-            "device": torch.cuda.get_device_name() if CUDA else "CPU, 2 gloo ranks",
-            "command": " ".join(["python -m benchmarks.host_time", *sys.argv[1:]]),
-            "rows": rows,
-        }
+        told = described("host_time", {}, world=_FAKED_WORLD if CUDA else 2) | {"rows": rows}
         with args.json.open("a", encoding="utf-8") as file:
             file.write(json.dumps(told) + "\n")
 

@@ -130,13 +130,13 @@ def merged(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
     }
 
 
-def described(benchmark: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of the run in a result."""
+def described(benchmark: str, settings: dict[str, Any], *, world: int = 0) -> dict[str, Any]:
+    """Return the description of the run in a result; ``world`` ranks, by default those of the process group."""
     return {
         "benchmark": benchmark,
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(sys.argv[1:]),
-        "world": dist.get_world_size(),
+        "world": world or dist.get_world_size(),
         "device": torch.cuda.get_device_name() if CUDA else platform.processor() or "cpu",
         "torch": torch.__version__,
         "ovpatch": ovpatch.__version__,

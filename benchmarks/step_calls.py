@@ -17,7 +17,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,9 +26,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 import ovpatch
+from benchmarks.host_time import make_step
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = (str(ROOT / "ovpatch"), str(ROOT / "plugins" / "ovpatch_plugins"))
@@ -74,36 +73,12 @@ class Calls:
         }
 
 
-def step_of(arm: str, layers: int) -> Callable[[], object]:
-    """Build a model and its optimizer; return one training step."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
-    if arm == "FSDP2":
-        from torch.distributed.fsdp import fully_shard
-
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-        trained = model
-    else:
-        trained = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    x = torch.randn(8, 64)
-
-    def step() -> None:
-        trained(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
 def count(rank: int, arm: str, layers: int, folder: str) -> None:
     """Count the calls of one warm step on rank 0."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     if arm != "FSDP2":
         ovpatch.apply(*arm.split(" + "), options={"dist_optimizer": {"min_param_numel": 1}} if "+" in arm else {})
-    step, calls = step_of(arm, layers), Calls(ARMS[arm])
+    step, calls = make_step(arm, layers, width=64, block=1, device="cpu"), Calls(ARMS[arm])
     for _ in range(40):  # the votes that take effect every few steps have been cast, and counted
         step()
     dist.barrier()

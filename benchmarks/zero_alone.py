@@ -85,6 +85,7 @@ def without_peers(warming: Callable[[], bool], *, copied: bool) -> Iterator[None
         _copy([(part.view(-1), _own(whole)) for part, whole in zip(outputs, inputs, strict=True)])
         return [WorkGroup([])]
 
+    come = mock.patch.multiple(HostBarrier, arrive=mock.DEFAULT, defer=mock.DEFAULT)
     meet = mock.patch.object(HostBarrier, "wait", lambda self, flag=None: bool(flag))
     # Sums are copied to the host on another stream, which does not wait for a fake collective; and no rank has failed.
     side = mock.patch.object(step_flags, "_side_stream", torch.cuda.current_stream)
@@ -95,7 +96,7 @@ def without_peers(warming: Callable[[], bool], *, copied: bool) -> Iterator[None
     hosts = mock.patch.object(host_barrier, "is_needed", return_value=True)
     ways = ((AllReduce, reduced), (AllGather, gathered), (ReduceScatter, scattered))
     with contextlib.ExitStack() as patches:
-        for patch in (mock.patch.object(HostBarrier, "arrive"), meet, side, quiet, averages, hosts, *copying):
+        for patch in (come, meet, side, quiet, averages, hosts, *copying):
             patches.enter_context(patch)
         for made, way in ways:
             patches.enter_context(mock.patch.object(made, "__call__", way))

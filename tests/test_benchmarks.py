@@ -100,4 +100,4 @@ def test_one_rank_of_eight_is_measured_alone(tmp_path):
     assert ([fp32["arm"], row["arm"]], len(row["ms"])) == (arms, 2)
     assert fp32["loss"] == row["loss"], "they work on different numbers"
     assert counters["state_bytes"] * 8 == counters["state_bytes_whole"] > 0
-    assert min(counters[name] for name in ("grads_by_parts", "gathers_overlapped")) > 0
+    assert min(counters[name] for name in ("grads_sharded", "gathers_overlapped")) > 0

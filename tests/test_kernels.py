@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.data_parallel import fp32_kernels
 from ovpatch.overlap.data_parallel.fp32_accumulation import refresh_fp32
+from ovpatch_plugins.dist_optimizer import triton_main_params
 from ovpatch_plugins.pipe_experts import routing, triton_combine
 from ovpatch_plugins.pipe_experts.chunks import Splits, make_plan
 from ovpatch_plugins.pipe_experts.routing import Route
@@ -92,7 +92,7 @@ def numbers(n: int, dtype: torch.dtype) -> Tensor:
 
 def following_roundings() -> list[str]:
     """Return of which tensors the numbers are not what :func:`refresh_fp32` makes of them."""
-    fp32_kernels._BLOCK, wrong = 8, []
+    triton_main_params._BLOCK, wrong = 8, []
     special = torch.tensor([-0.0, torch.nan, 1.0, torch.inf, 3e38, 0.0, -0.0])
     becomes = torch.tensor([-0.0, torch.nan, torch.nan, torch.inf, 1.0, -0.0, 0.0])
     for dtype in (torch.float16, torch.bfloat16):
@@ -107,7 +107,7 @@ def following_roundings() -> list[str]:
         table = torch.tensor(
             [(wide.data_ptr(), half.data_ptr(), len(wide)) for wide, half in zip(wides, halves, strict=True)]
         )
-        fp32_kernels.launch_refresh(table, dtype, 24)
+        triton_main_params.launch_refresh(table, dtype, 24)
         for i, (wide, expected) in enumerate(zip(wides, right, strict=True)):
             if not same(wide, expected):
                 wrong.append(f"tensor {i} of {dtype}")

@@ -38,7 +38,7 @@ def test_all_features_train_the_same(tmp_path, forks):
     ddp, optimizer, linears = (features[name]["counters"] for name in FEATURES.split(","))
     assert (ddp["models"], ddp["stock_models"], ddp["backwards"]) == (4, 0, 4 * 4)  # of four ranks
     assert optimizer["steps"] == 4 * 4
-    assert optimizer["grads_by_parts"] > 0
+    assert optimizer["grads_sharded"] > 0
     assert optimizer["gathers_overlapped"] == optimizer["gathers"] > 0
     assert (linears["linears"], linears["calls"], linears["stock_calls"]) == (4 * 8, 4 * 8 * 8, 0)
     assert linears["shared_calls"] == 4 * 5 * 8

@@ -89,4 +89,4 @@ def test_verified(tmp_path, name):
     found = json.loads(outcome.read_text())
     assert found["verdict"] in ("bitwise equal", "equal within noise"), done.stdout
     assert found["counters"]["dist_optimizer"]["steps"] >= 2 * 4
-    assert found["counters"]["dist_optimizer"]["grads_by_parts"] > 0
+    assert found["counters"]["dist_optimizer"]["grads_sharded"] > 0

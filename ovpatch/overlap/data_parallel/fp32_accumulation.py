@@ -12,7 +12,7 @@ is the gradient's; otherwise the gradient's number does (:func:`refresh_fp32`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -119,40 +119,3 @@ def refresh_fp32(wide: Tensor, rounded: Tensor) -> Tensor:
         rounded: Their roundings, of the same shape, where nothing was written.
     """
     return torch.where(wide.to(rounded.dtype) == rounded, wide, rounded.to(torch.float32), out=wide)
-
-
-class Fp32Refresher:
-    """:func:`refresh_fp32` of many tensors, on GPUs by one kernel, which reads each number once.
-
-    The addresses are kept on the device from one call to the next, as long as they are the same.
-    """
-
-    def __init__(self) -> None:
-        self._tables: dict[torch.dtype, tuple[list[tuple[int, int, int]], Tensor]] = {}
-
-    def __call__(self, wides: Sequence[Tensor], rounded: Sequence[Tensor]) -> None:
-        """Replace, in place, the fp32 numbers whose roundings have been written to since.
-
-        Args:
-            wides: The fp32 numbers, contiguous.
-            rounded: Their roundings, contiguous, of the same shapes and on the same device.
-        """
-        from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
-
-        if not wides or not wides[0].is_cuda or triton_unavailable_reason():
-            for wide, half in zip(wides, rounded, strict=True):
-                refresh_fp32(wide, half)
-            return
-        for dtype in dict.fromkeys(half.dtype for half in rounded):
-            self._refresh([(wide, half) for wide, half in zip(wides, rounded, strict=True) if half.dtype is dtype])
-
-    def _refresh(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        from ovpatch.overlap.data_parallel.fp32_kernels import launch_refresh
-
-        dtype = pairs[0][1].dtype
-        places = [(wide.data_ptr(), half.data_ptr(), wide.numel()) for wide, half in pairs]
-        known, table = self._tables.get(dtype, ([], None))
-        if table is None or known != places:
-            table = torch.tensor(places, dtype=torch.int64, device=pairs[0][0].device)
-            self._tables[dtype] = places, table
-        launch_refresh(table, dtype, max(numel for *_, numel in places))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ovpatch.overlap.tensors.metadata_ops import METADATA, leaves
-from ovpatch.overlap.tensors.ownership import outside_inference
+from ovpatch.overlap.tensors.ownership import contiguous_strides, is_dense, outside_inference
 
 
 class Source(Protocol):
@@ -34,20 +35,24 @@ class GuardedSource(Source, Protocol):
         """Return a context to fetch in."""
 
 
-class TensorMeta(Protocol):
-    """What a lazy tensor shows; every tensor has it."""
+@dataclass(frozen=True)
+class TensorMeta:
+    """A dense tensor without its content."""
 
-    @property
-    def shape(self) -> Sequence[int]:
-        """Shape of the content."""
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the content's elements."""
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorMeta:
+        """Return a tensor's metadata; of one that is not dense, that of a contiguous copy."""
+        strides = tensor.stride() if is_dense(tensor) else contiguous_strides(tensor.shape)
+        return cls(tensor.shape, strides, tensor.dtype, tensor.device)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the content will be."""
+    def empty(self) -> Tensor:
+        """Return such a tensor on the CPU, in new memory."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
 
 
 class LazyTensor(torch.Tensor):
@@ -127,7 +132,7 @@ def peek(tensor: Tensor) -> Tensor:
         return tensor.source.fetch([tensor], noticed=False)[0] if isinstance(tensor, LazyTensor) else tensor
 
 
-def make_lazy(like: TensorMeta, source: Source, key: Any, *, own: bool = False) -> LazyTensor:
+def make_lazy(like: Tensor | TensorMeta, source: Source, key: Any, *, own: bool = False) -> LazyTensor:
     """Return a new lazy tensor of the shape, dtype and device of ``like``.
 
     Args:
@@ -155,7 +160,7 @@ def make_lazy_from(tensor: Tensor, zero: Tensor, source: Source, key: Any) -> No
     tensor.__class__ = LazyTensor
 
 
-def expanded_zeros(likes: Iterable[TensorMeta]) -> list[Tensor]:
+def expanded_zeros(likes: Iterable[Tensor]) -> list[Tensor]:
     """Return a zero expanded to the shape of each of some tensors; one of the same kind is the same object."""
     kinds = [(like.shape, like.dtype, like.device) for like in likes]
     made = {kind: _expanded_zero(*kind) for kind in dict.fromkeys(kinds)}

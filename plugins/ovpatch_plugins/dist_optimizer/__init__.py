@@ -1,1 +1,1 @@
-"""Feature ``dist_optimizer``: each rank updates its part of every parameter, and keeps that part of the state."""
+"""Feature ``dist_optimizer``: each rank updates its shard of every parameter and keeps that shard of the state."""

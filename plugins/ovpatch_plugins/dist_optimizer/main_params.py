@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES, Fp32Refresher
+from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES, refresh_fp32
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import shard_view
 from ovpatch_plugins.dist_optimizer import sharded_grads
@@ -21,14 +21,46 @@ from ovpatch_plugins.dist_optimizer.step_log import Turn
 MAIN: Final = "main_param"
 
 
-def is_low(param: Tensor) -> bool:
+def is_half(param: Tensor) -> bool:
     """Return whether a parameter is of half precision."""
     return param.dtype in HALVES
 
 
 def min_sharded_numel(options: Mapping[str, Any], param: Tensor) -> int:
     """Return with how many elements a parameter is sharded; with a main parameter, any number is worth it."""
-    return 1 if options["main_params_in_fp32"] and is_low(param) else int(options["min_param_numel"])
+    return 1 if options["main_params_in_fp32"] and is_half(param) else int(options["min_param_numel"])
+
+
+class _Refresher:
+    """:func:`refresh_fp32` of many tensors, on GPUs by one kernel, which reads each number once.
+
+    The addresses are kept on the device from one call to the next, as long as they are the same.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[torch.dtype, tuple[list[tuple[int, int, int]], Tensor]] = {}
+
+    def __call__(self, wides: Sequence[Tensor], rounded: Sequence[Tensor]) -> None:
+        """Refresh fp32 tensors by their roundings, all contiguous and on one device."""
+        from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
+
+        if not wides or not wides[0].is_cuda or triton_unavailable_reason():
+            for wide, half in zip(wides, rounded, strict=True):
+                refresh_fp32(wide, half)
+            return
+        for dtype in dict.fromkeys(half.dtype for half in rounded):
+            self._launch([(wide, half) for wide, half in zip(wides, rounded, strict=True) if half.dtype is dtype])
+
+    def _launch(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        from ovpatch_plugins.dist_optimizer.triton_main_params import launch_refresh
+
+        dtype = pairs[0][1].dtype
+        places = [(wide.data_ptr(), half.data_ptr(), wide.numel()) for wide, half in pairs]
+        known, table = self._tables.get(dtype, ([], None))
+        if table is None or known != places:
+            table = torch.tensor(places, dtype=torch.int64, device=pairs[0][0].device)
+            self._tables[dtype] = places, table
+        launch_refresh(table, dtype, max(numel for *_, numel in places))
 
 
 class MainParamsState(ElementwiseState):
@@ -43,7 +75,7 @@ class MainParamsState(ElementwiseState):
     """
 
     def __init__(self, shards: ShardedGrads, turn: Turn) -> None:
-        self._follow = Fp32Refresher()
+        self._refresh_main = _Refresher()
         super().__init__(shards, turn)  # from here on peers ask
 
     def _swap_in(self, swapped: Swapped, states: States) -> None:
@@ -51,7 +83,7 @@ class MainParamsState(ElementwiseState):
         with torch.inference_mode(False), torch.no_grad():
             known: list[tuple[Tensor, Tensor]] = []
             for one, shard_param in swapped:
-                if not is_low(one.param):
+                if not is_half(one.param):
                     continue
                 main, rounded = states.get(shard_param, {}).pop(MAIN, None), shard_param.detach()
                 shard_param.grad = None
@@ -61,7 +93,7 @@ class MainParamsState(ElementwiseState):
                     main = rounded.float()
                 shard_param.data = main
                 shard_param.grad = one.shards.local_shard(one.index).to(torch.float32)
-            self._follow([main for main, _ in known], [rounded for _, rounded in known])
+            self._refresh_main([main for main, _ in known], [rounded for _, rounded in known])
 
     def _write_back(self, swapped: Swapped, states: States) -> None:
         try:
@@ -76,22 +108,17 @@ class MainParamsState(ElementwiseState):
             super()._write_back(swapped, states)
 
     def _shard_tensor(self, key: Key, whole: Tensor, state: dict[Any, Any]) -> None:
-        if is_low(whole) and is_low(self._shards.params[key[0]]):  # as a stock run has saved it
+        if is_half(whole) and is_half(self._shards.params[key[0]]):  # as a stock run has saved it
             whole = state[key[1]] = whole.float()
         super()._shard_tensor(key, whole, state)
 
 
 def load_in_fp32(optimizer: Optimizer, load: Callable[[], None]) -> None:
-    """Load state and keep what was saved in fp32; see [Note: main parameters].
-
-    Args:
-        optimizer: An element-wise optimizer.
-        load: Calls ``Optimizer.load_state_dict``.
-    """
+    """Call ``Optimizer.load_state_dict`` and keep what was saved in fp32; see [Note: main parameters]."""
     given: list[Mapping[str, Any]] = []  # as the script's own hooks leave it
     hooks = (
         optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: given.append(state_dict)),
-        optimizer.register_load_state_dict_post_hook(lambda _: _put_back(optimizer, given[-1]), prepend=True),
+        optimizer.register_load_state_dict_post_hook(lambda _: _restore_fp32(optimizer, given[-1]), prepend=True),
     )
     try:
         load()
@@ -101,10 +128,9 @@ def load_in_fp32(optimizer: Optimizer, load: Callable[[], None]) -> None:
 
 
 def round_state(optimizer: Optimizer) -> None:
-    """Make an optimizer's whole state what stock would have, which goes on with it."""
+    """Round an optimizer's whole state to its parameters' dtype, as stock, which goes on with it, has it."""
     for param, state in optimizer.state.items():
-        if is_low(param) and _has_main(param):
-            state.pop(MAIN, None)
+        if is_half(param) and _has_main(param):
             for name, value in state.items():
                 if isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.shape == param.shape:
                     state[name] = value.to(param.dtype)
@@ -113,7 +139,7 @@ def round_state(optimizer: Optimizer) -> None:
 def drop_main_params(optimizer: Optimizer) -> None:
     """Drop an optimizer's main parameters."""
     for param, state in optimizer.state.items():
-        if is_low(param):
+        if is_half(param):
             state.pop(MAIN, None)
 
 
@@ -122,11 +148,11 @@ def _has_main(param: Tensor) -> bool:
     return entry is not None and entry[0].can_be_sharded(entry[1])
 
 
-def _put_back(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+def _restore_fp32(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in zip(saved, params, strict=True):
-        if is_low(param) and param in optimizer.state:
+        if is_half(param) and param in optimizer.state:
             state = optimizer.state[param]
             if not _has_main(param):
                 state.pop(MAIN, None)

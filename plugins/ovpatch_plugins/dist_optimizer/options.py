@@ -56,7 +56,7 @@ OPTIONS: Final = (
     Option(
         "grads_in_flight_mb",
         1024.0,
-        "How many MiB of whole gradients may be on their way to the ranks' slices: more is waited for, and its memory "
+        "How many MiB of whole gradients may be on their way to the ranks' shards: more is waited for, and its memory "
         "given up, while backward still computes. 0: all are there until backward ends.",
         parse=_capacity,
     ),
@@ -69,13 +69,13 @@ OPTIONS: Final = (
     Option(
         "main_params_in_fp32",
         False,
-        "Update parameters of half precision in fp32, with fp32 state, of which each rank keeps its slices; parameters "
+        "Update parameters of half precision in fp32, with fp32 state, of which each rank keeps its shards; parameters "
         "are the roundings. Not what stock computes, but closer to fp32. Element-wise optimizers only.",
     ),
     Option(
         "element_wise",
         "",
-        "Further optimizer classes that are element-wise and may be given slices, as module.Class,module.Class.",
+        "Further optimizer classes that are element-wise and may be given shards, as module.Class,module.Class.",
     ),
     Option(
         "per_parameter",

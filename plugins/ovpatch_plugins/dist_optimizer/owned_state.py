@@ -9,49 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.versioned import copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
 from ovpatch.overlap.tensors.ownership import is_unshared
 from ovpatch.overlap.tensors.shard import Shard
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 from ovpatch_plugins.dist_optimizer.sharded_state import PATIENCE_S, Key, ShardedState, Shown, States, Swapped
-from ovpatch_plugins.dist_optimizer.state_format import StateFormat, pack, unpack
+from ovpatch_plugins.dist_optimizer.state_format import pack, unpack
 from ovpatch_plugins.dist_optimizer.step_log import Turn
 
-# How many elements of each model each rank owns.
-_loads: weakref.WeakKeyDictionary[ShardedGrads, list[int]] = weakref.WeakKeyDictionary()
-
-# The ranks that own parameters, by terms of optimizers and index.
-_owners: weakref.WeakKeyDictionary[ShardedGrads, dict[str, dict[int, int]]] = weakref.WeakKeyDictionary()
-
-
-def assign_owners(shards: ShardedGrads, indices: Iterable[int]) -> dict[int, int]:
-    """Assign an owner to each of some parameters. All ranks call this for the same ones, in the same order of calls.
-
-    [Note: largest first] Parameters are assigned from the largest to the smallest, each to the rank that owns the
-    fewest elements so far. So the ranks own about the same, unless one parameter alone is more than a rank's share, and
-    all ranks find the same owners without communication. An owner stays, because the state is there. The optimizers of
-    one model share the loads: with one optimizer per parameter, all would go to rank 0 otherwise.
-
-    Args:
-        shards: Of the model that the parameters belong to.
-        indices: The parameters' indices there.
-
-    Returns:
-        The group rank that owns it, by index.
-    """
-    loads = _loads.setdefault(shards, [0] * shards.group.size())
-    numels = {index: shards.params[index].numel() for index in indices}
-    owners = {}
-    for index in sorted(numels, key=lambda index: (-numels[index], index)):
-        owners[index] = loads.index(min(loads))
-        loads[owners[index]] += numels[index]
-    return owners
+# Of each model: the elements that each rank owns, and the parameters' owners, by terms of the optimizer and index.
+_assigned: weakref.WeakKeyDictionary[ShardedGrads, tuple[list[int], dict[str, dict[int, int]]]]
+_assigned = weakref.WeakKeyDictionary()
 
 
 class OwnedState(ShardedState):
@@ -60,19 +35,24 @@ class OwnedState(ShardedState):
     The gradients of such parameters are all-reduced whole: an owner needs all of one, and a reduction of each to its
     owner would send half as much, but in a collective of its own.
 
+    [Note: largest first] Parameters are assigned from the largest to the smallest, each to the rank that owns the
+    fewest elements so far. So the ranks own about the same, unless one parameter alone is more than a rank's share, and
+    all ranks find the same owners without communication. An owner stays, because the state is there. The optimizers of
+    one model share the loads: with one optimizer per parameter, all would go to rank 0 otherwise.
+
     [Note: also at its owner] Between steps ``optimizer.state`` shows lazy tensors at the owner, too, whose content is a
     copy. A script that changes state by hand does so on all ranks, one earlier than the other; the later one must find
     what there was, not what the owner has made of it. The next step takes over what it finds. Only the owner knows what
-    state a parameter has: names, shapes, and numbers that are no tensors. The others ask when it first appears. For
-    classes that are known by name only, whose state may change its format and whose numbers of steps may be Python's,
-    they ask after every step (``steady=False``).
+    state a parameter has: names, shapes, and numbers that are no tensors. The others ask when it first appears, and for
+    classes that are known by name only after every step: their numbers of steps may be Python's.
     """
 
-    steady = True
+    keeps_format = True  # whether the names, shapes and numbers of a parameter's state stay as they first appear
 
     def __init__(self, shards: ShardedGrads, turn: Turn) -> None:
+        self._loads, owners = _assigned.setdefault(shards, ([0] * shards.group.size(), {}))
         # A later optimizer on the same terms, which one rank alone may have, has the owners of the earlier one.
-        self._owners = _owners.setdefault(shards, {}).setdefault(turn.terms, {})
+        self._owners = owners.setdefault(turn.terms, {})
         self._owned: dict[int, dict[Any, Any]] = {}  # state of parameters, as after the last step
         self._stood: dict[int, dict[Any, Any]] = {}  # the lazy tensors of a state, while this rank's are in place
         super().__init__(shards, turn)  # from here on peers ask
@@ -83,10 +63,15 @@ class OwnedState(ShardedState):
         return shards.can_be_sharded(index)
 
     def owners_of(self, indices: Iterable[int]) -> list[int]:
-        """Return the ranks that own some parameters, assigned now if they have none; the same on all ranks."""
+        """Return the group ranks that own some parameters, assigned now if they have none.
+
+        All ranks call this for the same parameters, in the same order of calls.
+        """
         wanted = list(indices)
-        new = sorted(index for index in wanted if index not in self._owners)
-        self._owners.update(assign_owners(self._shards, new))
+        numels = {index: self._shards.params[index].numel() for index in wanted if index not in self._owners}
+        for index in sorted(numels, key=lambda index: (-numels[index], index)):
+            self._owners[index] = owner = self._loads.index(min(self._loads))
+            self._loads[owner] += numels[index]
         return [self._owners[index] for index in wanted]
 
     # ---------------------------------------------------------------- around a step
@@ -113,31 +98,23 @@ class OwnedState(ShardedState):
             self._shard_whole(one.param, state)
             if self._owns(one.index):
                 self._stood[one.index] = stood = {
-                    name: value for name, value in state.items() if self._stands(one.index, name, value)
+                    name: value
+                    for name, value in state.items()
+                    if self._is_own(value) or self._held.get((one.index, name), self) is value
                 }
                 state.update({name: self._local[one.index, name] for name in stood})
 
-    def _stands(self, index: int, name: Any, value: Any) -> bool:
-        """Return whether this stands for a tensor that this rank keeps."""
-        return self._is_own(value) or (bool(self._held) and self._held.get((index, name)) is value)
-
-    def _write_back(self, swapped: Swapped, states: States) -> None:
-        try:
-            while swapped:
-                one, _ = swapped.pop()
-                state = states.get(one.param)
-                if state is None or not self._owns(one.index):
-                    self._owned.pop(one.index, None)
-                    continue
-                stood = self._stood.pop(one.index, {})
-                for name, value in state.items():
-                    if _is_kept(value):
-                        self._local[one.index, name] = value
-                        self._leave_lazy((one.index, name), StateFormat.of(value), state, stood.get(name))
-                self._owned[one.index] = state
-        finally:
-            if swapped:  # one has raised; the others are written back all the same
-                self._write_back(swapped, states)
+    def _write_back_param(self, one: ShardedParam, shown: Parameter, states: States) -> None:
+        state = states.get(one.param)
+        if state is None or not self._owns(one.index):
+            self._owned.pop(one.index, None)
+            return
+        stood = self._stood.pop(one.index, {})
+        for name, value in state.items():
+            if _is_kept(value):
+                self._local[one.index, name] = value
+                self._leave_lazy((one.index, name), TensorMeta.of(value), state, stood.get(name))
+        self._owned[one.index] = state
 
     def _shard_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
         """Keep a parameter's tensors if this rank owns it, drop them if not, and leave lazy ones."""
@@ -147,68 +124,69 @@ class OwnedState(ShardedState):
         lazy_tensor.materialize(v for v in state.values() if isinstance(v, LazyTensor) and not self._is_own(v))
         for name, value in state.items():
             if _is_kept(value):
-                key, form, sole = (index, name), StateFormat.of(value), is_unshared(value)
+                key, meta, sole = (index, name), TensorMeta.of(value), is_unshared(value)
                 if self._owns(index):
                     self._local[key] = value.detach() if sole else value.clone()
-                self._leave_lazy(key, form, state, value, sole=sole)
+                self._leave_lazy(key, meta, state, value, sole=sole)
 
     def _ranges(self, key: Key) -> Mapping[int, Shard]:
-        numel = self._formats[key].shape.numel()
+        numel = self._metas[key].shape.numel()
         return {self._owners[key[0]]: Shard(0, numel, numel)}
 
     def _owns(self, index: int) -> bool:
         return self._owners[index] == self.group.rank()
 
-    # ---------------------------------------------------------------- formats
+    # ---------------------------------------------------------------- metadata
 
-    def exchange_formats(self, params: Sequence[ShardedParam], states: States) -> None:
+    def exchange_metadata(self, params: Sequence[ShardedParam], states: States) -> None:
         """Show the state that others' parameters have after a step, once all ranks have come to its end."""
         asked = {
             one.index: one.param
             for one in params
-            if not self._owns(one.index) and not (self.steady and states.get(one.param))
+            if not self._owns(one.index) and not (self.keeps_format and states.get(one.param))
         }
         if not asked:
             return
-        question = {"edition": self._versions.version, "forms": list(asked)}
+        question = {"version": self._versions.version, "params": list(asked)}
         owners = sorted({self._owners[index] for index in asked})
         for header, tensors in PeerRpc.for_group(self.group).call(self._topic, question, owners).values():
-            for index, form in unpack(header["forms"], tensors, self._shards.params[0].device).items():
-                self._show(index, form, states.setdefault(asked[index], {}))
-
-    def _show(self, index: int, form: Mapping[Any, Any], state: dict[Any, Any]) -> None:
-        shown = dict(state)
-        if list(state) != list(form):
-            state.clear()
-        for name, value in form.items():
-            if isinstance(value, StateFormat):
-                self._leave_lazy((index, name), value, state, shown.get(name))
-            else:
-                state[name] = value
+            for index, made in unpack(header["state"], tensors, self._shards.params[0].device).items():
+                state = states.setdefault(asked[index], {})
+                before = dict(state)
+                if list(state) != list(made):
+                    state.clear()
+                for name, value in made.items():
+                    if isinstance(value, TensorMeta):
+                        self._leave_lazy((index, name), value, state, before.get(name))
+                    else:
+                        state[name] = value
 
     def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
-        if "forms" not in question:
+        if "params" not in question:
             return super()._answer(question)
-        self._versions.wait_for_version(question["edition"], PATIENCE_S)
-        wanted = [index for index in question["forms"] if index in self._owned]
-        packed, inside = pack({index: self._format_of(index) for index in wanted})
+        self._versions.wait_for_version(question["version"], PATIENCE_S)
+        wanted = [index for index in question["params"] if index in self._owned]
+        metas = self._metas
+        packed, inside = pack(
+            {
+                index: {
+                    name: metas.get((index, name), value) if isinstance(value, Tensor) else value
+                    for name, value in self._owned[index].items()
+                }
+                for index in wanted
+            }
+        )
         if inside:
             inside = self._versions.read_version(
-                question["edition"], lambda: [copy_to_host(one.contiguous()) for one in inside], PATIENCE_S
+                question["version"], lambda: [copy_to_host(one.contiguous()) for one in inside], PATIENCE_S
             )
-        return {"forms": packed}, inside
-
-    def _format_of(self, index: int) -> dict[Any, Any]:
-        return {
-            name: self._formats[index, name] if (index, name) in self._formats and isinstance(value, Tensor) else value
-            for name, value in self._owned[index].items()
-        }
+        return {"state": packed}, inside
 
 
 class NamedOwnedState(OwnedState):
-    """The same for a class that is known by name only: the format of its state may change at every step."""
+    """The same for a class that is known by name only."""
 
-    steady = False
+    keeps_format = False
 
 
 def _is_kept(value: Any) -> bool:

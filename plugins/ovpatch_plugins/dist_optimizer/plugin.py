@@ -19,7 +19,7 @@ def ovpatch_feature() -> Feature:
     """Describe the feature."""
     return Feature(
         name="dist_optimizer",
-        summary="Each rank updates its part of the parameters and keeps that part of the optimizer's state (ZeRO-1).",
+        summary="Each rank updates its shard of the parameters and keeps that shard of the optimizer's state (ZeRO-1).",
         options=OPTIONS,
         requires=("ddp",),
         default=False,
@@ -43,7 +43,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     from ovpatch.overlap.tensors.pending_param import wrap_unflatten
     from ovpatch.overlap.tensors.read_hooks import READ_HOOKS
     from ovpatch_plugins.dist_optimizer.clip_grad import wrap_clip, wrap_clip_grad_norm, wrap_norm, wrap_unscale
-    from ovpatch_plugins.dist_optimizer.supported_optimizers import with_a_step
+    from ovpatch_plugins.dist_optimizer.supported_optimizers import list_step_classes
     from ovpatch_plugins.dist_optimizer.takeover import StepPatches, wrap_destroy, wrap_zero_grad
 
     if options["overlap_param_gather"]:
@@ -77,12 +77,12 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             wrap=steps.wrap_load,
             why="casts fp32 state to the dtype of half-precision parameters",
         )
-    for name in with_a_step(steps.named):
+    for name in list_step_classes(steps.named):
         patches.register_patch(
             f"{name}.step",
             wrap=steps.wrap_step,
             why="is the innermost place: torch's step hooks, official and global, are outside of the script's own "
-            "hooks and closures, which would see slices",
+            "hooks and closures, which would see shards",
         )
     patches.register_patch(
         f"{_CLIP}.clip_grad_norm_",

@@ -15,7 +15,7 @@ class Counters:
         steps: Optimizer steps that were divided.
         params_updated: Parameters updated by shards, or by one rank for all, summed over steps.
         params_owned: Those of them that this rank updated whole, for all ranks.
-        grads_by_parts: Gradients that were reduce-scattered and had not been read by the step.
+        grads_sharded: Gradients that were reduce-scattered and had not been read by the step.
         grads_in_half: Sharded gradients that are averaged in fp32 and were sent in half precision.
         grads_read: Lazy gradients that this rank materialized because the script read them.
         gathers: Buckets of parameters all-gathered, or broadcast by their owners, after steps.
@@ -37,7 +37,7 @@ class Counters:
     steps: int = 0
     params_updated: int = 0
     params_owned: int = 0
-    grads_by_parts: int = 0
+    grads_sharded: int = 0
     grads_in_half: int = 0
     grads_read: int = 0
     gathers: int = 0

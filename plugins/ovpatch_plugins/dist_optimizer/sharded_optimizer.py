@@ -52,13 +52,13 @@ _TOO_LATE = (
 # A replay of a CUDA graph makes new state, and no host knows. A whole tensor is put together from shards that the hosts
 # of all ranks know to be of the same step. Optimizers with capturable=True stay stock (supported_optimizers.py).
 _CAPTURED = (
-    "ovpatch: the step of {} was to be captured into a CUDA graph, but each rank has a part of its state, which could "
+    "ovpatch: the step of {} was to be captured into a CUDA graph, but each rank has a shard of its state, which could "
     "not be put together after a replay. Make it with capturable=True, if it has that, and it stays stock; or turn "
     "dist_optimizer off."
 )
 
 _INSIDE = (
-    "ovpatch: state_dict() of {} was called inside of its own update, where each rank has a part of the state, in the "
+    "ovpatch: state_dict() of {} was called inside of its own update, where each rank has a shard of the state, in the "
     "middle of being changed. Call it after step(), or in a step hook; or turn dist_optimizer off."
 )
 
@@ -190,7 +190,7 @@ class ShardedOptimizer:
                     other._sync.finish_param_sync()
         with torch._C.DisableTorchFunctionSubclass():
             for one in params:
-                COUNTERS.grads_by_parts += type(one.param.grad) is LazyTensor
+                COUNTERS.grads_sharded += type(one.param.grad) is LazyTensor
         for state in self._states.values():
             state.wait_for_readers()
         for shards, of_model in models.items():
@@ -293,7 +293,7 @@ class ShardedOptimizer:
         torch.autograd.graph.increment_version([one.param for one in params])
         try:
             for shards, of_model in self._by_model.items():
-                self._states[shards].exchange_formats(of_model, optimizer.state)
+                self._states[shards].exchange_metadata(of_model, optimizer.state)
         finally:  # the others wait for the collective in any case
             for shards in _one_per_group(self._by_model):
                 (shards.start_host_barrier if self._quiet else shards.wait_for_hosts)()
@@ -390,7 +390,7 @@ class ShardedOptimizer:
             (state_dict.complete if in_fp32 else state_dict.complete_read)()  # else it shows what is whole below
         if in_fp32:
             drop_main_params(optimizer)
-        leaving = [state for state in self._states.values() if state.say_farewell()]
+        leaving = [state for state in self._states.values() if state.start_final_calls()]
         values = [value for state in optimizer.state.values() for value in state.values()]
         lazy_tensor.materialize(v for v in values if isinstance(v, LazyTensor) and v.source in leaving)
         if in_fp32:

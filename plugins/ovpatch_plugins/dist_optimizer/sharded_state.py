@@ -18,14 +18,13 @@ from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.shutdown import KeepAlive
 from ovpatch.overlap.peer_rpc.versioned import TornReadError, VersionedTensors, copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
 from ovpatch.overlap.tensors.ownership import is_dense, is_unshared
 from ovpatch.overlap.tensors.param_state import weak_method
 from ovpatch.overlap.tensors.shard import Shard, flat_view, shard_view
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, make_shard_params
-from ovpatch_plugins.dist_optimizer.state_format import StateFormat
 from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 States = dict[Any, dict[Any, Any]]  # an optimizer's ``state``
@@ -33,12 +32,17 @@ Swapped = list[tuple[ShardedParam, Parameter]]  # parameters, and what the optim
 Shown = dict[int, Parameter | None]  # by id() of a parameter, what the optimizer is given for it, if anything
 Key = tuple[int, Any]  # index of the parameter, and the optimizer's name of the tensor
 
-_LOADS = 1 << 20  # versions from one step to the next; all but the first are made by load_state_dict()
+_VERSIONS_PER_STEP = 1 << 20  # all but the first are made by load_state_dict()
 
-_KEPT = 4  # versions that loading has replaced
+_MAX_EARLIER = 4  # versions that loading has replaced and that are kept
 
 PATIENCE_S = 600.0  # for a rank whose step comes later; the reader's own time-out comes first
 
+
+_REPLACED = (
+    "ovpatch: a tensor that was '{}' in an optimizer's state was replaced there, and there was a step since, so its "
+    "content is gone. Read or copy it before the step, or turn dist_optimizer off."
+)
 
 _TOO_LATE = (
     "A step went on meanwhile. Read optimizer state between a step and the next backward, on every rank that reads; "
@@ -80,7 +84,7 @@ class ShardedState(abc.ABC):
         self._keep_alive = KeepAlive(shards.group)
         self._index = {id(param): index for index, param in enumerate(shards.params)}
         self._local: dict[Key, Tensor] = {}  # this rank's shards
-        self._formats: dict[Key, StateFormat] = {}
+        self._metas: dict[Key, TensorMeta] = {}
         # Weakly: they know their source, whose shards must not wait for the garbage collector.
         self._lazy: weakref.WeakValueDictionary[Key, LazyTensor] = weakref.WeakValueDictionary()
         self._held: dict[Key, Tensor] = {}  # what stays whole in this step; see [Note: the same tensor]
@@ -117,7 +121,7 @@ class ShardedState(abc.ABC):
             with self._changed:
                 self._next_step = self._steps + 1
                 self._changed.notify_all()
-            PeerRpc.for_group(self.group).call(self._topic, {"coming to": self._next_step})
+            PeerRpc.for_group(self.group).call(self._topic, {"next step": self._next_step})
 
     @contextmanager
     def swapped_in(self, params: Sequence[ShardedParam], states: States) -> Iterator[Shown]:
@@ -132,7 +136,7 @@ class ShardedState(abc.ABC):
         """
         shown, swapped = self._choose_shown(params)
         self._begin_step()
-        size = len(self._formats)
+        size = len(self._metas)
         try:
             try:
                 self._swap_in(swapped, states)
@@ -141,10 +145,10 @@ class ShardedState(abc.ABC):
                 self._write_back(swapped, states)
         finally:  # whatever raises: peers wait for the end of a version that has begun
             self._versions.end_update()
-            if len(self._formats) > size:
+            if len(self._metas) > size:
                 self._count()
 
-    def exchange_formats(self, params: Sequence[ShardedParam], states: States) -> None:
+    def exchange_metadata(self, params: Sequence[ShardedParam], states: States) -> None:
         """Show the state that other ranks' parameters have after a step; here each rank knows it."""
         del params, states
 
@@ -167,7 +171,7 @@ class ShardedState(abc.ABC):
             lazy_tensor.materialize(held)
         self._earlier[self._versions.version] = self._local
         self._local = dict(self._local)
-        while len(self._earlier) > _KEPT:
+        while len(self._earlier) > _MAX_EARLIER:
             del self._earlier[next(iter(self._earlier))]
         self._versions.begin_update()
         try:
@@ -176,8 +180,8 @@ class ShardedState(abc.ABC):
         finally:
             self._versions.end_update()
 
-    def say_farewell(self) -> bool:
-        """Return whether there are still peers to ask; this is the last time."""
+    def start_final_calls(self) -> bool:
+        """Return whether there are still peers to call; this is the last time."""
         there = not PeerRpc.is_destroyed(self.group)
         if there:
             self._keep_alive.start_final_calls(self)
@@ -193,9 +197,18 @@ class ShardedState(abc.ABC):
     def _swap_in(self, swapped: Swapped, states: States) -> None:
         """Put this rank's shards of the parameters' state where the optimizer looks for them."""
 
-    @abc.abstractmethod
     def _write_back(self, swapped: Swapped, states: States) -> None:
-        """Keep what a step has made of them, and leave lazy tensors; empties ``swapped``."""
+        """Keep what a step has made of the parameters' state, and leave lazy tensors; empties ``swapped``."""
+        try:
+            while swapped:
+                self._write_back_param(*swapped.pop(), states)
+        finally:
+            if swapped:  # one has raised; the others are written back all the same
+                self._write_back(swapped, states)
+
+    @abc.abstractmethod
+    def _write_back_param(self, one: ShardedParam, shown: Parameter, states: States) -> None:
+        """Do that for one parameter, which the optimizer was shown as ``shown``."""
 
     @abc.abstractmethod
     def _shard_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
@@ -211,40 +224,41 @@ class ShardedState(abc.ABC):
             self._changed.notify_all()
         self._held.clear()
         if self._earlier:  # all ranks came to the end of the last step but one
-            oldest = (self._steps - 1) * _LOADS
+            oldest = (self._steps - 1) * _VERSIONS_PER_STEP
             self._earlier = {number: local for number, local in self._earlier.items() if number >= oldest}
-        self._versions.begin_update(self._steps * _LOADS)
+        self._versions.begin_update(self._steps * _VERSIONS_PER_STEP)
 
     def _leave_lazy(
-        self, key: Key, form: StateFormat, state: dict[Any, Any], held: Any = None, *, sole: bool | None = None
+        self, key: Key, meta: TensorMeta, state: dict[Any, Any], held: Any = None, *, sole: bool | None = None
     ) -> None:
         """Leave in ``state`` what stands for a tensor of which this rank has its shard.
 
         Args:
             key: Of the tensor.
-            form: The tensor's.
+            meta: The tensor's.
             state: The parameter's state.
             held: What stood there before, which the script may hold; see [Note: the same tensor].
             sole: Whether the memory of ``held`` is referenced only through it, where that was asked before.
         """
-        known = self._formats.get(key)
-        self._formats[key] = form
-        if self._is_own(held) and held.key == key and (known is form or known == form):
+        known = self._metas.get(key)
+        self._metas[key] = meta
+        if self._is_own(held) and held.key == key and (known is meta or known == meta):
             state[key[1]] = held
             return
-        if isinstance(held, Tensor) and not isinstance(held, LazyTensor) and _has_format(held, form):
+        is_whole = isinstance(held, Tensor) and not isinstance(held, LazyTensor)
+        if is_whole and (held.shape, held.dtype, held.device) == (meta.shape, meta.dtype, meta.device):
             if is_unshared(held) if sole is None else sole:
                 lazy = lazy_tensor.make_lazy_(held, self, key)
             elif not held.is_inference():
                 self._held[key] = state[key[1]] = held
                 return
             else:
-                lazy = lazy_tensor.make_lazy(form, self, key, own=True)
+                lazy = lazy_tensor.make_lazy(meta, self, key, own=True)
         else:
-            lazy = lazy_tensor.make_lazy(form, self, key, own=True)
+            lazy = lazy_tensor.make_lazy(meta, self, key, own=True)
         last = self._lazy.get(key)
         if last is not None and last is not lazy and self._is_own(last):
-            lazy_tensor.set_source(last, _REPLACED, key)
+            lazy_tensor.set_source(last, LostContent(_REPLACED.format(key[1])), key)
         self._lazy[key] = state[key[1]] = lazy
 
     def _is_own(self, value: Any) -> bool:
@@ -253,7 +267,7 @@ class ShardedState(abc.ABC):
     def _count(self) -> None:
         """Count what is kept, where there is more than the last time."""
         kept = sum(local.nbytes for local in self._local.values())
-        whole = sum(form.shape.numel() * form.dtype.itemsize for form in self._formats.values())
+        whole = sum(meta.shape.numel() * meta.dtype.itemsize for meta in self._metas.values())
         COUNTERS.state_bytes += max(0, kept - self._counted[0])
         COUNTERS.state_bytes_whole += max(0, whole - self._counted[1])
         self._counted = max(kept, self._counted[0]), max(whole, self._counted[1])
@@ -273,7 +287,7 @@ class ShardedState(abc.ABC):
 
     def _unshard(self, keys: Sequence[Key]) -> list[Tensor]:
         number = self._versions.version
-        question = self._keep_alive.mark_final({"edition": number, "entries": keys})
+        question = self._keep_alive.mark_final({"version": number, "entries": keys})
         begin = time.monotonic()
         answers = PeerRpc.for_group(self.group).call(self._topic, question)
         COUNTERS.state_reads += 1
@@ -295,17 +309,17 @@ class ShardedState(abc.ABC):
                 f"ovpatch: rank {missing[0]} of the process group has no '{key[1]}' in the optimizer's state of "
                 f"{self._shards.names[key[0]]}; load the same state on all ranks"
             )
-        whole = self._formats[key].empty()
+        whole = self._metas[key].empty()
         for rank, shard in found.items():
             shard_view(whole, ranges[rank]).copy_(shard)
         return whole
 
     def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
-        if "coming to" in question:
+        if "next step" in question:
             with self._changed:
-                self._changed.wait_for(lambda: max(self._steps, self._next_step) >= question["coming to"], PATIENCE_S)
+                self._changed.wait_for(lambda: max(self._steps, self._next_step) >= question["next step"], PATIENCE_S)
             return {}, []
-        positions, found = self._read(question["edition"], [tuple(entry) for entry in question["entries"]])
+        positions, found = self._read(question["version"], [tuple(entry) for entry in question["entries"]])
         self._keep_alive.record_call(question)
         return {"positions": positions}, found
 
@@ -314,7 +328,8 @@ class ShardedState(abc.ABC):
 
         def copy(source: Mapping[Key, Tensor]) -> tuple[list[int], list[Tensor]]:
             positions = [position for position, key in enumerate(keys) if key in source]
-            return positions, [copy_to_host(_elements(source[keys[position]])) for position in positions]
+            local = [source[keys[position]] for position in positions]
+            return positions, [copy_to_host(flat_view(one if is_dense(one) else one.contiguous())) for one in local]
 
         self._versions.wait_for_version(number, PATIENCE_S)
         local = self._local  # of this version or, if that is among the earlier ones by now, of a later one
@@ -328,27 +343,16 @@ class ShardedState(abc.ABC):
         return self._versions.read_version(number, lambda: copy(earlier), PATIENCE_S, kept=True)
 
 
-def _has_format(tensor: Tensor, form: StateFormat) -> bool:
-    return tensor.shape == form.shape and tensor.dtype == form.dtype and tensor.device == form.device
+class LostContent:
+    """The source of lazy tensors whose content is gone: every read is an error."""
 
-
-class _Replaced:
-    """The source of tensors in whose place the script has put others before a step."""
+    def __init__(self, message: str, cause: Exception | None = None) -> None:
+        self._message, self._cause = message, cause
 
     def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
-        del noticed
-        raise RuntimeError(
-            f"ovpatch: a tensor that was '{wanted[0].key[1]}' in an optimizer's state was replaced there, and "
-            "there was a step since, so its content is gone. Read or copy it before the step, or turn dist_optimizer "
-            "off."
-        )
-
-
-_REPLACED = _Replaced()
-
-
-def _elements(local: Tensor) -> Tensor:
-    return flat_view(local if is_dense(local) else local.contiguous())
+        """Raise the error."""
+        del wanted, noticed
+        raise RuntimeError(self._message) from self._cause
 
 
 class ElementwiseState(ShardedState):
@@ -381,34 +385,24 @@ class ElementwiseState(ShardedState):
                     self._shard_tensor((index, name), value, state)
                     shown[name] = local[index, name]
 
-    def _write_back(self, swapped: Swapped, states: States) -> None:
-        try:
-            while swapped:
-                one, shard_param = swapped.pop()
-                made = states.pop(shard_param, None)
-                if made is not None:
-                    self._keep_made(one, shard_param, made, states.setdefault(one.param, {}))
-        finally:
-            if swapped:  # one has raised; the others are written back all the same
-                self._write_back(swapped, states)
-
-    def _keep_made(
-        self, one: ShardedParam, shard_param: Parameter, made: dict[Any, Any], state: dict[Any, Any]
-    ) -> None:
-        index, shape = one.index, shard_param.shape
+    def _write_back_param(self, one: ShardedParam, shown: Parameter, states: States) -> None:
+        made = states.pop(shown, None)
+        if made is None:
+            return
+        state, index, shape = states.setdefault(one.param, {}), one.index, shown.shape
         for name, value in made.items():
             if not (isinstance(value, Tensor) and value.shape == shape):
                 state[name] = value
                 continue
             held, key = state.get(name), (index, name)
-            form = self._formats.get(key)
+            meta = self._metas.get(key)
             self._local[key] = value
             if not (
                 type(held) is LazyTensor
-                and (form is not None and form.dtype == value.dtype)
+                and (meta is not None and meta.dtype == value.dtype)
                 and (vars(held).get("source") is self and held.key == key)
             ):
-                self._leave_lazy(key, self._format_of(key, value), state, held)
+                self._leave_lazy(key, self._meta_of(key, value), state, held)
 
     def _shard_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
         index = self._index.get(id(param))
@@ -428,14 +422,14 @@ class ElementwiseState(ShardedState):
             laid_out = torch.empty_like(param, dtype=whole.dtype).copy_(whole)
         self._local[key] = local = shard_view(laid_out, self._shards.local_range(key[0])).clone()
         del laid_out  # else it would count as a reference to the memory
-        self._leave_lazy(key, self._format_of(key, local), state, whole)
+        self._leave_lazy(key, self._meta_of(key, local), state, whole)
 
-    def _format_of(self, key: Key, local: Tensor) -> StateFormat:
-        form = self._formats.get(key)
-        if form is None or form.dtype != local.dtype:  # the rest is the parameter's, as long as it has these shards
+    def _meta_of(self, key: Key, local: Tensor) -> TensorMeta:
+        meta = self._metas.get(key)
+        if meta is None or meta.dtype != local.dtype:  # the rest is the parameter's, as long as it has these shards
             param = self._shards.params[key[0]]
-            form = StateFormat(param.shape, param.stride(), local.dtype, param.device)
-        return form
+            meta = TensorMeta(param.shape, param.stride(), local.dtype, param.device)
+        return meta
 
     def _ranges(self, key: Key) -> Mapping[int, Shard]:
         return dict(enumerate(self._shards.ranges(key[0])))

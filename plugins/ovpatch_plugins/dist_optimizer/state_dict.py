@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ovpatch.overlap.peer_rpc import shutdown
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState
-from ovpatch_plugins.dist_optimizer.state_format import StateFormat
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
+from ovpatch_plugins.dist_optimizer.sharded_state import LostContent, ShardedState
 
 _READ_AHEAD_BYTES = 256 * 2**20
 
@@ -102,7 +101,7 @@ class StateDictSource:
         try:
             lazy_tensor.materialize(unread)
         except RuntimeError as error:
-            failed = _Failed(error)
+            failed = LostContent(_UNREAD.format(error), error)
             for lazy in unread:
                 lazy_tensor.set_source(lazy, failed, lazy.key)
         self._entries.clear()
@@ -113,8 +112,8 @@ class StateDictSource:
         shown = dict(state)
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim:
-                form = StateFormat(value.shape, (), value.dtype, _CPU)
-                shown[name] = lazy_tensor.make_lazy(form, self, len(self._entries))
+                meta = TensorMeta(value.shape, (), value.dtype, _CPU)
+                shown[name] = lazy_tensor.make_lazy(meta, self, len(self._entries))
                 self._entries.append((state, name, weakref.ref(shown[name])))
         self._scalars.append((state, shown, {n: v for n, v in shown.items() if v is state[n]}))
         return shown
@@ -167,14 +166,3 @@ class StateDictSource:
 
 def _nothing() -> None:
     """Complete a state dict that does not exist any more."""
-
-
-class _Failed:
-    """The source of tensors that could not be fetched."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
-        del wanted, noticed
-        raise RuntimeError(_UNREAD.format(self._error)) from self._error

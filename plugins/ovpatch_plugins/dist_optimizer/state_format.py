@@ -7,40 +7,12 @@ texts and the like, in lists, tuples and dicts. Tensors inside of those travel a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.tensors.ownership import contiguous_strides, is_dense
-
-
-@dataclass(frozen=True)
-class StateFormat:
-    """A tensor without its content.
-
-    Attributes:
-        shape: Its shape.
-        strides: Its strides; it is dense.
-        dtype: Type of its elements.
-        device: Where it is.
-    """
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> StateFormat:
-        """Return a tensor's format; of one that is not dense, that of a contiguous copy."""
-        strides = tensor.stride() if is_dense(tensor) else contiguous_strides(tensor.shape)
-        return cls(tensor.shape, strides, tensor.dtype, tensor.device)
-
-    def empty(self) -> Tensor:
-        """Return a tensor of this format on the CPU, in new memory."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
+from ovpatch.overlap.tensors.lazy_tensor import TensorMeta
 
 
 def pack(state: Mapping[Any, Any]) -> tuple[Any, list[Tensor]]:
@@ -75,8 +47,8 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
         return {"dict": [[_packed(key, tensors), _packed(one, tensors)] for key, one in value.items()]}
     if type(value) is torch.Size:
         return {"size": list(value)}
-    if type(value) is StateFormat:
-        return {"form": [list(value.shape), list(value.strides), _name(value.dtype), value.device.type == "cpu"]}
+    if type(value) is TensorMeta:
+        return {"meta": [list(value.shape), list(value.strides), _name(value.dtype), value.device.type == "cpu"]}
     if type(value) is Tensor and value.layout is torch.strided:
         tensors.append(value.detach())
         return {"tensor": [len(tensors) - 1, value.device.type == "cpu"]}
@@ -94,10 +66,10 @@ def _unpacked(packed: Any, tensors: Sequence[Tensor], device: torch.device) -> A
         return {_unpacked(key, tensors, device): _unpacked(one, tensors, device) for key, one in content}
     if kind == "size":
         return torch.Size(content)
-    if kind == "form":
+    if kind == "meta":
         shape, strides, dtype, on_cpu = content
         where = torch.device("cpu") if on_cpu else device
-        return StateFormat(torch.Size(shape), tuple(strides), getattr(torch, dtype), where)
+        return TensorMeta(torch.Size(shape), tuple(strides), getattr(torch, dtype), where)
     if kind == "tensor":
         number, on_cpu = content
         return tensors[number] if on_cpu else tensors[number].to(device)

@@ -38,73 +38,60 @@ PER_PARAMETER: Final[tuple[type[Optimizer], ...]] = tuple(
 
 
 class Kind(enum.Enum):
-    """How an optimizer's work is divided among ranks.
+    """How an optimizer's work is divided: by shards of every parameter, or by whole parameters.
 
-    Attributes:
-        SLICES: Each rank updates a shard of every parameter; torch's classes.
-        SLICES_NAMED: The same, for a class that the user has named.
-        WHOLE: Each rank updates some whole parameters; torch's classes.
-        WHOLE_NAMED: The same, for a class that the user has named.
+    The ``NAMED`` ones are of classes that the user has named.
     """
 
-    SLICES = enum.auto()
-    SLICES_NAMED = enum.auto()
-    WHOLE = enum.auto()
-    WHOLE_NAMED = enum.auto()
+    ELEMENT_WISE = enum.auto()
+    ELEMENT_WISE_NAMED = enum.auto()
+    PER_PARAMETER = enum.auto()
+    PER_PARAMETER_NAMED = enum.auto()
 
 
 @dataclass(frozen=True)
-class Named:
-    """Classes that the user has named, as ``module.Class``.
-
-    Attributes:
-        element_wise: They may be given shards.
-        per_parameter: They need whole parameters, but each by itself.
-    """
+class NamedClasses:
+    """Classes that the user has named, as ``module.Class``."""
 
     element_wise: Sequence[str] = ()
     per_parameter: Sequence[str] = ()
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Named:
+    def from_options(cls, options: Mapping[str, Any]) -> NamedClasses:
         """Read the feature's options."""
-        return cls(_names(options["element_wise"]), _names(options["per_parameter"]))
+        texts = (options["element_wise"], options["per_parameter"])
+        return cls(*([name.strip() for name in text.split(",") if name.strip()] for text in texts))
 
 
-def with_a_step(named: Named) -> list[str]:
+def list_step_classes(named: NamedClasses) -> list[str]:
     """Return the names of the known classes that define ``step``; the others inherit it."""
     known = [cls for cls in (*ELEMENT_WISE, *PER_PARAMETER) if "step" in vars(cls)]
-    return list(dict.fromkeys([*map(name_of, known), *named.element_wise, *named.per_parameter]))
+    return list(dict.fromkeys([*map(_full_name, known), *named.element_wise, *named.per_parameter]))
 
 
-def kind_of(cls: type[Optimizer], named: Named) -> Kind | None:
+def find_kind(cls: type[Optimizer], named: NamedClasses) -> Kind | None:
     """Return how the work of a class of optimizers can be divided, None if that is not known."""
     for base in cls.__mro__:
-        if name_of(base) in named.per_parameter:
-            return Kind.WHOLE_NAMED
-        if name_of(base) in named.element_wise:
-            return Kind.SLICES_NAMED
+        if _full_name(base) in named.per_parameter:
+            return Kind.PER_PARAMETER_NAMED
+        if _full_name(base) in named.element_wise:
+            return Kind.ELEMENT_WISE_NAMED
         if base in ELEMENT_WISE:
-            return Kind.SLICES
+            return Kind.ELEMENT_WISE
         if base in PER_PARAMETER:
-            return Kind.WHOLE
+            return Kind.PER_PARAMETER
         if {"step", "_init_group"} & set(vars(base)):
             return None
     return None
 
 
-def unsupported_reason(optimizer: Optimizer, named: Named) -> str:
-    """Return why an optimizer stays stock, or "".
-
-    Args:
-        optimizer: The optimizer.
-        named: Further classes.
-    """
+def unsupported_reason(optimizer: Optimizer, named: NamedClasses) -> str:
+    """Return why an optimizer stays stock, or ""."""
     cls = type(optimizer)
-    if kind_of(cls, named) is None:
+    if find_kind(cls, named) is None:
         return (
-            f"{name_of(cls)} is not known to be element-wise, nor to update each parameter by itself; if it is, name "
-            "it in OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE, if it does, in OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
+            f"{_full_name(cls)} is not known to be element-wise, nor to update each parameter by itself; if it is, "
+            "name it in OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE, if it does, in OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True differentiates through the update"
@@ -113,18 +100,13 @@ def unsupported_reason(optimizer: Optimizer, named: Named) -> str:
     return ""
 
 
-def name_of(cls: type) -> str:
-    """Return a class's module and name."""
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
+def find_inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
     """Return the optimizer inside of a ``ZeroRedundancyOptimizer``, which is known to differ by rank."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
         return optimizer.optim  # type: ignore[no-any-return]
     return None
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -27,7 +27,7 @@ from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcast
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_optimizer import ShardedOptimizer
 from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState
-from ovpatch_plugins.dist_optimizer.supported_optimizers import Kind, Named, kind_of, unsupported_reason
+from ovpatch_plugins.dist_optimizer.supported_optimizers import Kind, NamedClasses, find_kind, unsupported_reason
 
 _log = logging.getLogger("ovpatch.dist_optimizer")
 
@@ -96,7 +96,7 @@ class StepPatches:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
-        self.named = Named.of(options)
+        self.named = NamedClasses.from_options(options)
 
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the ``step`` of a class of optimizers, inside of torch's own wrapper that calls step hooks."""
@@ -152,7 +152,7 @@ class StepPatches:
         """Look at an optimizer before its step, as a global step hook: those whose step is not patched are reported."""
         if torch.compiler.is_compiling() or _known.get(optimizer) is not None:
             return
-        inner = supported_optimizers.inner_optimizer(optimizer)
+        inner = supported_optimizers.find_inner_optimizer(optimizer)
         if inner is not None and inner not in _known and _has_sharded_grads(inner):
             _leave_stock(inner, f"it is inside a {type(optimizer).__name__}, which shares the work out itself")
         self._take_over(optimizer)
@@ -186,8 +186,8 @@ class StepPatches:
     def _make(self, optimizer: Optimizer) -> ShardedOptimizer:
         options = self._options
         bucket_mb = options["gather_bucket_mb"]
-        kind = kind_of(type(optimizer), self.named)
-        if kind in (Kind.SLICES, Kind.SLICES_NAMED):
+        kind = find_kind(type(optimizer), self.named)
+        if kind in (Kind.ELEMENT_WISE, Kind.ELEMENT_WISE_NAMED):
             gather = ParamAllGather(
                 overlap=options["overlap_param_gather"],
                 granularity=options["gather_granularity"],
@@ -196,9 +196,9 @@ class StepPatches:
             )
             finish_when_dropped(optimizer, gather)
             state_type = MainParamsState if options["main_params_in_fp32"] else ElementwiseState
-            return ShardedOptimizer(optimizer, gather, state_type, _leave_stock, quiet=kind is Kind.SLICES)
+            return ShardedOptimizer(optimizer, gather, state_type, _leave_stock, quiet=kind is Kind.ELEMENT_WISE)
         broadcast = ParamBroadcast(min(bucket_mb, _BROADCAST_MB))
-        owned = OwnedState if kind is Kind.WHOLE else NamedOwnedState
+        owned = OwnedState if kind is Kind.PER_PARAMETER else NamedOwnedState
         return ShardedOptimizer(optimizer, broadcast, owned, _leave_stock)
 
 

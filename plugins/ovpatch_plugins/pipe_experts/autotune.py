@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
 from ovpatch.overlap.comm.group_state import group_state
-from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, list_candidates
+from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, list_candidates, make_plan
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import Activation, StackedFactory, swiglu
 from ovpatch_plugins.pipe_experts.pipelined_forward import run_forward
@@ -23,7 +22,7 @@ from ovpatch_plugins.pipe_experts.pipelined_forward import run_forward
 MIN_ROWS: Final = 256  # of a rank; fewer rows take as long as their kernels' launches
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class LayerShape:
     """The key of a choice, beside the number of tokens; the same on all ranks."""
 
@@ -56,7 +55,7 @@ class LayerShape:
         return (rows + weights + 2 * tokens * self.hidden) * self.dtype.itemsize
 
 
-class MeasuredPlans:
+class MeasuredPlans(PlanCandidates):
     """Plans of a layer, of which the fastest is chosen.
 
     The exchange of counts tells all ranks the tokens of the rank that has the most; the choice is by that number,
@@ -68,14 +67,17 @@ class MeasuredPlans:
     def __init__(self, layer: LayerShape, activation: Activation) -> None:
         self._layer, self._activation = layer, activation
         self._plans = list_candidates(layer.ep_size, layer.num_local_experts, layer.config.parts, layer.config.exchange)
-        fixed = layer.config.make_plan(layer.ep_size, layer.num_local_experts)
+        fixed = _make_fixed_plan(layer.config, layer.ep_size, layer.num_local_experts)
         self._fixed = next(name for name, plan in self._plans.items() if plan == fixed)
         self._chosen: dict[tuple[bool, bool, int], ChunkPlan] = {}
-        self.ep_size, self.num_local_experts = layer.ep_size, layer.num_local_experts
-        # A common multiple of all plans' slices of tokens.
-        self.token_chunks = math.lcm(*(plan.token_chunks for plan in self._plans.values()))
-        self.symmetric = any(plan.symmetric for plan in self._plans.values())  # whether any plan is
-        self.expected = self._uncut = next(iter(self._plans.values()))
+        plans = list(self._plans.values())
+        self._uncut = plans[0]
+        super().__init__(self._uncut)
+        self.finest = dataclasses.replace(
+            self._uncut,
+            token_chunks=math.lcm(*(plan.token_chunks for plan in plans)),
+            symmetric=any(plan.symmetric for plan in plans),
+        )
 
     def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
         """See :meth:`.chunks.ChunkPlan.choose_plan`."""
@@ -130,7 +132,7 @@ class MeasuredPlans:
 
         def run(plan: ChunkPlan) -> None:
             with torch.set_grad_enabled(backward):
-                out, _ = run_forward(x, index, top, factory, plan, group, combine_group, layer.dtype)
+                out, _ = run_forward(x, index, top, factory, PlanCandidates(plan), group, combine_group, layer.dtype)
                 if backward:
                     torch.autograd.grad(out, (x, top, *weights), grad)
 
@@ -153,17 +155,15 @@ def get_plans(
     """
     ep_size = group.size()
     if config.cut != "auto" or ep_size == 1 or not isinstance(factory, StackedFactory):
-        return config.make_plan(ep_size, num_local_experts)
+        return PlanCandidates(_make_fixed_plan(config, ep_size, num_local_experts))
     wide, ffn = factory.weights[0].shape[1], factory.weights[1].shape[2]
-    activation = _choose_activation(wide, ffn)
-    if activation is None:
-        return config.make_plan(ep_size, num_local_experts)
+    if wide not in (ffn, 2 * ffn):  # there is no activation of that width to measure with
+        return PlanCandidates(_make_fixed_plan(config, ep_size, num_local_experts))
+    activation = nn.functional.silu if wide == ffn else swiglu
     layer = LayerShape(config, ep_size, num_local_experts, top_k, x.shape[1], wide, ffn, dtype, x.device)
     return group_state(group).get_or_create((MeasuredPlans, layer), lambda: MeasuredPlans(layer, activation))
 
 
-def _choose_activation(wide: int, ffn: int) -> Callable[[Tensor], Tensor] | None:
-    """Return an activation of the same width as a script's own, to measure with; None if there is none."""
-    if wide == ffn:
-        return nn.functional.silu
-    return swiglu if wide == 2 * ffn else None
+def _make_fixed_plan(config: MoEConfig, ep_size: int, num_local_experts: int) -> ChunkPlan:
+    """Return the plan without measurement."""
+    return make_plan(ep_size, num_local_experts, config.cut, config.parts, config.exchange)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from ovpatch_plugins.pipe_experts.options import CUTS, EXCHANGES
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from ovpatch_plugins.pipe_experts.autotune import MeasuredPlans
 
 _MAX_EXPERT_GROUPS: Final = 4
 _MEASURED: Final = (2, 4, 8)
@@ -47,18 +43,6 @@ class ChunkPlan:
         """The chunks in the order of their dispatch: the slice of the tokens, and the local experts."""
         return [(i, group) for i in range(self.token_chunks) for group in self.expert_groups]
 
-    @property
-    def expected(self) -> ChunkPlan:
-        """The plan that is probably chosen, among :data:`PlanCandidates`; ranks may expect different ones."""
-        return self
-
-    def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
-        """Return a plan, the same on all ranks, which all call this.
-
-        ``tokens`` are those of the rank that has the most, and ``trains`` tells whether gradients are on there.
-        """
-        return self
-
     def compute_positions(self) -> list[int]:
         """Return each expert's position in the send order of a slice of tokens: by expert group, then by rank."""
         local = self.num_local_experts
@@ -69,8 +53,23 @@ class ChunkPlan:
         return positions
 
 
-PlanCandidates: TypeAlias = "ChunkPlan | MeasuredPlans"
-"""Plans of which one is chosen once all ranks know the number of tokens. A single plan is one, too."""
+class PlanCandidates:
+    """Plans of which one is chosen once all ranks know the number of tokens; by itself, one plan.
+
+    Attributes:
+        expected: The plan that is probably chosen; ranks may expect different ones.
+        finest: Its slices of tokens are parts of every plan's, and it is symmetric if any plan is.
+    """
+
+    def __init__(self, plan: ChunkPlan) -> None:
+        self.expected = self.finest = plan
+
+    def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
+        """Return a plan, the same on all ranks, which all call this.
+
+        ``tokens`` are those of the rank that has the most, and ``trains`` tells whether gradients are on there.
+        """
+        return self.expected
 
 
 @functools.lru_cache(maxsize=64)

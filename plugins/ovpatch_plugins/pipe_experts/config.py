@@ -5,14 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from ovpatch_plugins.pipe_experts.options import DEFAULT_EXCHANGE
-
-if TYPE_CHECKING:
-    from ovpatch_plugins.pipe_experts.chunks import ChunkPlan
 
 
 @dataclass(frozen=True)
@@ -24,12 +21,6 @@ class MoEConfig:
     delay_wgrad: bool = True  # compute weight gradients while a chunk's rows are on their way back
     multi_stream: bool = False  # combine on a second communicator
     exchange: str = DEFAULT_EXCHANGE  # how rows travel; see ovpatch_plugins.pipe_experts.options.EXCHANGES
-
-    def make_plan(self, ep_size: int, num_local_experts: int) -> ChunkPlan:
-        """Return the chunks of a layer with ``num_local_experts`` on each of ``ep_size`` ranks."""
-        from ovpatch_plugins.pipe_experts import chunks  # loaded with the first layer
-
-        return chunks.make_plan(ep_size, num_local_experts, self.cut, self.parts, self.exchange)
 
     def get_combine_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Return the communicator of the combine; all ranks of the group make it at its first use."""

@@ -93,7 +93,7 @@ def run_forward(
     ``group`` are the ranks on the communicator of the dispatch, ``combine_group`` on that of the combine. Dispatched
     rows are in ``dtype``.
     """
-    symmetric = get_transport(group, x.device) if plans.symmetric else None
+    symmetric = get_transport(group, x.device) if plans.finest.symmetric else None
     route = route_tokens(top_k_index, plans, group, symmetric)
     splits, experts, sizes = route.splits, factory(route.plan, route.splits), route.splits.chunk_sizes()
     outputs, grads = RowBuffer(sizes), RowBuffer(sizes)

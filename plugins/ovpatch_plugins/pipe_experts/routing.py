@@ -144,13 +144,14 @@ def route_tokens(
     tokens, top_k = top_k_index.shape
     chosen, expected = top_k_index.reshape(-1).long(), plans.expected
     order = _sort_slots(chosen, expected, tokens)
-    sent, arriving = _exchange_counts(chosen, plans, tokens, transport or CollectiveAllToAll(group))
+    sent, arriving = _exchange_counts(chosen, plans.finest, tokens, transport or CollectiveAllToAll(group))
     _check_experts(arriving, expected)
     most, trains = divmod(int(arriving[:, -1].max()), 2)
     plan = plans.choose_plan(group, most, bool(trains))
     if plan != expected:
         order = _sort_slots(chosen, plan, tokens)
-    splits = Splits.from_counts(plan, *[_sum_by_slice(counts, plan) for counts in (sent, arriving)])
+    shape = plan.ep_size, plan.token_chunks, -1, plan.num_local_experts
+    splits = Splits.from_counts(plan, *[one[:, :-2].view(shape).sum(dim=2).tolist() for one in (sent, arriving)])
     return Route(order[: sum(splits.chunk_sizes())], tokens * top_k, top_k, splits, plan)
 
 
@@ -171,20 +172,20 @@ def _token_slice(chosen: Tensor, token_chunks: int, tokens: int) -> Tensor | int
 
 
 def _exchange_counts(
-    chosen: Tensor, plans: PlanCandidates, tokens: int, transport: AllToAllTransport
+    chosen: Tensor, plan: ChunkPlan, tokens: int, transport: AllToAllTransport
 ) -> tuple[Tensor, Tensor]:
     """Return the numbers of rows to and from each rank, ``[rank, slice * local expert]``, on the host.
 
     Two more columns follow: an expert that does not exist, or 0; and twice the rank's tokens, plus 1 if gradients are
     on there.
     """
-    experts, ep_size = plans.ep_size * plans.num_local_experts, plans.ep_size
-    bins = plans.token_chunks * experts
-    keys = chosen + _token_slice(chosen, plans.token_chunks, tokens) * experts
+    experts, ep_size = plan.num_experts, plan.ep_size
+    bins = plan.token_chunks * experts
+    keys = chosen + _token_slice(chosen, plan.token_chunks, tokens) * experts
     keys = keys.masked_fill(chosen < 0, bins).clamp(max=bins)
     counts = torch.zeros(bins + 1, dtype=torch.long, device=chosen.device)
     counts.scatter_add_(0, keys, torch.ones_like(keys))
-    by_rank = counts[:bins].view(plans.token_chunks, ep_size, plans.num_local_experts).transpose(0, 1)
+    by_rank = counts[:bins].view(plan.token_chunks, ep_size, plan.num_local_experts).transpose(0, 1)
     mode = chosen.new_full((1,), 2 * tokens + torch.is_grad_enabled())
     # The invalid expert travels along so that all ranks raise.
     more = [fact.expand(ep_size, 1) for fact in (_find_invalid_expert(chosen, experts), mode)]
@@ -203,13 +204,6 @@ def _check_experts(arriving: Tensor, plan: ChunkPlan) -> None:
                 f"{plan.num_local_experts} experts each have {plan.num_experts}: route to 0 to {plan.num_experts - 1}, "
                 f"or {DROPPED} for none"
             )
-
-
-def _sum_by_slice(counts: Tensor, plan: ChunkPlan) -> list[list[list[int]]]:
-    """Return ``[rank][slice of the plan][local expert]``."""
-    by_slice = counts[:, :-2].view(plan.ep_size, plan.token_chunks, -1, plan.num_local_experts).sum(dim=2)
-    found: list[list[list[int]]] = by_slice.tolist()
-    return found
 
 
 def _find_invalid_expert(chosen: Tensor, experts: int) -> Tensor:

@@ -18,8 +18,8 @@ from ovpatch_plugins.tp_linear.autograd import run_operator
 from ovpatch_plugins.tp_linear.config import STATE, OpContext
 from ovpatch_plugins.tp_linear.layout import find_sequence_dim, is_traced
 from ovpatch_plugins.tp_linear.operators import OPERATORS
+from ovpatch_plugins.tp_linear.precomputed import claim_output
 from ovpatch_plugins.tp_linear.report import COUNTERS
-from ovpatch_plugins.tp_linear.shared_all_gather import claim_output
 
 Style = ColwiseParallel | RowwiseParallel
 

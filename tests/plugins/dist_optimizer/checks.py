@@ -68,7 +68,7 @@ def check(
         counters = result["counters"]
         assert (counters["steps"] >= steps) if steps else counters["steps"] == 0, (rank, counters)
         if by_parts is not None:
-            assert (counters["grads_by_parts"] > 0) == (by_parts and steps > 0), (rank, counters)
+            assert (counters["grads_sharded"] > 0) == (by_parts and steps > 0), (rank, counters)
         assert counters["stock_optimizers"] == stock, (rank, counters)
 
 

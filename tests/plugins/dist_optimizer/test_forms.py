@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from ovpatch_plugins.dist_optimizer.state_format import StateFormat, pack, unpack
+from ovpatch.overlap.tensors.lazy_tensor import TensorMeta
+from ovpatch_plugins.dist_optimizer.state_format import pack, unpack
 
 CPU = torch.device("cpu")
 
@@ -52,10 +53,10 @@ def test_tensors_inside_travel_along():
     ],
     ids=str,
 )
-def test_a_form_makes_a_dense_tensor_of_the_same_shape(tensor):
-    form = told({"": StateFormat.of(tensor)})[""]
-    made = form.empty()
-    assert (made.shape, made.dtype, form.device) == (tensor.shape, tensor.dtype, tensor.device)
+def test_metadata_makes_a_dense_tensor_of_the_same_shape(tensor):
+    meta = told({"": TensorMeta.of(tensor)})[""]
+    made = meta.empty()
+    assert (made.shape, made.dtype, meta.device) == (tensor.shape, tensor.dtype, tensor.device)
     assert made.stride() == torch.empty_like(tensor, memory_format=torch.preserve_format).stride()
 
 

@@ -76,16 +76,16 @@ def arms(kind: str, window: dict[str, Any], more: dict[str, Any]) -> dict[str, A
     """Run with all gradients kept and with a window; where the reductions' dtype is stock's, also against stock."""
     if not more:
         found = both(loop, kind, options=window)
-        return {"stock": found["stock"], "patched": found["patched"], "by parts": found["counters"]["grads_by_parts"]}
+        return {"stock": found["stock"], "patched": found["patched"], "by parts": found["counters"]["grads_sharded"]}
     from ovpatch_plugins.dist_optimizer.report import COUNTERS
 
     records = []
     for options in ({"grads_in_flight_mb": 0.0}, window):
-        before = COUNTERS.as_dict()["grads_by_parts"]
+        before = COUNTERS.as_dict()["grads_sharded"]
         with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | options, **more}):
             torch.manual_seed(0)
             records.append(loop(kind))
-        by_parts = COUNTERS.as_dict()["grads_by_parts"] - before
+        by_parts = COUNTERS.as_dict()["grads_sharded"] - before
     return {"stock": records[0], "patched": records[1], "by parts": by_parts}
 
 

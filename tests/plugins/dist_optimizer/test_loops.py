@@ -57,7 +57,7 @@ def test_optimizers(ranks, world, optimizer, read):
             compared.assert_equal()
         assert result["counters"]["steps"] == 20
         assert result["counters"]["params_updated"] == 20 * 4
-        by_parts, reads = result["counters"]["grads_by_parts"], result["counters"]["grads_read"]
+        by_parts, reads = result["counters"]["grads_sharded"], result["counters"]["grads_read"]
         # gloo's threads may hold a gradient's memory for a moment, which then counts as read.
         assert reads >= 2 * 4 and by_parts == 0 if read else by_parts > 0 and reads <= 2 * 4
 
@@ -116,4 +116,4 @@ def test_a_class_that_the_user_names_is_cut_and_another_stays_stock(ranks, named
         compare(result["stock"], result["patched"]).assert_bitwise()
         counters = result["counters"]
         assert (counters["optimizers"], counters["stock_optimizers"]) == ((1, 0) if named else (0, 1))
-        assert (counters["grads_by_parts"] > 0) == named
+        assert (counters["grads_sharded"] > 0) == named

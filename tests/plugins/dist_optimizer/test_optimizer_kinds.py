@@ -172,7 +172,7 @@ def test_gradients_reduced_in_fp32(ranks):
     env = {"OVPATCH_DDP_GRAD_REDUCE_IN_FP32": "1"}
     first, second = ranks(2)(all_cases, train, kinds, env=env)
     for kind in kinds:
-        assert first[kind]["counters"]["grads_by_parts"] > 0
+        assert first[kind]["counters"]["grads_sharded"] > 0
         for stock, mine, other in zip(
             first[kind]["stock"][:8], first[kind]["patched"][:8], second[kind]["patched"][:8], strict=True
         ):

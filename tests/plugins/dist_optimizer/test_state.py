@@ -288,13 +288,13 @@ def test_revert_in_mid_training(ranks):
 
 
 def unreadable() -> list[bool]:
-    """What raises while a step ends must not leave its edition open: peers would wait for its end."""
+    """What raises while a step ends must not leave its version open: peers would wait for its end."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
         model, opt = build()
         for number in range(4):
             step(model, opt, number)
         (source,) = {v.source for s in opt.state.values() for v in s.values() if isinstance(v, LazyTensor)}
-        keep, raising = source._keep_made, [True]
+        keep, raising = source._write_back_param, [True]
 
         def keep_made(*args: Any) -> None:
             keep(*args)
@@ -302,10 +302,10 @@ def unreadable() -> list[bool]:
                 raising.pop()
                 raise MemoryError("not really")
 
-        source._keep_made = keep_made
+        source._write_back_param = keep_made
         with pytest.raises(MemoryError):
             step(model, opt, 4)
-        del source._keep_made
+        del source._write_back_param
         found = [v.clone() for s in opt.state.values() for v in s.values()]
         step(model, opt, 5)
         dist.barrier()

@@ -15,7 +15,7 @@ from ovpatch.insight.equality import compare
 from ovpatch.overlap.autotune import report_lines
 from ovpatch.overlap.comm.group_state import drop_values
 from ovpatch_plugins.pipe_experts import autotune
-from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, list_candidates, make_plan
+from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, list_candidates, make_plan
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.report import COUNTERS
@@ -37,14 +37,12 @@ def test_what_is_chosen_between():
     assert len(list_candidates(2, 4)["tokens 8"].chunks) == 8
 
 
-class Finest:
+class Finest(PlanCandidates):
     """Expects another plan than is chosen, of counts that are finer than that needs."""
 
     def __init__(self, wanted: ChunkPlan) -> None:
-        self.ep_size, self.num_local_experts = wanted.ep_size, wanted.num_local_experts
-        self.token_chunks, self.wanted = 8, wanted
-        self.expected = make_plan(wanted.ep_size, wanted.num_local_experts, "experts")
-        self.symmetric = False
+        super().__init__(make_plan(wanted.ep_size, wanted.num_local_experts, "experts"))
+        self.finest, self.wanted = make_plan(wanted.ep_size, wanted.num_local_experts, "tokens", 8), wanted
         self.told: list[tuple[int, bool]] = []
 
     def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
@@ -59,7 +57,7 @@ def routed(tokens: list[int]) -> tuple[list[str], list[tuple[int, bool]]]:
     for name, wanted in list_candidates(2, 4).items():
         plans = Finest(wanted)
         with torch.set_grad_enabled(rank == 0):
-            found, right = route_tokens(index, plans, dist.group.WORLD), route_tokens(index, wanted, dist.group.WORLD)
+            found, right = (route_tokens(index, one, dist.group.WORLD) for one in (plans, PlanCandidates(wanted)))
         told += plans.told
         same = torch.equal(found.order, right.order) and found.splits == right.splits and found.plan == wanted
         wrong += [] if same else [name]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ovpatch_plugins.pipe_experts.all_to_all import RowBuffer, join_rows, split_rows
-from ovpatch_plugins.pipe_experts.chunks import CUTS, ChunkPlan, Splits, make_plan
+from ovpatch_plugins.pipe_experts.chunks import CUTS, ChunkPlan, PlanCandidates, Splits, make_plan
 from ovpatch_plugins.pipe_experts.grouped_gemm import _is_aligned
 from ovpatch_plugins.pipe_experts.routing import compute_capacity, drop_over_capacity, route_tokens
 
@@ -79,7 +79,7 @@ def test_compute_capacity():
 
 def routed(index: list[list[int]], local: int, how: str, parts: int) -> tuple[list[int], list[list[int]]]:
     world = dist.get_world_size()
-    found = route_tokens(torch.tensor(index), make_plan(world, local, how, parts), dist.group.WORLD)
+    found = route_tokens(torch.tensor(index), PlanCandidates(make_plan(world, local, how, parts)), dist.group.WORLD)
     return found.order.tolist(), found.splits.input_splits
 
 
@@ -100,7 +100,7 @@ def misrouted(expert: int) -> str:
     """Only the last rank is wrong."""
     index = torch.tensor([[expert if dist.get_rank() == 1 else 0]], dtype=torch.int32)
     with pytest.raises(ValueError, match="route to 0 to 3, or -1 for none") as caught:
-        route_tokens(index, make_plan(2, 2), dist.group.WORLD)
+        route_tokens(index, PlanCandidates(make_plan(2, 2)), dist.group.WORLD)
     return str(caught.value)
 
 

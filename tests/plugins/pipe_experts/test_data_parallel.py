@@ -236,12 +236,12 @@ def all_cases(arm: str, ep: int) -> dict[str, Any]:
     from ovpatch_plugins.ddp.report import COUNTERS as REDUCED
     from ovpatch_plugins.dist_optimizer.report import COUNTERS as DIVIDED
 
-    before = REDUCED.backwards, DIVIDED.steps, DIVIDED.grads_by_parts
+    before = REDUCED.backwards, DIVIDED.steps, DIVIDED.grads_sharded
     with features(arm):
         results: dict[str, Any] = {
             name: train(arm, ep, **case) for name, case in on(dist.get_world_size(), CASES).items()
         }
-    after = REDUCED.backwards, DIVIDED.steps, DIVIDED.grads_by_parts
+    after = REDUCED.backwards, DIVIDED.steps, DIVIDED.grads_sharded
     return results | {"ran": [now > then for now, then in zip(after, before, strict=True)]}
 
 

@@ -22,7 +22,7 @@ from ovpatch.insight.equality import compare
 from ovpatch.overlap.comm.group_state import drop_values
 from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.pipe_experts import autotune, plugin, symm_all_to_all
-from ovpatch_plugins.pipe_experts.chunks import list_candidates
+from ovpatch_plugins.pipe_experts.chunks import list_candidates, make_plan
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 from ovpatch_plugins.pipe_experts.symm_all_to_all import SymmAllToAll
@@ -147,9 +147,9 @@ def test_what_is_chosen_between():
     both = list_candidates(2, 4, 2, "auto")
     assert list(both) == [*known, *(f"{name}, symmetric" for name in known)]
     assert [plan.symmetric for plan in both.values()] == [False] * 3 + [True] * 3
-    assert not MoEConfig("experts", exchange="auto").make_plan(2, 4).symmetric, "nothing is measured there"
+    assert not make_plan(2, 4, "experts", exchange="auto").symmetric, "nothing is measured there"
     with pytest.raises(ValueError, match="exchange='nccl': choose one of c10d, symmetric, auto"):
-        MoEConfig(exchange="nccl").make_plan(2, 4)
+        make_plan(2, 4, exchange="nccl")
 
 
 def stood_down(why: str) -> tuple[int, list[str]]:

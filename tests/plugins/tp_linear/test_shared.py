@@ -269,9 +269,9 @@ def kept() -> dict[str, int]:
 def test_gradients_keep_no_more_memory_than_their_own(ranks):
     for result in ranks(2)(both, kept):
         assert result["patched"] == result["stock"]
-        from ovpatch_plugins.tp_linear import shared_all_gather
+        from ovpatch_plugins.tp_linear import precomputed
 
-        assert not shared_all_gather._products
+        assert not precomputed.PRECOMPUTED
 
 
 def computed_before_each_call(locally: bool) -> list[Tensor]:

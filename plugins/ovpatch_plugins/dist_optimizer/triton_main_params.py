@@ -1,4 +1,4 @@
-"""The kernel of :class:`.fp32_accumulation.Fp32Refresher`; imported only where Triton is there."""
+"""The kernel that refreshes main parameters; imported only where Triton is there."""
 
 from __future__ import annotations
 
