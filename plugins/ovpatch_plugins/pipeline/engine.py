@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor
 from ovpatch.overlap.comm.group_state import group_store
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch_plugins.pipeline.actions import Kind
+from ovpatch_plugins.pipeline.clock import Clock
 from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS, StepTimes
@@ -54,6 +54,8 @@ class Engine:
         stages: The rank's stages, by index.
         program: What the rank runs.
         transport: Its messages.
+        times: Costs of the computations.
+        clock: Measures them.
         prediction: What the simulator expects.
         by_perform: Whether stock's step calls ``perform_reduce_grad`` at a stage's end.
 
@@ -69,6 +71,8 @@ class Engine:
         stages: Mapping[int, StageRun],
         program: Program,
         transport: PeerToPeer,
+        times: StepTimes,
+        clock: Clock,
         prediction: Prediction,
         *,
         by_perform: bool,
@@ -77,7 +81,8 @@ class Engine:
         self.stages: Final = dict(stages)
         self.program = program
         self.microbatches: int = schedule._n_microbatches
-        self.times = StepTimes()
+        self.times = times
+        self._clock = clock
         self._group = group
         self._transport = transport
         self._prediction = prediction
@@ -96,7 +101,7 @@ class Engine:
             PipelineRankError: Another rank failed in the step.
             Exception: A computation of this rank failed. The next step starts clean.
         """
-        started = time.perf_counter()
+        self._clock.start_step()
         self._transport.start_step()
         self._posted.clear()
         self._last_sent, self._is_connected = None, True
@@ -117,7 +122,7 @@ class Engine:
         except BaseException as error:
             self._recover(number, error)
             raise
-        self.times.add_step(time.perf_counter() - started)
+        self._clock.end_step()
         self._prediction.add_step(self.times)
         COUNTERS.steps += 1
 
@@ -153,7 +158,7 @@ class Engine:
     def _run_forward(self, step: Step, stage: StageRun, inputs: StepInputs) -> None:
         kind, index, microbatch = step.action
         with profiler_span(profiler_label("pipeline", "F", str(step.action))):
-            started = time.perf_counter()
+            started = self._clock.now()
             args, kwargs = inputs.args[microbatch], inputs.kwargs[microbatch]
             output = stage.run_forward(microbatch, args, kwargs, inputs.return_outputs)
             self._send(step, stage)
@@ -162,12 +167,12 @@ class Engine:
             extra = (inputs.loss_kwargs,) if self._takes_loss_kwargs else ()
             self.schedule._maybe_compute_loss(stage.stage, output, inputs.targets, microbatch, *extra)
             stage.check_forward(self.schedule._internal_losses[-1] if stage.stage.is_last else output)
-            self.times.add_action(index, kind, time.perf_counter() - started)
+            self._clock.add_action(index, kind, started)
 
     def _run_backward(self, step: Step, stage: StageRun) -> bool:
         _, index, microbatch = step.action
         with profiler_span(profiler_label("pipeline", "B", str(step.action))):
-            started = time.perf_counter()
+            started = self._clock.now()
             loss = self.schedule._maybe_get_loss(stage.stage, microbatch)
             is_deferred = stage.run_backward(microbatch, loss, self.microbatches)
             del loss
@@ -175,17 +180,17 @@ class Engine:
             if step.next_stage is not None:
                 stage.pass_backward(microbatch, self.stages[step.next_stage])
             stage.drop_buffers(microbatch)
-            self.times.add_action(index, Kind.B if is_deferred else Kind.BW, time.perf_counter() - started)
+            self._clock.add_action(index, Kind.B if is_deferred else Kind.BW, started)
         return is_deferred
 
     def _run_weight_grads(self, stage: StageRun, index: int, microbatch: int) -> None:
         if stage.queue is None or not stage.queue.defers:
             return
         with profiler_span(profiler_label("pipeline", "W", f"{index}W{microbatch}")):
-            started, before = time.perf_counter(), stage.queue.computed
+            started, before = self._clock.now(), stage.queue.computed
             stage.run_weight_grads(microbatch)
             COUNTERS.weight_grads += stage.queue.computed - before
-            self.times.add_action(index, Kind.W, time.perf_counter() - started)
+            self._clock.add_action(index, Kind.W, started)
 
     def _reduce(self, stage: StageRun) -> None:
         if stage.is_data_parallel:
@@ -206,8 +211,7 @@ class Engine:
     def _wait_for(self, receive: Receive) -> None:
         works, _ = self._arriving.pop(receive)
         try:
-            for work in works:
-                work.wait()
+            self._transport.wait_for(works)
         except RuntimeError as error:
             raise self._make_transport_error(receive.sender, error) from error
 
@@ -235,6 +239,7 @@ class Engine:
 
     def _check_peers(self) -> None:
         """Raise if another rank failed in this step, before which all messages have been read."""
+        self._transport.wait_for_arrivals()
         text = self._read_failure()
         if text:
             raise PipelineRankError(
@@ -245,6 +250,7 @@ class Engine:
     def _recover(self, number: int, error: BaseException) -> None:
         """Leave clean queues and stages behind a failed step."""
         COUNTERS.failed_steps += 1
+        self._clock.drop_step()
         self.schedule._internal_losses.clear()
         for stage in self.stages.values():
             stage.clear()

@@ -44,6 +44,11 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             why="runs the microbatches of a step, between splitting inputs and merging outputs; keeps its name and "
             "meaning in torch 2.11 to 2.15. dw_builder, the official hook, splits the backward but sends no earlier.",
         )
+    patches.register_patch(
+        "torch.distributed.distributed_c10d.destroy_process_group",
+        wrap=_wrap_destroy,
+        why="ends the groups beside which the edges of a pipeline have NCCL communicators of their own",
+    )
 
 
 @hookimpl
@@ -68,6 +73,17 @@ def ovpatch_remarks() -> Sequence[str]:
     from ovpatch_plugins.pipeline.report import write_remarks
 
     return write_remarks()
+
+
+def _wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        transport = sys.modules.get("ovpatch_plugins.pipeline.transport")
+        if transport is not None:
+            transport.close_communicators(None if group is sys.modules["torch"].distributed.group.WORLD else group)
+        original(group)
+
+    return destroy_process_group
 
 
 def _wrap_step(original: Callable[..., Any], owner: str, options: Mapping[str, Any]) -> Callable[..., Any]:

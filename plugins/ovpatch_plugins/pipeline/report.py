@@ -70,7 +70,6 @@ class ScheduleReport:
         rank: Rank in the pipeline.
         microbatches: Their number in a step.
         peak_activations: Most microbatches with activations at one time.
-        is_host_timed: Whether the host's clock sees computations, as on a CPU.
         bubbles: The bubble that the simulator expects, by rank; empty until it is known.
         stages: The rank's stages.
         times: Costs of the computations.
@@ -81,7 +80,6 @@ class ScheduleReport:
     rank: int
     microbatches: int
     peak_activations: int
-    is_host_timed: bool
     bubbles: Callable[[], Sequence[float]]
     stages: dict[int, StageReport]
     times: StepTimes
@@ -99,10 +97,7 @@ def note_stock(reason: str) -> None:
 
 
 class StepTimes:
-    """Durations of a rank's computations and steps, in seconds of the host; the last :attr:`WINDOW` of each kind.
-
-    On a device whose work the host does not wait for, they are the times to issue it, and no bubble is reported.
-    """
+    """Durations of a rank's computations and steps, in seconds; the last :attr:`WINDOW` of each kind."""
 
     WINDOW = 64
 
@@ -156,13 +151,12 @@ def _describe(schedule: ScheduleReport) -> list[str]:
     for index, stage in schedule.stages.items():
         where = f"stage {index}"
         costs = [f"{kind.value} {1000 * cost:.2f}" for kind in Kind if (cost := times.cost(index, kind))]
-        clock = "" if schedule.is_host_timed else " to issue"
-        lines.append(f"{where}: {', '.join(costs)} ms{clock}" if costs else f"{where}: not run yet")
+        lines.append(f"{where}: {', '.join(costs)} ms" if costs else f"{where}: not run yet")
         if stage.objection:
             lines.append(f"{where}: weight gradients stay in the backward: {stage.objection}")
         lines += [f"{where}: {_count(number)} in B: {reason}" for reason, number in stage.reasons.items()]
     bubble = times.bubble(schedule.microbatches)
-    if bubble is not None and schedule.is_host_timed:
+    if bubble is not None:
         expected = schedule.bubbles()
         text = f", {100 * expected[schedule.rank]:.1f}% predicted" if expected else ""
         lines.append(f"bubble on rank {schedule.rank}: {100 * bubble:.1f}% of a step measured{text}")

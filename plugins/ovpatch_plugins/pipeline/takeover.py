@@ -17,14 +17,15 @@ from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent
 from ovpatch.overlap.comm.group_state import group_store
 from ovpatch_plugins.pipeline.actions import Kind, Schedule
+from ovpatch_plugins.pipeline.clock import make_clock
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
 from ovpatch_plugins.pipeline.options import AS_GIVEN
 from ovpatch_plugins.pipeline.orders import ScheduleError, build_order, check_schedule, convert_torch_order
 from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import make_program
-from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, note_schedule, note_stock
+from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, StepTimes, note_schedule, note_stock
 from ovpatch_plugins.pipeline.stage_run import StageRun
-from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer, blocks_host
+from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer, blocks_host, close_communicators
 
 _SINGLE: Final = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
 _AHEAD: Final = {True: 2, False: 1}  # receives posted in advance, where a wait blocks the host and where it does not
@@ -129,7 +130,9 @@ class Takeover:
         transport = PeerToPeer(group, device, program.edges)
         by_perform = owner != "PipelineScheduleMulti"
         prediction = Prediction(group, orders, placement)
-        engine = Engine(schedule, group, runs, program, transport, prediction, by_perform=by_perform)
+        times = StepTimes()
+        clock = make_clock(times, device)
+        engine = Engine(schedule, group, runs, program, transport, times, clock, prediction, by_perform=by_perform)
         note_schedule(
             ScheduleReport(
                 name=type(schedule).__name__,
@@ -137,10 +140,9 @@ class Takeover:
                 rank=rank,
                 microbatches=schedule._n_microbatches,
                 peak_activations=program.peak_activations,
-                is_host_timed=device.type == "cpu",
                 bubbles=lambda: prediction.bubbles,
                 stages={index: run.report for index, run in runs.items()},
-                times=engine.times,
+                times=times,
             )
         )
         return engine
@@ -167,6 +169,7 @@ def release_all() -> None:
     for schedule in list(_records):
         _give_buffers_back(schedule)
     _records.clear()
+    close_communicators()
 
 
 def _facts_of(schedule: Any, owner: str) -> tuple[Any, ...]:

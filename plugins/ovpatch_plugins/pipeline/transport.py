@@ -1,14 +1,13 @@
 """Messages between the ranks of a pipeline, by ``torch.distributed``.
 
-Messages from one rank to another keep the sender's order, which both sides know
-from the schedule, and wait behind no message of another edge. On gloo a tag per step makes such a queue inside the
-stage's own group; stock's transfers have tag 0. On NCCL each directed edge has a communicator of its own with one
-thread block, because a waiting kernel slows the products beside it by the blocks that it takes. They are connected
-before the first step, in one order on all ranks: a lazy connection would block the host until the peer calls, too.
+Messages from one rank to another keep the sender's order, which both sides know from the schedule, and wait behind no
+message of another edge. On gloo a tag per step makes such a queue inside the stage's own group; stock's transfers have
+tag 0. On NCCL each directed edge has a communicator of its own.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -18,7 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import backend_name
-from ovpatch.overlap.comm.group_state import group_state
+from ovpatch.overlap.comm.consensus import agree_on_name
+from ovpatch.overlap.comm.group_state import (
+    group_state,
+    group_store,
+    group_timeout_s,
+    group_values,
+    is_exiting_by_error,
+)
 
 _FIRST_TAG: Final = 1 << 20
 _TAGS: Final = 1 << 10
@@ -37,25 +43,29 @@ class PeerToPeer:
     Args:
         group: The pipeline's group.
         device: Where its stages compute.
-        edges: All directed edges ``(sender, receiver)`` of the pipeline, by rank in the group; the same on all ranks.
+        edges: All directed edges ``(sender, receiver)`` of the pipeline, by rank in the group; the same on all ranks,
+            which make their transports together.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, edges: Iterable[tuple[int, int]]) -> None:
         self._group = group
         self._rank = dist.get_rank(group)
+        self._device = device
         self._tag = 0
         self._sent: dict[int, deque[tuple[list[dist.Work], list[Tensor]]]] = {}
         self._steps = group_state(group).get_or_create(("pipeline", "steps"), _Steps)
-        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._communicators = _Communicators()
+        self._arrived: torch.cuda.Event | None = None
+        self._is_arriving = False
         if not blocks_host(group, device):
-            for edge in sorted(set(edges)):
-                if self._rank in edge:
-                    self._groups[edge] = _connect(group, edge, device)
+            self._communicators = _connect(group, edges, device)
+            self._arrived = torch.cuda.Event()
 
     def start_step(self) -> None:
         """Begin the messages of a step. What an interrupted step left unread cannot be taken for one of them."""
         self._steps.count += 1
         self._tag = _FIRST_TAG + self._steps.count % _TAGS
+        self._is_arriving = False
 
     @property
     def step(self) -> int:
@@ -64,14 +74,36 @@ class PeerToPeer:
 
     def send(self, tensors: Sequence[Tensor], receiver: int) -> None:
         """Send tensors, which are kept until :meth:`release` or :meth:`finish` finds them sent."""
-        edge = (self._rank, receiver)
-        works = [self._start(dist.isend, tensor, edge, receiver) for tensor in tensors]
+        communicator = self._communicators.get((self._rank, receiver))
+        if communicator is None:
+            works = [self._group.send([_real(tensor)], receiver, self._tag) for tensor in tensors]
+        else:
+            works = [communicator.send([_real(tensor)], 1, 0) for tensor in tensors]
         self._sent.setdefault(receiver, deque()).append((works, list(tensors)))
 
     def receive(self, tensors: Sequence[Tensor], sender: int) -> list[dist.Work]:
         """Start to receive into ``tensors``, in the sender's order."""
-        edge = (sender, self._rank)
-        return [self._start(dist.irecv, tensor, edge, sender) for tensor in tensors]
+        communicator = self._communicators.get((sender, self._rank))
+        if communicator is None:
+            return [self._group.recv([_real(tensor)], sender, self._tag) for tensor in tensors]
+        return [communicator.recv([_real(tensor)], 0, 0) for tensor in tensors]
+
+    def wait_for(self, works: Sequence[dist.Work]) -> None:
+        """Wait for a message: the host on gloo, the current stream on NCCL."""
+        for work in works:
+            work.wait()
+        if self._arrived is not None:
+            self._arrived.record(torch.cuda.current_stream(self._device))
+            self._is_arriving = True
+
+    def wait_for_arrivals(self) -> None:
+        """Have the host wait until all messages have come that :meth:`wait_for` was called for.
+
+        On NCCL the host is ahead of the device: what senders did before they sent can only be seen from here on.
+        """
+        if self._arrived is not None and self._is_arriving:
+            self._arrived.synchronize()
+            self._is_arriving = False
 
     def release(self, receiver: int, left: int) -> None:
         """Drop the oldest sent messages of an edge, which the receiver has read, until ``left`` are kept."""
@@ -90,16 +122,6 @@ class PeerToPeer:
         """Drop all messages, after an error of the transport."""
         self._sent.clear()
 
-    def _start(self, call: Any, tensor: Tensor, edge: tuple[int, int], peer: int) -> dist.Work:
-        group = self._groups.get(edge)
-        name = "group_dst" if call is dist.isend else "group_src"
-        if group is not None:
-            work = call(tensor, group=group, **{name: _rank_in_edge(edge, peer)})
-        else:
-            work = call(tensor, group=self._group, tag=self._tag, **{name: peer})
-        assert isinstance(work, dist.Work)
-        return work
-
 
 class _Steps:
     """Number of steps that ran over a group."""
@@ -108,26 +130,70 @@ class _Steps:
         self.count = 0
 
 
-def _connect(group: dist.ProcessGroup, edge: tuple[int, int], device: torch.device) -> dist.ProcessGroup:
-    """Return the connected communicator of a directed edge, made once."""
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
-    def make() -> dist.ProcessGroup:
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = 1
-        ranks = [dist.get_global_rank(group, rank) for rank in sorted(edge)]
-        made: dist.ProcessGroup = dist.new_group(
-            ranks, backend="nccl", pg_options=options, use_local_synchronization=True
-        )
+
+# --- communicators of NCCL ---
+
+
+class _Communicators(dict[tuple[int, int], dist.ProcessGroup]):
+    """The communicators of this rank's directed edges ``(sender, receiver)``. The sender is rank 0 of each.
+
+    [Note: a communicator per directed edge] A communicator runs its transfers one after the other, so a receive that
+    waits would stall the sends behind it. Each has one thread block: a waiting kernel slows the products beside it by
+    the blocks that it takes. They are connected before the first step, in one order on all ranks, as a lazy connection
+    blocks the host until the peer calls, too. Torch does not register them: where the default group has a device, it
+    would split them off that, which takes all ranks of the job.
+    """
+
+
+def _connect(group: dist.ProcessGroup, edges: Iterable[tuple[int, int]], device: torch.device) -> _Communicators:
+    """Return the communicators of a group, with those of all edges of this rank connected. All ranks call this."""
+    made = group_state(group).get_or_create(_Communicators, _Communicators)
+    name = agree_on_name(group, "pipeline edges", timeout_s=group_timeout_s(group))
+    for edge in sorted(set(edges)):
+        if dist.get_rank(group) in edge and edge not in made:
+            made[edge] = _make_communicator(group, edge, f"ovpatch/{name}/{edge[0]}-{edge[1]}", device)
+    return made
+
+
+def _make_communicator(
+    group: dist.ProcessGroup, edge: tuple[int, int], name: str, device: torch.device
+) -> dist.ProcessGroup:
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = options.config.max_ctas = 1
+    backend: Any = group._get_backend(device)
+    options._timeout = getattr(backend, "wrapped_pg", backend).options._timeout
+    options.global_ranks_in_group = [dist.get_global_rank(group, rank) for rank in edge]
+    options.group_name = name
+    store, rank = group_store(group), edge.index(dist.get_rank(group))
+    assert store is not None
+    store = dist.PrefixStore(name, store)
+    made = dist.ProcessGroup(store, rank, 2)
+    kind = dist.ProcessGroup.BackendType.NCCL
+    made._set_default_backend(kind)
+    with torch.cuda.device(device):
+        made._register_backend(torch.device("cuda"), kind, dist.ProcessGroupNCCL(store, rank, 2, options))
         token = torch.zeros(1, device=device)
-        if dist.get_rank(group) == edge[0]:
-            dist.send(token, group=made, group_dst=_rank_in_edge(edge, edge[1]))
-        else:
-            dist.recv(token, group=made, group_src=_rank_in_edge(edge, edge[0]))
+        with warnings.catch_warnings():  # that a transfer connects lazily is what is wanted here
+            warnings.filterwarnings("ignore", message="An unbatched P2P op")
+            (made.send([token], 1, 0) if rank == 0 else made.recv([token], 0, 0)).wait()
         torch.cuda.synchronize(device)
-        return made
-
-    return group_state(group).get_or_create(("pipeline", "edge", edge), make)
+    return made
 
 
-def _rank_in_edge(edge: tuple[int, int], rank: int) -> int:
-    return int(rank == max(edge))
+def close_communicators(group: dist.ProcessGroup | None = None) -> None:
+    """Shut down the communicators of one group, or of all, behind their transfers. All ranks call this.
+
+    Does nothing if an exception ends this process: transfers in flight may wait for peers that are gone.
+
+    Args:
+        group: The pipeline's process group; all by default.
+    """
+    if is_exiting_by_error():
+        return
+    for _, made in group_values(_Communicators, group):
+        for edge in sorted(made):
+            made[edge].shutdown()
+        made.clear()

@@ -33,6 +33,7 @@ class Case:
         stage: Arguments of the stage.
         pieces: Calls of ``schedule.step()`` before an optimizer step.
         dtype: Of parameters and inputs.
+        shape: Rows of a microbatch and width of the inputs.
     """
 
     schedule: str = "Schedule1F1B"
@@ -47,6 +48,12 @@ class Case:
     stage: Mapping[str, Any] = field(default_factory=dict)
     pieces: int = 1
     dtype: torch.dtype = torch.float32
+    shape: tuple[int, int] = (ROWS, WIDTH)
+
+
+def device() -> torch.device:
+    """Return this rank's device: a GPU under NCCL."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def make_schedule(case: Case, group: dist.ProcessGroup | None = None) -> tuple[Any, list[nn.Module]]:
@@ -57,8 +64,8 @@ def make_schedule(case: Case, group: dist.ProcessGroup | None = None) -> tuple[A
     parts, stages = [], []
     for index in indices:
         torch.manual_seed(100 + index)
-        parts.append(case.wrap(case.part(index).to(case.dtype)))
-        stages.append(PipelineStage(parts[-1], index, count, torch.device("cpu"), group=group, **case.stage))
+        parts.append(case.wrap(case.part(index).to(device(), case.dtype)))
+        stages.append(PipelineStage(parts[-1], index, count, device(), group=group, **case.stage))
     cls = getattr(schedules, case.schedule)
     single = issubclass(cls, schedules.PipelineScheduleSingle)
     made = cls(stages[0] if single else stages, case.microbatches, loss_fn=nn.functional.mse_loss, **case.options)
@@ -84,9 +91,9 @@ def run_steps(
         optimizer.zero_grad()
         for piece in range(case.pieces):
             data = torch.Generator().manual_seed(1000 * seed + 10 * step + piece)
-            rows = ROWS * case.microbatches
-            x = torch.randn(rows, 2, WIDTH, generator=data).to(case.dtype)
-            y = torch.randn(rows, 2, WIDTH, generator=data).to(case.dtype)
+            rows, width = case.shape[0] * case.microbatches, case.shape[1]
+            x = torch.randn(rows, 2, width, generator=data).to(device(), case.dtype)
+            y = torch.randn(rows, 2, width, generator=data).to(device(), case.dtype)
             losses: list[torch.Tensor] = []
             with case.context():
                 out = schedule.step(*((x,) if is_first else ()), target=y if is_last else None, losses=losses)

@@ -19,9 +19,12 @@ class Block(nn.Module):
         runs: Forwards so far, those of a recomputation included.
     """
 
-    def __init__(self, dropout: float = 0.0, reentrant: bool | None = None) -> None:
+    def __init__(
+        self, dropout: float = 0.0, reentrant: bool | None = None, *, width: int = WIDTH, hidden: int = 20
+    ) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH, bias=False)
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
         self.dropout, self.reentrant = dropout, reentrant
         self.runs = 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ovpatch
-from tests.plugins.pipeline.cases import Case, counters, differences, make_schedule, run_steps
+from tests.plugins.pipeline.cases import Case, counters, device, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
 
 SIX = ROWS * 6
@@ -23,9 +25,9 @@ class Bomb(nn.Module):
         left: Calls until it fails, or None.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, delay_s: float = 0.0) -> None:
         super().__init__()
-        self.block, self.where = Block(), where
+        self.block, self.where, self.delay_s = Block(), where, delay_s
         self.left: int | None = None
         self.block.down.weight.register_hook(lambda _grad: self._count("W"))
 
@@ -40,6 +42,7 @@ class Bomb(nn.Module):
         if where == self.where and self.left is not None:
             self.left -= 1
             if self.left < 0:
+                time.sleep(self.delay_s)
                 raise torch.OutOfMemoryError("out of memory, for a test")
 
 
@@ -61,7 +64,7 @@ class Armed:
         bombs = [module for part in self.parts for module in part.modules() if isinstance(module, Bomb)]
         for bomb in bombs:
             bomb.left = self.left if dist.get_rank() == self.victim else None
-        rows = torch.ones(self.case.microbatches * ROWS, 2, WIDTH)
+        rows = torch.ones(self.case.microbatches * ROWS, 2, WIDTH, device=device())
         text = ""
         try:
             is_first = dist.get_rank() == 0
@@ -73,13 +76,24 @@ class Armed:
         return text
 
 
-def _fail(where: str, victims: list[int], order: str, schedule: str = "Schedule1F1B") -> list[tuple[list[str], str]]:
+def fail(
+    where: str,
+    victims: list[int],
+    order: str,
+    schedule: str = "Schedule1F1B",
+    *,
+    calls: Sequence[int] = (0, 2, 5),
+    delay_s: float = 0.0,
+) -> list[tuple[list[str], str]]:
+    """Let a step fail on each victim, at each of some calls; return what differs afterwards, and the error."""
     more: dict[str, Any] = {} if "1F1B" in schedule and "Inter" not in schedule else {"chunks": 2, "microbatches": 8}
-    case = Case(schedule, part=lambda _index: Part(Bomb(where), Block()), steps=1, vee="ZBV" in schedule, **more)
+    case = Case(
+        schedule, part=lambda _index: Part(Bomb(where, delay_s), Block()), steps=1, vee="ZBV" in schedule, **more
+    )
     stock, _ = Armed(case, None, 0).run()
     found = []
     for victim in victims:
-        for left in (0, 2, 5):
+        for left in calls:
             ovpatch.apply("pipeline", options={"pipeline": {"schedule": order}})
             failed = counters()["failed_steps"]
             patched, text = Armed(case, victim, left).run()
@@ -94,7 +108,7 @@ def _fail(where: str, victims: list[int], order: str, schedule: str = "Schedule1
 def test_a_failing_rank_is_named_and_the_next_steps_are_right(ranks: Any, where: str, schedule: str) -> None:
     world = 3 if schedule == "Schedule1F1B" else 2
     victims = list(range(world))
-    by_rank = ranks(world)(_fail, where, victims, "zb-h1", schedule)
+    by_rank = ranks(world)(fail, where, victims, "zb-h1", schedule)
     cases = [(victim, left) for victim in victims for left in (0, 2, 5)]
     for number, (victim, left) in enumerate(cases):
         for rank, results in enumerate(by_rank):

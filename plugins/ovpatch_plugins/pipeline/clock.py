@@ -1,0 +1,129 @@
+"""Clocks that measure computations and steps: the host's, or that of the device's stream.
+
+A device runs behind its host, which issues work and goes on. Its clock records events around each computation, behind
+the wait for the message that the computation reads, and looks at them in a later step, without waiting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from ovpatch_plugins.pipeline.actions import Kind
+from ovpatch_plugins.pipeline.report import StepTimes
+
+
+class Clock(Protocol):
+    """Measures what a rank does in a step, and adds it to its :class:`StepTimes`, in seconds."""
+
+    def start_step(self) -> None:
+        """Start the time of a step, and add what is known of earlier ones."""
+
+    def end_step(self) -> None:
+        """End the time of a step."""
+
+    def drop_step(self) -> None:
+        """Forget the computations of a step that failed."""
+
+    def now(self) -> Any:
+        """Return the start of a computation."""
+
+    def add_action(self, stage: int, kind: Kind, started: Any) -> None:
+        """Take the time since ``started`` as that of a computation."""
+
+
+class HostClock:
+    """The host's clock, where a computation has ended when its call returns.
+
+    Args:
+        times: Gets the durations.
+    """
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+        self._started = 0.0
+
+    def start_step(self) -> None:
+        """Start the time of a step."""
+        self._started = time.perf_counter()
+
+    def end_step(self) -> None:
+        """End the time of a step."""
+        self._times.add_step(time.perf_counter() - self._started)
+
+    def drop_step(self) -> None:
+        """Do nothing: computations before the failure are as good as others."""
+
+    def now(self) -> float:
+        """Return the start of a computation."""
+        return time.perf_counter()
+
+    def add_action(self, stage: int, kind: Kind, started: float) -> None:
+        """Take the time since ``started`` as that of a computation."""
+        self._times.add_action(stage, kind, time.perf_counter() - started)
+
+
+class DeviceClock:
+    """Events on the current stream of a CUDA device. A computation whose work is issued too late takes longer there.
+
+    Args:
+        times: Gets the durations, one step later.
+        device: The device.
+        make_event: Makes an event; replaced by tests without a device.
+    """
+
+    def __init__(self, times: StepTimes, device: torch.device, make_event: Callable[[], Any] | None = None) -> None:
+        self._times = times
+        self._device = device
+        self._make_event = make_event or _make_event
+        self._free: list[Any] = []
+        self._started: Any = None
+        # Of computations and, without a stage, of steps, in the order in which they end.
+        self._measured: deque[tuple[int | None, Kind, Any, Any]] = deque()
+
+    def start_step(self) -> None:
+        """Start the time of a step, and add what is known of earlier ones."""
+        self._collect()
+        self._started = self.now()
+
+    def end_step(self) -> None:
+        """End the time of a step."""
+        self._measured.append((None, Kind.F, self._started, self.now()))
+
+    def drop_step(self) -> None:
+        """Forget the computations of a step that failed."""
+        self._measured.clear()
+
+    def now(self) -> Any:
+        """Record an event."""
+        event = self._free.pop() if self._free else self._make_event()
+        event.record(torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None)
+        return event
+
+    def add_action(self, stage: int, kind: Kind, started: Any) -> None:
+        """Take the time since ``started`` as that of a computation."""
+        self._measured.append((stage, kind, started, self.now()))
+
+    def _collect(self) -> None:
+        """Add the durations of what has ended on the device."""
+        while self._measured and self._measured[0][3].query():
+            stage, kind, started, ended = self._measured.popleft()
+            seconds = started.elapsed_time(ended) / 1000
+            if stage is None:
+                self._times.add_step(seconds)
+            else:
+                self._times.add_action(stage, kind, seconds)
+            self._free += [started, ended]
+
+
+def _make_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def make_clock(times: StepTimes, device: torch.device) -> Clock:
+    """Return the clock for stages on a device."""
+    return DeviceClock(times, device) if device.type == "cuda" else HostClock(times)

@@ -1,0 +1,179 @@
+"""Pipelines over NCCL are bitwise stock's, and what only streams can get wrong.
+
+Each test is one job of many cases. ``pytest -m gpu --share-gpu`` runs all ranks on one GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import ovpatch
+from tests.plugins.pipeline.cases import Case, counters, device, differences, feature_report, make_schedule, train
+from tests.plugins.pipeline.models import Block, Part
+from tests.plugins.pipeline.test_failures import fail
+
+SHAPE = (32, 256)
+ORDERS = ("as-given", "gpipe", "1f1b", "zb-h1", "zb-h2")
+
+
+def _wide(_index: int) -> nn.Module:
+    return Part(*(Block(width=SHAPE[1], hidden=512) for _ in range(2)))
+
+
+class Sleep(nn.Module):
+    """Keeps the device busy, for some milliseconds, in the forward of stages of odd index."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.cycles = 5_000_000 * (index % 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cycles and x.is_cuda:
+            torch.cuda._sleep(self.cycles)
+        return x
+
+
+@contextlib.contextmanager
+def _on_a_side_stream() -> Iterator[None]:
+    if device().type == "cpu":
+        yield
+        return
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+def _cases(world: int) -> dict[str, tuple[Case, tuple[str, ...]]]:
+    several: dict[str, Any] = {"microbatches": 2 * world, "chunks": 2, "shape": SHAPE, "part": _wide, "steps": 3}
+    one: dict[str, Any] = {**several, "microbatches": 2 * world + 1, "chunks": 1}
+    late: Callable[[int], nn.Module] = lambda index: Part(Sleep(index), Block(width=SHAPE[1]))  # noqa: E731
+    found: dict[str, tuple[Case, tuple[str, ...]]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        found[f"1F1B {dtype}"] = Case(dtype=dtype, **one), ORDERS
+        found[f"ZBV {dtype}"] = Case("ScheduleZBVZeroBubble", vee=True, dtype=dtype, **several), ("as-given",)
+        found[f"interleaved {dtype}"] = Case("ScheduleInterleaved1F1B", dtype=dtype, **several), ("as-given",)
+    found["GPipe"] = Case("ScheduleGPipe", **one), ("as-given", "zb-h1")
+    found["interleaved zero bubble"] = Case("ScheduleInterleavedZeroBubble", **several), ("as-given",)
+    found["DualPipeV"] = Case("ScheduleDualPipeV", vee=True, **several), ("as-given",)
+    found["late senders"] = Case(**{**one, "part": late}), ("as-given", "zb-h2")
+    found["side stream"] = Case(context=_on_a_side_stream, **one), ("zb-h1",)
+    found["checkpoint"] = Case(**{**one, "part": lambda _index: Part(Block(0.0, False, width=SHAPE[1]))}), ("zb-h1",)
+    return found
+
+
+def _compare(case: Case, orders: tuple[str, ...], group: Any = None, seed: int = 0) -> dict[str, list[str]]:
+    """Return what differs from stock, by order."""
+    stock, found = train(case, group, seed), {}
+    for order in orders:
+        ovpatch.apply("pipeline", options={"pipeline": {"schedule": order}})
+        before = counters()
+        found[order] = differences(stock, train(case, group, seed))
+        after = counters()
+        steps = after["steps"] - before["steps"]
+        # With DistributedDataParallel stock computes the first step.
+        if steps + after["stock_steps"] - before["stock_steps"] != case.steps or not steps:
+            found[order].append(f"{steps} steps")
+        if order.startswith("zb") and after["weight_grads"] == before["weight_grads"]:
+            found[order].append("no weight gradient was deferred")
+        ovpatch.revert()
+    return found
+
+
+def _compare_all() -> dict[str, dict[str, list[str]]]:
+    return {name: _compare(*case) for name, case in _cases(dist.get_world_size()).items()}
+
+
+def _assert_equal(by_rank: list[dict[str, dict[str, list[str]]]]) -> None:
+    for rank, found in enumerate(by_rank):
+        for name, orders in found.items():
+            for order, changes in orders.items():
+                assert not changes, f"rank {rank}, {name}, {order}: {changes[:4]}"
+
+
+@pytest.mark.gpu(2)
+def test_two_ranks(ranks: Any) -> None:
+    _assert_equal(ranks(2)(_compare_all, backend="nccl", timeout=120))
+
+
+@pytest.mark.gpu(4)
+def test_four_ranks(ranks: Any) -> None:
+    _assert_equal(ranks(4)(_compare_all, backend="nccl", timeout=120))
+
+
+def _replicated() -> dict[str, dict[str, list[str]]]:
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("pp", "dp"))
+    group, replicas = mesh["pp"].get_group(), mesh["dp"].get_group()
+    one: dict[str, Any] = {"microbatches": 5, "shape": SHAPE, "part": _wide, "steps": 3}
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return DistributedDataParallel(module, process_group=replicas)
+
+    cases = {
+        "1F1B": (Case(wrap=wrap, **one), ("as-given", "zb-h1", "zb-h2")),
+        "1F1B bf16": (Case(wrap=wrap, dtype=torch.bfloat16, **one), ("zb-h1",)),
+    }
+    seed = mesh.get_local_rank("dp")
+    return {name: _compare(case, orders, group, seed) for name, (case, orders) in cases.items()}
+
+
+@pytest.mark.gpu(4)
+def test_two_replicas_of_two_stages(ranks: Any) -> None:
+    _assert_equal(ranks(4)(_replicated, backend="nccl", timeout=120))
+
+
+def _fail_everywhere() -> list[tuple[str, int, list[str], str]]:
+    """The failing rank's host is late, and those of the others are ahead of their devices."""
+    found = []
+    for where, schedule in (("F", "Schedule1F1B"), ("B", "Schedule1F1B"), ("F", "ScheduleZBVZeroBubble")):
+        victims = list(range(dist.get_world_size()))
+        results = fail(where, victims, "zb-h1", schedule, calls=(1,), delay_s=0.2)
+        found += [(f"{where} of {schedule}", victim, *result) for victim, result in zip(victims, results, strict=True)]
+    return found
+
+
+@pytest.mark.gpu(2)
+def test_a_failing_rank_is_named_on_all(ranks: Any) -> None:
+    for rank, found in enumerate(ranks(2)(_fail_everywhere, backend="nccl", timeout=60)):
+        for name, victim, wrong, text in found:
+            assert not wrong, f"rank {rank}, {name} on rank {victim}: {wrong[:4]}"
+            if rank == victim:
+                assert "out of memory, for a test" in text
+            elif text or name.startswith("F"):  # behind a B, a rank may have its step
+                assert text.startswith("PipelineRankError"), f"rank {rank}, {name} on rank {victim}: {text!r}"
+                assert f"rank {victim} failed in " in text
+
+
+def _watch() -> tuple[list[int], str]:
+    """Return the memory behind each step, and the remarks."""
+    ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
+    case = Case(microbatches=6, shape=SHAPE, part=lambda index: Part(Sleep(1), Block(width=SHAPE[1])))
+    schedule, (part,) = make_schedule(case)
+    rows = torch.randn(6 * SHAPE[0], 2, SHAPE[1], device=device())
+    memory = []
+    for _ in range(9):
+        schedule.step(*((rows,) if dist.get_rank() == 0 else ()), target=rows, return_outputs=False)
+        torch.cuda.synchronize()
+        for param in part.parameters():
+            param.grad = None
+        memory.append(torch.cuda.memory_allocated())
+    return memory, " ".join(feature_report().remarks)
+
+
+@pytest.mark.gpu(2)
+def test_memory_is_freed_and_costs_are_the_devices(ranks: Any) -> None:
+    for rank, (memory, remarks) in enumerate(ranks(2)(_watch, backend="nccl", timeout=60)):
+        assert len(set(memory[2:])) == 1, memory
+        forward = float(remarks.split(f"stage {rank}: F ")[1].split(",")[0])
+        assert forward > 2, remarks  # milliseconds; issuing it takes none
+        assert "% of a step measured" in remarks
