@@ -143,7 +143,8 @@ def cut(
         parts.append(part)
         stages.append(PipelineStage(part, stage, len(ranks), where, group=group))
     is_single = issubclass(cls, schedules.PipelineScheduleSingle)
-    made = make_subclass(CutSchedule, cls)(stages[0] if is_single else stages, n_microbatches, loss_fn=loss_fn, **schedule_options)
+    owned = stages[0] if is_single else stages
+    made = make_subclass(CutSchedule, cls)(owned, n_microbatches, loss_fn=loss_fn, **schedule_options)
     made.model_parts = parts
     made.block_ranges = _list_ranges(starts, len(stack.blocks))
     made._shared_grads = [SharedGrads(one, ranks, group) for one in shared]
