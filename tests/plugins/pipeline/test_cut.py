@@ -93,8 +93,8 @@ def _cut(case: Cut, model: nn.Module, **more: Any) -> Any:
     return cut(
         model,
         dist.group.WORLD,  # type: ignore[arg-type]
-        (torch.zeros(ROWS, CONTEXT, dtype=torch.long),),
-        case.inputs(ROWS),
+        (torch.zeros(ROWS + 1, CONTEXT, dtype=torch.long),),  # not the shape of the steps
+        case.inputs(ROWS + 1),
         n_microbatches=MICROBATCHES,
         loss_fn=language_loss,
         **{"placement": case.placement, "balance": "count", **case.options, **more},
