@@ -1,1 +1,24 @@
-"""Feature ``pipeline``: zero-bubble schedules behind ``torch.distributed.pipelining``."""
+"""Feature ``pipeline``: schedules of ``torch.distributed.pipelining`` with less bubble, and plain models as stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ovpatch_plugins.pipeline.block_stack import CutError as CutError
+    from ovpatch_plugins.pipeline.cut_schedule import cut as cut
+
+__all__ = ["CutError", "cut"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is public when it is first used: the feature's package is imported without torch."""
+    if name == "cut":
+        from ovpatch_plugins.pipeline.cut_schedule import cut
+
+        return cut
+    if name == "CutError":
+        from ovpatch_plugins.pipeline.block_stack import CutError
+
+        return CutError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

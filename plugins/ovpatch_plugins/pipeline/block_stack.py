@@ -1,0 +1,338 @@
+"""The stack of blocks of a plain model, and what one forward of the whole model tells about it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Path = tuple[Any, ...]
+
+
+class CutError(ValueError):
+    """A model cannot be cut into stages; the text names the reason and ends with the remedy."""
+
+
+# --- nested values ---
+
+
+def find_tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Yield the tensors of nested tuples, lists, mappings and dataclasses, with their places."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from find_tensors(item, (*path, key))
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from find_tensors(item, (*path, index))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from find_tensors(getattr(value, item.name), (*path, item.name))
+
+
+def read_path(value: Any, path: Path) -> Any:
+    """Return what is at a place of a nested value."""
+    for key in path:
+        value = value[key] if isinstance(value, (Mapping, tuple, list)) else getattr(value, key)
+    return value
+
+
+def map_leaves(value: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """Return a copy of a nested value with each leaf replaced."""
+    changed: Any
+    if isinstance(value, Mapping):
+        changed = copy.copy(value)
+        for key, item in value.items():
+            changed[key] = map_leaves(item, function, (*path, key))
+        return changed
+    if isinstance(value, (tuple, list)):
+        items = [map_leaves(item, function, (*path, index)) for index, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        for entry in dataclasses.fields(value):
+            setattr(changed, entry.name, map_leaves(getattr(value, entry.name), function, (*path, entry.name)))
+        return changed
+    return function(path, value)
+
+
+def _without_tensors(value: Any) -> Any:
+    return map_leaves(value, lambda _, leaf: leaf if isinstance(leaf, (bool, int, float, str)) else None)
+
+
+# --- the stack ---
+
+
+@dataclass(frozen=True)
+class BlockStack:
+    """The blocks of a model.
+
+    Attributes:
+        path: Name of their list in the model.
+        blocks: The blocks, in order.
+        keys: Their names in the list.
+    """
+
+    path: str
+    blocks: tuple[nn.Module, ...]
+    keys: tuple[str, ...]
+
+    def name(self, index: int) -> str:
+        """Return the name of a block."""
+        return f"{self.path}.{self.keys[index]}" if self.path else self.keys[index]
+
+
+def find_blocks(model: nn.Module, path: str | None = None) -> BlockStack:
+    """Return the list of blocks with the most parameters whose members are of one class.
+
+    Args:
+        model: The model.
+        path: Name of the list, where another one is meant; its members may differ in class.
+
+    Raises:
+        CutError: There is no such list.
+    """
+    if path is not None:
+        try:
+            found = model.get_submodule(path)
+        except AttributeError:
+            found = None
+        if not isinstance(found, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) or len(found) < 2:
+            raise CutError(
+                f"blocks={path!r} names no list of two or more blocks in {type(model).__name__}. Give the name of a "
+                "ModuleList, ModuleDict or Sequential, as model.named_modules() shows it."
+            )
+        return _make_stack(path, found)
+    best, most = None, 0
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) or len(module) < 2:
+            continue
+        if len({type(child) for child in module.children()}) != 1:
+            continue
+        size = sum(param.numel() for param in module.parameters())
+        if size > most:
+            best, most = _make_stack(name, module), size
+    if best is None:
+        raise CutError(
+            f"{type(model).__name__} has no list of blocks of one class. Name the list that its forward goes through, "
+            'as in cut(..., blocks="model.layers"), or put the blocks into a ModuleList.'
+        )
+    return best
+
+
+def _make_stack(path: str, module: nn.Module) -> BlockStack:
+    keys, blocks = zip(*module.named_children(), strict=True)
+    if len(set(map(id, blocks))) < len(blocks):
+        raise CutError(f"a block occurs twice in {path or 'the model'}. Build each block as a module of its own.")
+    return BlockStack(path, blocks, keys)
+
+
+# --- a forward of the whole model ---
+
+
+@dataclass
+class Boundary:
+    """What goes from one block to the next, where a stage begins.
+
+    Attributes:
+        outputs: Places of the hidden states in the output of the block before.
+        inputs: Their places in ``(args, kwargs)`` of the block behind.
+        tensors: The hidden states of the traced forward, with their graph.
+        leaves: Those that the forward went on with: the same values, detached.
+    """
+
+    outputs: list[Path]
+    inputs: list[Path]
+    tensors: list[Tensor]
+    leaves: list[Tensor]
+
+
+@dataclass
+class ModuleCall:
+    """Calls of a module outside of the stack.
+
+    Attributes:
+        blocks_before: Blocks that had begun before its first call.
+        tensors: Tensors that it returned.
+        nodes: Nodes that made those of its outputs that can have a gradient.
+    """
+
+    blocks_before: int
+    tensors: int = 0
+    nodes: list[Any] = field(default_factory=list)
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether all that the module returned can have a gradient."""
+        return 0 < self.tensors == len(self.nodes)
+
+
+@dataclass
+class Trace:
+    """One forward of the whole model.
+
+    Attributes:
+        templates: Outputs of the blocks, without their tensors.
+        boundaries: By the index of the block behind.
+        calls: Calls of the modules outside of the stack, by the module's id.
+        output: What the model returned.
+    """
+
+    templates: list[Any] = field(default_factory=list)
+    boundaries: dict[int, Boundary] = field(default_factory=dict)
+    calls: dict[int, ModuleCall] = field(default_factory=dict)
+    output: Any = None
+
+
+def trace_model(
+    model: nn.Module, stack: BlockStack, starts: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Trace:
+    """Run the whole model once and look at what passes between its blocks.
+
+    Args:
+        model: The model, in evaluation mode, with parameters that all require gradients.
+        stack: Its blocks.
+        starts: Blocks with which stages begin, without the first.
+        args: Arguments of one microbatch.
+        kwargs: Keyword arguments of one microbatch.
+
+    Raises:
+        CutError: Blocks are not called one after the other, or pass on no hidden states unchanged.
+    """
+    trace = Trace()
+    previous: list[tuple[Path, Tensor, Tensor]] = []
+    inside: set[int] = set()
+    handles: list[Any] = []
+
+    def enter(index: int, args: Any, kwargs: Any) -> None:
+        if index != len(trace.templates) or inside:
+            raise CutError(
+                f"the model calls {stack.name(index)} where {stack.name(len(trace.templates) % len(stack.blocks))} "
+                "was due: its forward does not go through the blocks once, in order. Cut a model whose forward does, "
+                "or name another list with blocks=."
+            )
+        if index in starts:
+            trace.boundaries[index] = _find_boundary(stack, index, previous, (args, kwargs))
+        inside.add(index)
+
+    def leave(index: int, output: Any) -> Any:
+        inside.discard(index)
+        trace.templates.append(_without_tensors(output))
+        if index + 1 not in starts:
+            return output
+        detached = map_leaves(output, lambda _, leaf: _detach(leaf))
+        previous[:] = [(path, one, read_path(detached, path)) for path, one in find_tensors(output)]
+        return detached
+
+    def note(module: nn.Module, output: Any) -> None:
+        if inside:
+            return
+        call = trace.calls.setdefault(id(module), ModuleCall(len(trace.templates)))
+        found = [tensor for _, tensor in find_tensors(output)]
+        call.tensors += len(found)
+        call.nodes += [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
+
+    for index, block in enumerate(stack.blocks):
+        hook: Any = lambda _, args, kwargs, index=index: enter(index, args, kwargs)  # noqa: E731
+        handles.append(block.register_forward_pre_hook(hook, with_kwargs=True))
+        hook = lambda _, __, output, index=index: leave(index, output)  # noqa: E731
+        handles.append(block.register_forward_hook(hook))
+    for module in list_outside(model, stack):
+        handles.append(module.register_forward_hook(lambda module, _, output: note(module, output)))
+    try:
+        trace.output = model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(trace.templates) < len(stack.blocks):
+        raise CutError(
+            f"the model's forward calls {len(trace.templates)} of the {len(stack.blocks)} blocks of {stack.path}. Name "
+            "the list that it goes through with blocks=, and have it call blocks, not their forward() or their parts."
+        )
+    return trace
+
+
+def _detach(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _find_boundary(
+    stack: BlockStack, index: int, previous: Sequence[tuple[Path, Tensor, Tensor]], inputs: Any
+) -> Boundary:
+    found = Boundary([], [], [], [])
+    given = list(find_tensors(inputs))
+    for path, tensor, leaf in previous:
+        place = next((place for place, one in given if one is leaf), None)
+        if place is not None:
+            found.outputs.append(path)
+            found.inputs.append(place)
+            found.tensors.append(tensor)
+            found.leaves.append(leaf)
+    if not any(tensor.is_floating_point() for tensor in found.tensors):
+        raise CutError(
+            f"what {stack.name(index - 1)} returns is not what {stack.name(index)} is given: the model's forward "
+            "computes on hidden states between blocks, as a loop does that adds residuals outside of them. Move that "
+            "into the blocks."
+        )
+    return found
+
+
+def list_outside(model: nn.Module, stack: BlockStack) -> list[nn.Module]:
+    """Return the modules outside of the stack, without those that contain it."""
+    container = model.get_submodule(stack.path)
+    around = {id(model), id(container)}
+    parts = stack.path.split(".") if stack.path else []
+    around |= {id(model.get_submodule(".".join(parts[:end]))) for end in range(1, len(parts))}
+    inside = {id(module) for block in stack.blocks for module in block.modules()}
+    return [module for module in model.modules() if id(module) not in around | inside]
+
+
+def walk_graph(outputs: Iterable[Tensor]) -> tuple[set[Any], dict[int, Tensor]]:
+    """Return the nodes behind tensors and the leaves that they lead to, by id."""
+    seen: set[Any] = {None}
+    nodes: list[Any] = [tensor.grad_fn for tensor in outputs]
+    leaves: dict[int, Tensor] = {id(one): one for one in outputs if one.grad_fn is None and one.requires_grad}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves[id(leaf)] = leaf
+        nodes += [parent for parent, _ in node.next_functions]
+    return seen - {None}, leaves
+
+
+@contextlib.contextmanager
+def prepared(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have a model evaluate with gradients for all parameters, and leave no trace of that.
+
+    Modes, gradients' flags, buffers and the random numbers of the script are given back.
+    """
+    modes = {module: module.training for module in model.modules()}
+    params = list(model.parameters())
+    flags = [param.requires_grad for param in params]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    devices = [] if device.type in ("cpu", "meta") else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.enable_grad():
+        try:
+            model.eval()
+            for param in params:
+                param.requires_grad_(param.is_floating_point() or param.is_complex())
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            for param, flag in zip(params, flags, strict=True):
+                param.requires_grad_(flag)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)

@@ -1,0 +1,480 @@
+"""``cut()``: a plain model becomes the stages of a schedule of ``torch.distributed.pipelining``."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values, wait_limit_s
+from ovpatch_plugins.pipeline.balance import Costs, check_count, measure_costs, split_blocks, split_evenly
+from ovpatch_plugins.pipeline.block_stack import (
+    BlockStack,
+    CutError,
+    Trace,
+    find_blocks,
+    find_tensors,
+    map_leaves,
+    prepared,
+    trace_model,
+)
+from ovpatch_plugins.pipeline.orders import build_placement
+from ovpatch_plugins.pipeline.stage_module import (
+    ARG,
+    SharedParam,
+    StagePlan,
+    StageTree,
+    find_shared_params,
+    make_plans,
+    make_subclass,
+    select_output,
+)
+
+_SCHEDULES: Final = {
+    "straight": "Schedule1F1B",
+    "loop": "ScheduleInterleaved1F1B",
+    "vee": "ScheduleZBVZeroBubble",
+}
+_CHUNKS: Final = {"straight": 1, "loop": 2, "vee": 2}
+_TOPIC: Final = "pipeline_cut"
+_REMEDY: Final = "Call cut() on all ranks, with the same model, microbatch and arguments."
+
+
+def cut(
+    model: nn.Module,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    mb_args: Sequence[Any] = (),
+    mb_kwargs: Mapping[str, Any] | None = None,
+    *,
+    n_microbatches: int,
+    loss_fn: Callable[..., Tensor] | None = None,
+    placement: str = "straight",
+    chunks: int | None = None,
+    schedule: str | type | None = None,
+    blocks: str | None = None,
+    balance: str = "measured",
+    blocks_per_stage: Sequence[int] | None = None,
+    output: Callable[[Any], Any] = select_output,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+    device: torch.device | str | None = None,
+    **schedule_options: Any,
+) -> Any:
+    """Cut a plain model into stages and return the schedule that trains it.
+
+    Each stage runs the model's own forward, so masks, positions and rotary tables stay the model's; blocks of other
+    stages are skipped. All ranks call ``schedule.step()`` with the whole model's inputs. A stage's modules, parameters
+    and names are the model's; the model itself stays as it is, and can be dropped.
+
+    The stages are compared with the whole model on the given microbatch, in evaluation mode, values and gradients.
+
+    Args:
+        model: The whole model, the same on all ranks, not wrapped for data parallelism. On the meta device it is cut
+            without measuring and comparing.
+        mesh: The pipeline's dimension of a mesh, or its group. All ranks of the job call ``cut()``.
+        mb_args: Arguments of the model for one microbatch.
+        mb_kwargs: Keyword arguments of the model for one microbatch.
+        n_microbatches: Microbatches in a step.
+        loss_fn: Called with what the last stage returns and the microbatch's ``target``; the schedule's argument.
+        placement: ``straight``, one stage per rank; ``loop``, stage ``s`` on rank ``s % ranks``; ``vee``, a rank has
+            stages ``r`` and ``2 * ranks - 1 - r``.
+        chunks: Stages per rank, 2 for ``loop`` and ``vee`` by default.
+        schedule: A class of torch's schedules, or its name; by default 1F1B, interleaved 1F1B or ZBV.
+        blocks: Name of the list of blocks; by default the largest list of modules of one class.
+        balance: ``measured``, by time and memory of each block on this microbatch, where the model is; ``count``, by
+            the number of blocks.
+        blocks_per_stage: Numbers of blocks, instead of ``balance``.
+        output: Makes a tensor, or several, of what the model returns; by default of a mapping its first tensor.
+        wrap: Wraps the module of each stage, for example into ``DistributedDataParallel`` or ``fully_shard``.
+        device: Where stages compute; by default the mesh's device.
+        schedule_options: Further arguments of the schedule.
+
+    Returns:
+        An object of the schedule's class that also has ``model_parts``, ``parameters()``, ``named_parameters()``,
+        ``state_dict()`` and ``load_state_dict()``, all of this rank's stages and under the model's own names, and
+        ``has_first_stage`` and ``has_last_stage``.
+
+    Raises:
+        CutError: The model cannot be cut; the same on all ranks.
+    """
+    kwargs = dict(mb_kwargs or {})
+    if not mb_args and not kwargs:
+        raise CutError("cut() needs a microbatch of the model's inputs. Pass it as mb_args or mb_kwargs.")
+    if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+        raise CutError(f"the mesh has {mesh.ndim} dimensions. Pass the pipeline's dimension of it, as mesh['pp'].")
+    _check_model(model)
+    group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+    chunks = _CHUNKS.get(placement, 1) if chunks is None else chunks
+    ranks = build_placement(placement, ranks=group.size(), chunks=chunks)
+    cls = _find_schedule(schedule, placement, chunks)
+    own = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
+    stack = find_blocks(model, blocks)
+    home = next(model.parameters()).device
+    args, kwargs = (
+        map_leaves(value, lambda _, leaf: leaf.to(home) if isinstance(leaf, Tensor) else leaf)
+        for value in (tuple(mb_args), kwargs)
+    )
+    check_count(len(stack.blocks), len(ranks))
+    with prepared(model, home):
+        starts = _choose_starts(model, stack, args, kwargs, ranks, balance, blocks_per_stage)
+        reason = "cut() failed there with another error"
+        try:
+            builder, trees, held = _make_trees(model, stack, starts, args, kwargs, output, own)
+            reason = ""
+        except CutError as error:
+            reason = str(error)
+        finally:
+            reason = _agree(group, model, stack, starts, reason)
+    if reason:
+        raise CutError(reason)
+    builder.copy_modes()
+    shared = find_shared_params(model, trees, held)
+    where = _find_device(mesh, home) if device is None else torch.device(device)
+    parts, stages = [], []
+    for stage, tree in trees.items():
+        part: nn.Module = tree if home.type == "meta" else tree.to(where)
+        part = part if wrap is None else wrap(part)
+        parts.append(part)
+        stages.append(PipelineStage(part, stage, len(ranks), where, group=group))
+    is_single = issubclass(cls, schedules.PipelineScheduleSingle)
+    owned = stages[0] if is_single else stages
+    made = make_subclass(CutSchedule, cls)(owned, n_microbatches, loss_fn=loss_fn, **schedule_options)
+    made.model_parts = parts
+    made.block_ranges = _list_ranges(starts, len(stack.blocks))
+    made._shared_grads = [SharedGrads(one, ranks, group) for one in shared]
+    return made
+
+
+# --- checks ---
+
+
+def _check_model(model: nn.Module) -> None:
+    wrapped = any("FSDP" in cls.__name__ or "DistributedDataParallel" in cls.__name__ for cls in type(model).__mro__)
+    if wrapped or hasattr(model, "_orig_mod"):
+        raise CutError(
+            f"the model is a {type(model).__name__} already. Cut the plain model, and wrap its stages with "
+            "cut(..., wrap=...)."
+        )
+    if "forward" in model.__dict__:
+        raise CutError(
+            "the model's forward was replaced on the object, as by accelerate's prepare() or a hook of its big-model "
+            "loading. Cut the model before that."
+        )
+    if next(model.parameters(), None) is None:
+        raise CutError(f"{type(model).__name__} has no parameters. Cut a model that has blocks with parameters.")
+
+
+def _find_schedule(schedule: str | type | None, placement: str, chunks: int) -> type[Any]:
+    name = _SCHEDULES[placement] if schedule is None else schedule
+    cls = getattr(schedules, name, None) if isinstance(name, str) else name
+    if not (isinstance(cls, type) and issubclass(cls, schedules._PipelineSchedule)):
+        raise CutError(
+            f"schedule={name!r} is no class of torch.distributed.pipelining. Give Schedule1F1B, for example."
+        )
+    is_single = issubclass(cls, schedules.PipelineScheduleSingle)
+    is_vee = cls.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+    wanted = "straight" if is_single else "vee" if is_vee else "loop"
+    if wanted != placement or (is_vee and chunks != 2):
+        raise CutError(
+            f"{cls.__name__} does not run placement={placement!r} with {chunks} stages per rank. Use "
+            f"placement={wanted!r}{', chunks=2' if is_vee else ''}."
+        )
+    return cls
+
+
+def _choose_starts(
+    model: nn.Module,
+    stack: BlockStack,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    ranks: Sequence[int],
+    balance: str,
+    blocks_per_stage: Sequence[int] | None,
+) -> list[int]:
+    """Return the first block of each stage, the same on all ranks."""
+    count = len(stack.blocks)
+    if balance not in ("measured", "count"):
+        raise CutError(f"balance={balance!r} is unknown. Use 'measured' or 'count'.")
+    if blocks_per_stage is not None:
+        sizes = list(blocks_per_stage)
+        if len(sizes) != len(ranks) or sum(sizes) != count or min(sizes) < 1:
+            raise CutError(
+                f"blocks_per_stage={sizes} does not divide {count} blocks into {len(ranks)} stages. Give as many "
+                "numbers, each at least 1, with that sum."
+            )
+        return [sum(sizes[:stage]) for stage in range(len(sizes))]
+    home = next(model.parameters()).device
+    if balance == "count" or home.type == "meta" or len(ranks) == 1:
+        return split_evenly(count, len(ranks))
+    costs = measure_costs(model, stack, args, kwargs, home)
+    world = dist.distributed_c10d._get_default_group()
+    # One rank's costs for all: replicas of a pipeline must have the same stages.
+    first = gather_values(world, _TOPIC, costs.as_dict() if world.rank() == 0 else 0)[0]
+    return split_blocks(Costs(**first), ranks)
+
+
+def _make_trees(
+    model: nn.Module,
+    stack: BlockStack,
+    starts: Sequence[int],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    output: Callable[[Any], Any],
+    own: Sequence[int],
+) -> tuple[StageTree, dict[int, nn.Module], list[list[int]]]:
+    """Return this rank's stages, compared with the whole model, and the ids of each stage's parameters."""
+    trace = trace_model(model, stack, starts[1:], args, kwargs)
+    trace.output = output(trace.output)
+    plans = make_plans(trace, stack, starts, output)
+    builder = StageTree(model, stack, trace, plans)
+    trees, held = {}, []
+    for plan in plans:
+        tree = builder.build(plan)
+        params = [id(param) for param in tree.parameters()]
+        held.append(params)
+        if plan.params - set(params):
+            names = {id(param): name for name, param in model.named_parameters()}
+            name = next((names[key] for key in plan.params - set(params) if key in names), "an unregistered parameter")
+            raise CutError(
+                f"stage {plan.index} reads {name}, which is in no module that it calls or reads. Read it through its "
+                "own module."
+            )
+        if plan.index in own:
+            if next(model.parameters()).device.type != "meta":
+                compare_stage(tree, plan, trace, args, kwargs)
+            trees[plan.index] = tree
+        plan.nodes.clear()  # they keep the traced graph alive
+    return builder, trees, held
+
+
+def compare_stage(
+    tree: nn.Module, plan: StagePlan, trace: Trace, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Run a stage on what the whole model's blocks were given, and compare values and gradients.
+
+    Equal values of all stages and equal gradients of each, with no other way between stages, are equal gradients of the
+    whole.
+
+    Raises:
+        CutError: They differ.
+    """
+    before, behind = trace.boundaries.get(plan.low), trace.boundaries.get(plan.high)
+    given = [] if before is None else before.leaves
+    received = [one.detach().requires_grad_(one.requires_grad) for one in given]
+    result = tree(*received, **name_args(args, kwargs))
+    values = [one for _, one in find_tensors(result)]
+    wanted = [one for _, one in find_tensors(trace.output)] if behind is None else behind.tensors
+    where = f"{plan.stack.name(plan.low)} to {plan.stack.name(plan.high - 1)}"
+    remedy = (
+        "Something of the model's forward depends on blocks of other stages, or draws random numbers in evaluation "
+        "mode: move it into the blocks, or cut elsewhere with blocks_per_stage=."
+    )
+    if len(values) != len(wanted) or any(_differ(a, b) for a, b in zip(values, wanted, strict=True)):
+        raise CutError(f"the stage with {where} computes other values than the whole model. {remedy}")
+    pairs = [(a, b) for a, b in zip(values, wanted, strict=True) if a.requires_grad and b.requires_grad]
+    params = [param for param in tree.parameters() if param.requires_grad]
+    inputs = [(mine, one) for mine, one in zip(received, given, strict=True) if one.requires_grad]
+    if not pairs or not (params or inputs):
+        return
+    draw = torch.Generator(pairs[0][0].device).manual_seed(0)
+    seeds = [torch.randn(a.shape, generator=draw, device=a.device).to(a.dtype) for a, _ in pairs]
+    mine = torch.autograd.grad(
+        [a for a, _ in pairs], [*params, *(leaf for leaf, _ in inputs)], seeds, allow_unused=True
+    )
+    theirs = torch.autograd.grad(
+        [b for _, b in pairs], [*params, *(one for _, one in inputs)], seeds, allow_unused=True, retain_graph=True
+    )
+    for one, other in zip(mine, theirs, strict=True):
+        if _differ(one, other):
+            raise CutError(f"the stage with {where} computes other gradients than the whole model. {remedy}")
+
+
+def _differ(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors differ by more than rounding; None is zeros."""
+    if one is None or other is None:
+        left = one if other is None else other
+        return left is not None and bool(left.detach().any())
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return True
+    if torch.equal(one, other) or not one.numel():
+        return False
+    if not one.is_floating_point():
+        return True
+    difference, scale = (one - other).abs().max().item(), other.abs().max().item()
+    return not difference <= scale * torch.finfo(one.dtype).eps ** 0.75 or math.isinf(scale)
+
+
+def _agree(group: dist.ProcessGroup, model: nn.Module, stack: BlockStack, starts: Sequence[int], reason: str) -> str:
+    names = repr([(name, tuple(param.shape)) for name, param in model.named_parameters()])
+    terms = {
+        "blocks": stack.path,
+        "first blocks of stages": list(starts),
+        "parameters": hashlib.sha256(names.encode()).hexdigest()[:16],
+    }
+    limit = wait_limit_s(group, LATE_START_S)
+    return check_consistent(group, _TOPIC, terms, objection=reason, timeout_s=limit, remedy=_REMEDY)
+
+
+def _find_device(mesh: DeviceMesh | dist.ProcessGroup, home: torch.device) -> torch.device:
+    kind = mesh.device_type if isinstance(mesh, DeviceMesh) else home.type
+    if kind in ("cpu", "meta"):
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _list_ranges(starts: Sequence[int], count: int) -> list[range]:
+    return [range(low, high) for low, high in zip(starts, [*starts[1:], count], strict=True)]
+
+
+# --- the schedule ---
+
+
+def name_args(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments as keywords, which torch's schedules give to all stages."""
+    return {**{f"{ARG}{index}": one for index, one in enumerate(args)}, **kwargs}
+
+
+class SharedGrads:
+    """Adds up the gradients that several stages have of one parameter.
+
+    Args:
+        param: The parameter.
+        placement: The rank of each stage.
+        group: The pipeline's group.
+    """
+
+    def __init__(self, param: SharedParam, placement: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._param = param
+        self._kept: list[Tensor | None] = []
+        ranks = sorted({placement[stage] for stage in param.stages})
+        self._group: dist.ProcessGroup | None = None
+        if len(ranks) > 1 and group.rank() in ranks:
+            names = [dist.get_global_rank(group, rank) for rank in ranks]
+            self._group = group
+            if len(ranks) < group.size():
+                self._group = dist.new_group(names, use_local_synchronization=True)
+
+    def start_step(self) -> None:
+        """Put the gradients of earlier steps aside: they are sums already."""
+        params = self._param.find_params()
+        self._kept = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+
+    def restore(self) -> None:
+        """Give back what was put aside, after an error."""
+        for param, kept in zip(self._param.find_params(), self._kept, strict=True):
+            param.grad = kept
+        self._kept = []
+
+    def finish_step(self, scale: int) -> None:
+        """Have each copy's gradient be the sum over all stages, and add it to what was put aside.
+
+        Args:
+            scale: What torch's schedule divides all gradients by at the end of a step, earlier ones included.
+        """
+        params = self._param.find_params()
+        if not params:
+            return
+        total = torch.zeros_like(params[0])
+        with torch.no_grad():
+            for param in params:
+                if param.grad is not None:
+                    total += param.grad
+            if self._group is not None:
+                dist.all_reduce(total.to_local() if hasattr(total, "to_local") else total, group=self._group)
+            for index, (param, kept) in enumerate(zip(params, self._kept, strict=True)):
+                if kept is not None:
+                    param.grad = kept.div_(scale).add_(total) if scale != 1 else kept.add_(total)
+                else:
+                    param.grad = total if index == 0 else total.clone()
+        self._kept = []
+
+
+class CutSchedule:
+    """What a schedule from :func:`cut` has beyond torch's class.
+
+    Attributes:
+        model_parts: The modules of this rank's stages.
+        block_ranges: The blocks of each stage of the pipeline.
+    """
+
+    model_parts: list[nn.Module]
+    block_ranges: list[range]
+    _shared_grads: list[SharedGrads]
+
+    def _step_microbatches(self, arg_mbs: Any = None, kwarg_mbs: Any = None, *rest: Any, **options: Any) -> None:
+        schedule: Any = self
+        count = schedule._n_microbatches
+        named = [
+            name_args(args, kwargs)
+            for args, kwargs in zip(arg_mbs or [()] * count, kwarg_mbs or [{}] * count, strict=True)
+        ]
+        run = super()._step_microbatches  # type: ignore[misc]
+        if not schedule._has_backward:
+            run([()] * count, named, *rest, **options)
+            return
+        for shared in self._shared_grads:
+            shared.start_step()
+        try:
+            run([()] * count, named, *rest, **options)
+        except BaseException:
+            for shared in self._shared_grads:
+                shared.restore()
+            raise
+        for shared in self._shared_grads:
+            shared.finish_step(count if schedule.scale_grads else 1)
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether this rank has the first stage."""
+        return any(stage.is_first for stage in _stages_of(self))
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank has the last stage, and so losses and outputs."""
+        return any(stage.is_last for stage in _stages_of(self))
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return this rank's parameters with their names in the whole model."""
+        return [(_plain_name(name), param) for part in self.model_parts for name, param in part.named_parameters()]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return this rank's parameters, for an optimizer."""
+        return [param for _, param in self.named_parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the whole model's ``state_dict()``, as it is saved by DCP."""
+        return {_plain_name(key): value for part in self.model_parts for key, value in part.state_dict().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of a ``state_dict()``, which may be the whole model's.
+
+        Raises:
+            CutError: Entries are missing, and ``strict`` is true.
+        """
+        missing = sorted(set(self.state_dict()) - set(state_dict))
+        if missing and strict:
+            raise CutError(
+                f"the state dict lacks {', '.join(missing[:5])}. Load the same model's, or set strict=False."
+            )
+        for part in self.model_parts:
+            own = {key: state_dict[name] for key in part.state_dict() if (name := _plain_name(key)) in state_dict}
+            part.load_state_dict(own, strict=strict)
+
+
+def _stages_of(schedule: Any) -> list[Any]:
+    return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
+
+
+def _plain_name(name: str) -> str:
+    """Return a name without what wrappers put in front of it."""
+    for prefix in ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
+        name = name.removeprefix(prefix) if prefix == "module." else name.replace(prefix, "")
+    return name

@@ -1,0 +1,419 @@
+"""A stage of a plain model: its modules, around them the model's own forward.
+
+A stage's module is the tree of the model with the same names and classes. Own blocks and what else the stage computes
+are the model's; the rest has no parameters. A block before the own ones returns what the previous stage sent; the first
+block behind them ends the forward with what goes to the next stage.
+
+[Note: nothing of a stage hooks its blocks] Received tensors enter as the output of the block before, and the forward
+ends at the entry of the block behind. So a block that is checkpointed gets them as its input, and recomputes alone.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ovpatch_plugins.pipeline.block_stack import (
+    BlockStack,
+    CutError,
+    ModuleCall,
+    Path,
+    Trace,
+    find_tensors,
+    list_outside,
+    map_leaves,
+    read_path,
+    walk_graph,
+)
+
+_ROLE: Final = "_ovpatch_role"
+ARG: Final = "ovpatch_arg_"
+"""Keyword under which a positional argument of the model travels to all stages."""
+
+
+class _StageEnd(BaseException):
+    """Ends the model's forward behind the last own block; caught by the stage's root."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
+
+
+@dataclass
+class StagePlan:
+    """What a stage computes.
+
+    Attributes:
+        index: The stage.
+        low: Its first block.
+        high: The block behind its last one.
+        stack: All blocks.
+        outputs: Places in the output of block ``low - 1`` where received tensors go.
+        sent: Places in the inputs of block ``high`` of what goes to the next stage.
+        select: Makes a tensor, or several, of what the model returns.
+        nodes: The nodes of the traced graph that belong to the stage.
+        params: Ids of the parameters that the stage's outputs depend on.
+        received: What the previous stage sent, while the forward runs.
+    """
+
+    index: int
+    low: int
+    high: int
+    stack: BlockStack
+    outputs: list[Path]
+    sent: list[Path]
+    select: Callable[[Any], Any]
+    nodes: set[Any] = field(default_factory=set)
+    params: set[int] = field(default_factory=set)
+    received: tuple[Tensor, ...] = ()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the last block."""
+        return self.high == len(self.stack.blocks)
+
+
+def make_plans(trace: Trace, stack: BlockStack, starts: Sequence[int], select: Callable[[Any], Any]) -> list[StagePlan]:
+    """Return the plans of all stages, from the graph of a traced forward.
+
+    Raises:
+        CutError: A stage depends on an earlier one by more than what its first block is given.
+    """
+    plans = []
+    owners = {id(param): index for index, block in enumerate(stack.blocks) for param in block.parameters()}
+    for stage, (low, high) in enumerate(zip(starts, [*starts[1:], len(stack.blocks)], strict=True)):
+        before, behind = trace.boundaries.get(low), trace.boundaries.get(high)
+        outputs = [one for _, one in find_tensors(trace.output)] if behind is None else behind.tensors
+        nodes, leaves = walk_graph(outputs)
+        foreign = sorted(owners[key] for key in leaves if key in owners and not low <= owners[key] < high)
+        if foreign:
+            raise CutError(
+                f"{stack.name(low)} to {stack.name(high - 1)} depend on {stack.name(foreign[0])} by more than the "
+                f"hidden states that {stack.name(low - 1)} returns. Pass what skips blocks through all of them, as "
+                "part of what each block returns, or cut elsewhere with blocks_per_stage=."
+            )
+        plans.append(
+            StagePlan(
+                stage,
+                low,
+                high,
+                stack,
+                [] if before is None else before.outputs,
+                [] if behind is None else behind.inputs,
+                select,
+                nodes,
+                {key for key, leaf in leaves.items() if isinstance(leaf, nn.Parameter)},
+            )
+        )
+    return plans
+
+
+def select_output(output: Any) -> Any:
+    """Return a model's output as the last stage returns it: of a mapping or a dataclass, its first tensor.
+
+    Raises:
+        CutError: There is no tensor.
+    """
+    if isinstance(output, Tensor) or type(output) in (tuple, list):
+        return output
+    first = next((tensor for _, tensor in find_tensors(output)), None)
+    if first is None:
+        raise CutError(
+            f"the model returns a {type(output).__name__} without a tensor. Say what the loss needs of it: "
+            "cut(..., output=lambda result: result.logits)."
+        )
+    return first
+
+
+# --- roles ---
+
+
+class _Root:
+    """The root of a stage: takes received tensors, and runs the model's own forward up to the stage's end."""
+
+    def forward(self, *received: Tensor, **kwargs: Any) -> Any:
+        plan: StagePlan = self.__dict__[_ROLE]
+        args = [kwargs.pop(f"{ARG}{index}") for index in range(sum(key.startswith(ARG) for key in kwargs))]
+        plan.received = received
+        try:
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        except _StageEnd as end:
+            return end.tensors[0] if len(end.tensors) == 1 else end.tensors
+        finally:
+            plan.received = ()
+        if not plan.is_last:
+            raise CutError(
+                f"the model's forward ended before {plan.stack.name(plan.high)}, unlike with the microbatch that it "
+                "was cut with. Cut it with a microbatch that takes the way of those of training."
+            )
+        return plan.select(output)
+
+
+class _SkippedBlock:
+    """A block of another stage."""
+
+    __call__ = nn.Module.__call__  # not the block's, which may checkpoint what it calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plan, index, template = self.__dict__[_ROLE]
+        if index >= plan.high:
+            raise _StageEnd(tuple(read_path((args, kwargs), path) for path in plan.sent))
+        given = dict(zip(plan.outputs, plan.received, strict=True))
+        return map_leaves(template, lambda path, leaf: given.get(path, leaf))
+
+
+class _Blank:
+    """A module whose output the stage does not need: returns zeros of the right shapes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (twin,) = self.__dict__[_ROLE]
+        device = next((one.device for _, one in find_tensors((args, kwargs))), torch.device("cpu"))
+        args, kwargs = (
+            map_leaves(value, lambda _, leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf)
+            for value in (args, kwargs)
+        )
+        with torch.no_grad():
+            output = twin(*args, **kwargs)
+        return map_leaves(
+            output,
+            lambda _, leaf: (
+                torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, Tensor) else leaf
+            ),
+        )
+
+
+class _Absent:
+    """A module that the stage does not call."""
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        (name,) = self.__dict__[_ROLE]
+        raise CutError(
+            f"the stage has no {name}, which it did not call with the microbatch that the model was cut with. Cut the "
+            "model with a microbatch that takes the way of those of training."
+        )
+
+
+_classes: dict[tuple[type, type], Any] = {}
+
+
+def make_subclass(role: type, cls: type) -> Any:
+    """Return a class that plays a role and is otherwise ``cls``, by name and by ``isinstance()``."""
+    if (role, cls) not in _classes:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        _classes[role, cls] = type(cls.__name__, (role, cls), names)
+    return _classes[role, cls]
+
+
+_FRESH: Final = frozenset(nn.Module().__dict__) - {"training"}
+
+
+def _play(role: type, module: nn.Module, part: Any) -> nn.Module:
+    """Return a module without parameters, buffers and children in the place of another one."""
+    cls = make_subclass(role, type(module))
+    made: nn.Module = cls.__new__(cls)
+    nn.Module.__init__(made)
+    for name, value in module.__dict__.items():
+        if name not in _FRESH and name != "forward" and not isinstance(value, nn.Module):
+            made.__dict__[name] = value
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            made.__dict__[name] = None if tensor is None else _blank_like(tensor)
+    made.__dict__[_ROLE] = part
+    return made
+
+
+def _blank_like(tensor: Tensor) -> Tensor:
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+# --- the tree of a stage ---
+
+
+class StageTree:
+    """Makes the modules of stages.
+
+    Args:
+        model: The whole model, which stays as it is.
+        stack: Its blocks.
+        trace: One forward of it.
+        plans: All stages.
+    """
+
+    def __init__(self, model: nn.Module, stack: BlockStack, trace: Trace, plans: Sequence[StagePlan]) -> None:
+        self._model, self._stack, self._trace, self._plans = model, stack, trace, plans
+        self._outside = {id(module) for module in list_outside(model, stack)}
+        self._blocks = {id(block): index for index, block in enumerate(stack.blocks)}
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._reached = set().union(*(plan.params for plan in plans))
+        self._sources: list[tuple[nn.Module, nn.Module]] = []
+
+    def build(self, plan: StagePlan) -> nn.Module:
+        """Return the module of a stage. Its parameters are the model's."""
+        made: dict[int, nn.Module] = {}
+        root = self._copy(self._model, plan, made)
+        for source_id, module in made.items():
+            if source_id not in self._blocks:
+                _redirect(module, made)
+        root.__dict__[_ROLE] = plan
+        root.__class__ = make_subclass(_Root, type(self._model))
+        return root
+
+    def _copy(self, module: nn.Module, plan: StagePlan, made: dict[int, nn.Module]) -> nn.Module:
+        if id(module) not in made:
+            made[id(module)] = self._make(module, plan, made)
+            self._sources.append((made[id(module)], module))
+        return made[id(module)]
+
+    def copy_modes(self) -> None:
+        """Have the modules of stages train or evaluate as those of the model do."""
+        for made, source in self._sources:
+            made.training = source.training
+
+    def _make(self, module: nn.Module, plan: StagePlan, made: dict[int, nn.Module]) -> nn.Module:
+        index = self._blocks.get(id(module))
+        if index is not None:
+            if plan.low <= index < plan.high:
+                return module
+            return _play(_SkippedBlock, module, (plan, index, self._trace.templates[index]))
+        is_whole = False
+        if id(module) in self._outside:
+            call = self._trace.calls.get(id(module))
+            if call is not None:
+                if self._is_blank(module, call, plan):
+                    return _play(_Blank, module, (_make_twin(module),))
+                if self._is_behind(call) and not plan.is_last:
+                    return _play(_Absent, module, (self._names[id(module)],))
+                is_whole = True
+            elif not self._has_calls(module) and not self._keeps_any(module, plan):
+                return _play(_Absent, module, (self._names[id(module)],))
+        copied = _copy_shallow(module)
+        if not is_whole:
+            for name, param in module._parameters.items():
+                if param is not None and not self._keeps(param, plan):
+                    del copied._parameters[name]
+                    copied.__dict__[name] = _blank_like(param)
+        for name, child in module._modules.items():
+            copied._modules[name] = None if child is None else self._copy(child, plan, made)
+        return copied
+
+    def _is_blank(self, module: nn.Module, call: ModuleCall, plan: StagePlan) -> bool:
+        """Whether a stage calls a module but needs nothing of what it returns, nor its parameters otherwise."""
+        if not plan.low or not call.is_differentiable or self._is_behind(call):
+            return False
+        return not any(node in plan.nodes for node in call.nodes) and not self._reaches(module, plan)
+
+    def _is_behind(self, call: ModuleCall) -> bool:
+        return call.blocks_before == len(self._stack.blocks)
+
+    def _has_calls(self, module: nn.Module) -> bool:
+        return any(id(inner) in self._trace.calls for inner in module.modules())
+
+    def _reaches(self, module: nn.Module, plan: StagePlan) -> bool:
+        return any(id(param) in plan.params for param in module.parameters())
+
+    def _keeps_any(self, module: nn.Module, plan: StagePlan) -> bool:
+        params = list(module.parameters())
+        return not params or any(self._keeps(param, plan) for param in params)
+
+    def _keeps(self, param: nn.Parameter, plan: StagePlan) -> bool:
+        """Whether a stage has a parameter: it depends on it, or it is the first and no stage does."""
+        return id(param) in plan.params or (plan.index == 0 and id(param) not in self._reached)
+
+
+def _copy_shallow(module: nn.Module) -> nn.Module:
+    copied: nn.Module = type(module).__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    for name, value in module.__dict__.items():
+        if name in _FRESH and isinstance(value, (dict, set)):
+            copied.__dict__[name] = value.copy()
+    copied._modules = {}
+    return copied
+
+
+def _make_twin(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose parameters and buffers have shapes alone."""
+    twin = _copy_shallow(module)
+    for name, param in module._parameters.items():
+        if param is not None:
+            twin._parameters[name] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+    for name, buffer in module._buffers.items():
+        twin._buffers[name] = None if buffer is None else torch.empty_like(buffer, device="meta")
+    for name, child in module._modules.items():
+        twin._modules[name] = None if child is None else _make_twin(child)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+        getattr(twin, hooks).clear()
+    return twin
+
+
+def _redirect(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
+    """Have plain attributes of a copied module that name modules of the whole model name their copies."""
+    for name, value in module.__dict__.items():
+        if name in _FRESH or name == _ROLE:
+            continue
+        if isinstance(value, nn.Module):
+            module.__dict__[name] = made.get(id(value), value)
+        elif type(value) in (list, tuple) and any(isinstance(item, nn.Module) for item in value):
+            module.__dict__[name] = type(value)(made.get(id(item), item) for item in value)
+        elif isinstance(value, types.MethodType) and id(value.__self__) in made:
+            module.__dict__[name] = types.MethodType(value.__func__, made[id(value.__self__)])
+
+
+# --- parameters of several stages ---
+
+
+@dataclass(frozen=True)
+class SharedParam:
+    """A parameter that several stages have, such as a tied embedding.
+
+    Attributes:
+        name: Its first name in the whole model.
+        stages: The stages.
+        owners: The modules of this rank's stages that have it, and its name in them.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    owners: tuple[tuple[nn.Module, str], ...]
+
+    def find_params(self) -> list[nn.Parameter]:
+        """Return this rank's copies, as they are after the stages were wrapped."""
+        params = [owner._parameters[name] for owner, name in self.owners]
+        return [param for param in params if param is not None]
+
+
+def find_shared_params(
+    model: nn.Module, trees: Mapping[int, nn.Module], held: Sequence[Iterable[int]]
+) -> list[SharedParam]:
+    """Find the parameters of several stages, and give each of this rank's stages its own copy.
+
+    Args:
+        model: The whole model.
+        trees: This rank's stages.
+        held: Ids of the parameters of each stage.
+    """
+    stages: dict[int, list[int]] = {}
+    for stage, params in enumerate(held):
+        for key in set(params):
+            stages.setdefault(key, []).append(stage)
+    found = []
+    for name, param in model.named_parameters():
+        if len(stages.get(id(param), ())) < 2 or not param.requires_grad:
+            continue
+        owners: list[tuple[nn.Module, str]] = []
+        is_first = True
+        for tree in trees.values():
+            inner = [
+                (module, at) for module in tree.modules() for at, one in module._parameters.items() if one is param
+            ]
+            if inner and not is_first:
+                copied = nn.Parameter(param.detach().clone())
+                for module, attribute in inner:
+                    module._parameters[attribute] = copied
+            is_first = is_first and not inner
+            owners += inner[:1]
+        found.append(SharedParam(name, tuple(stages[id(param)]), tuple(owners)))
+    return found

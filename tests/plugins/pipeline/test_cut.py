@@ -1,0 +1,393 @@
+"""Plain models cut into stages train as the whole model does, microbatch by microbatch."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ovpatch
+from ovpatch_plugins.pipeline import CutError, cut
+from ovpatch_plugins.pipeline.balance import Costs, measure_costs, split_blocks, split_evenly
+from ovpatch_plugins.pipeline.block_stack import find_blocks, prepared
+from ovpatch_plugins.pipeline.cut_schedule import name_args
+from tests.plugins.pipeline.plain_models import CONTEXT, WORDS, Decoder, Reused, Skipping, language_loss, make_hf
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install 'ovpatch[integration]'"
+)
+
+MICROBATCHES, ROWS = 6, 2
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model and how it is cut.
+
+    Attributes:
+        make: Makes the model.
+        tied: Names of parameters that several stages have.
+        placement: The stages' placement.
+        inputs: Makes keyword arguments, of a batch of rows.
+        options: Further arguments of ``cut()``.
+        patched: Whether ovpatch runs the schedule.
+    """
+
+    make: Callable[[], nn.Module]
+    tied: tuple[str, ...] = ()
+    placement: str = "straight"
+    inputs: Callable[[int], dict[str, Tensor]] = lambda rows: {}
+    options: dict[str, Any] = field(default_factory=dict)
+    patched: str = ""
+
+
+def _mask(rows: int) -> dict[str, Tensor]:
+    return {"attention_mask": (torch.arange(CONTEXT) < torch.arange(rows).remainder(3).add(6)[:, None]).long()}
+
+
+def _recomputing(model: Any) -> nn.Module:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()  # type: ignore[no-any-return]
+
+
+def _plain_mask(rows: int) -> dict[str, Tensor]:
+    return {"mask": _mask(rows)["attention_mask"].float()}
+
+
+PLAIN = {
+    "plain": Cut(Decoder, inputs=_plain_mask),
+    "plain, tied, dropout": Cut(lambda: Decoder(tied=True, dropout=0.3), ("embed.weight",)),
+    "plain, patched": Cut(lambda: Decoder(dropout=0.3), patched="zb-h1"),
+    "plain, loop": Cut(lambda: Decoder(layers=8), placement="loop", patched="as-given"),
+    "plain, vee, tied": Cut(lambda: Decoder(tied=True, layers=8), ("embed.weight",), placement="vee"),
+    "plain, measured": Cut(Decoder, options={"balance": "measured"}),
+    "reused": Cut(Reused, ("embed.weight", "positions")),
+}
+HF = {
+    "Llama": Cut(lambda: make_hf("Llama"), inputs=_mask),
+    "Llama, tied, dropout": Cut(lambda: make_hf("Llama", 0.3, tied=True), ("model.embed_tokens.weight",)),
+    "Qwen3Moe": Cut(lambda: make_hf("Qwen3Moe"), patched="zb-h1"),
+    "GPTNeoX": Cut(lambda: make_hf("GPTNeoX", 0.3), inputs=_mask),
+    "GPT2": Cut(lambda: make_hf("GPT2", tied=True), ("transformer.wte.weight",), inputs=_mask),
+    "GPT2, dropout": Cut(lambda: make_hf("GPT2", 0.3)),
+    "Llama, dropout, recomputed": Cut(lambda: _recomputing(make_hf("Llama", 0.3)), patched="zb-h1"),
+    "Gemma": Cut(lambda: make_hf("Gemma", tied=True), ("model.embed_tokens.weight",), patched="as-given"),
+}
+
+
+def _batch(case: Cut, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    data = torch.Generator().manual_seed(step)
+    rows = torch.randint(WORDS, (MICROBATCHES * ROWS, CONTEXT + 1), generator=data)
+    return rows[:, :-1], rows[:, 1:], case.inputs(MICROBATCHES * ROWS)
+
+
+def _cut(case: Cut, model: nn.Module, **more: Any) -> Any:
+    return cut(
+        model,
+        dist.group.WORLD,  # type: ignore[arg-type]
+        (torch.zeros(ROWS + 1, CONTEXT, dtype=torch.long),),  # not the shape of the steps
+        case.inputs(ROWS + 1),
+        n_microbatches=MICROBATCHES,
+        loss_fn=language_loss,
+        **{"placement": case.placement, "balance": "count", **case.options, **more},
+    )
+
+
+class _Streams:
+    """Random numbers as a pipeline's ranks draw them: each rank has a stream of its own."""
+
+    def __init__(self, model: nn.Module, blocks: list[nn.Module], ranges: list[range], ranks: list[int]) -> None:
+        self._states = {rank: torch.Generator().manual_seed(50 + rank).get_state() for rank in set(ranks)}
+        self._rank = 0
+        model.register_forward_pre_hook(lambda *_: torch.set_rng_state(self._states[0]))
+        for own, rank in zip(ranges[1:], ranks[1:], strict=True):
+            blocks[own[0]].register_forward_pre_hook(lambda *_, rank=rank: self._switch(rank))
+        model.register_forward_hook(lambda *_: self._switch(0))
+
+    def _switch(self, rank: int) -> None:
+        self._states[self._rank], self._rank = torch.get_rng_state(), rank
+        torch.set_rng_state(self._states[rank])
+
+
+def _compare(case: Cut) -> list[str]:
+    """Train two steps cut and whole; return what differs."""
+    torch.manual_seed(0)
+    model = case.make()
+    whole = copy.deepcopy(model)
+    if case.patched:
+        ovpatch.apply("pipeline", options={"pipeline": {"schedule": case.patched}})
+    made = _cut(case, model)
+    blocks = next(module for module in whole.modules() if isinstance(module, nn.ModuleList))
+    stages = len(made.block_ranges)
+    ranks = [stage if case.placement == "straight" else stage % dist.get_world_size() for stage in range(stages)]
+    _Streams(whole, list(blocks), made.block_ranges, ranks)
+    names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
+    optimizers = [torch.optim.SGD(params, lr=0.1) for params in (made.parameters(), whole.parameters())]
+    params, reference = made.named_parameters(), dict(whole.named_parameters(remove_duplicate=False))
+    found = [f"{name} is no name of the model" for name, _ in params if name not in names]
+    torch.manual_seed(50 + dist.get_rank())
+    state = torch.get_rng_state()
+    for step in range(2):
+        ids, target, kwargs = _batch(case, step)
+        losses: list[Tensor] = []
+        torch.set_rng_state(state)
+        out = made.step(ids, target=target, losses=losses, **kwargs)
+        state = torch.get_rng_state()
+        expected, outs = _train_whole(whole, ids, target, kwargs)
+        # A tied weight's gradient is sum(e) + sum(h) over microbatches here, and sum(e + h) there: it rounds otherwise,
+        # and so does all that depends on the weight in the next step.
+        loose = bool(case.tied) and step > 0
+        if made.has_last_stage:
+            found += _differ(f"step {step}, losses", torch.stack(losses), torch.stack(expected), loose)
+            found += _differ(f"step {step}, outputs", out, torch.cat(outs), loose)
+        shared = {id(reference[name]) for name in case.tied}
+        for name, param in params:
+            is_loose = loose or id(reference[name]) in shared
+            found += _differ(f"step {step}, {name}", param.grad, reference[name].grad, is_loose)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if case.patched:
+        counters = next(one for one in ovpatch.report().features if one.name == "pipeline").counters
+        if counters["steps"] < 2 or counters["stock_steps"]:
+            found.append(f"not run by the engine: {counters}")
+        ovpatch.revert()
+    return found
+
+
+def _train_whole(whole: nn.Module, ids: Tensor, target: Tensor, kwargs: dict[str, Tensor]) -> tuple[list, list]:
+    losses, outs = [], []
+    for index in range(MICROBATCHES):
+        rows = slice(index * ROWS, (index + 1) * ROWS)
+        result = whole(ids[rows], **{name: value[rows] for name, value in kwargs.items()})
+        outs.append(result if isinstance(result, Tensor) else result.logits)
+        losses.append(language_loss(outs[-1], target[rows]))
+        losses[-1].backward()
+    for param in whole.parameters():
+        if param.grad is not None:
+            param.grad.div_(MICROBATCHES)
+    return losses, outs
+
+
+def _differ(where: str, one: Tensor | None, other: Tensor | None, loose: bool) -> list[str]:
+    if one is None or other is None:
+        return [] if one is other else [f"{where}: {one} and {other}"]
+    difference = (one - other).abs().max().item()
+    limit = 1e-6 * max(1.0, other.abs().max().item()) if loose else 0.0
+    return [] if one.shape == other.shape and difference <= limit else [f"{where}: {difference}"]
+
+
+def _compare_all(names: list[str]) -> dict[str, list[str]]:
+    cases = PLAIN | HF
+    return {name: _compare(cases[name]) for name in names}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_plain_models_train_as_the_whole(ranks: Any, world: int) -> None:
+    for rank, found in enumerate(ranks(world)(_compare_all, [name for name in PLAIN if world == 2 or "," in name])):
+        assert not any(found.values()), f"rank {rank}: {found}"
+
+
+@needs_transformers
+@pytest.mark.parametrize("world", [2, 3])
+def test_models_of_transformers_train_as_the_whole(ranks: Any, world: int) -> None:
+    names = [name for index, name in enumerate(HF) if world == 2 or index % 2]
+    for rank, found in enumerate(ranks(world)(_compare_all, names, timeout=120)):
+        assert not any(found.values()), f"rank {rank}: {found}"
+
+
+# --- refused ---
+
+
+def _refuse() -> dict[str, str]:
+    tries: dict[str, Callable[[], Any]] = {
+        "residuals outside": lambda: _cut(Cut(lambda: Decoder(residuals="outside")), Decoder(residuals="outside")),
+        "skips blocks": lambda: _cut(Cut(Decoder), Skipping()),
+        "no such list": lambda: _cut(Cut(Decoder), Decoder(), blocks="layer"),
+        "no list": lambda: _cut(Cut(Decoder), nn.Linear(3, 3)),
+        "too few": lambda: _cut(Cut(Decoder), Decoder(layers=2), placement="loop", chunks=2),
+        "wrapped": lambda: _cut(Cut(Decoder), nn.parallel.DistributedDataParallel(Decoder())),
+        "sizes": lambda: _cut(Cut(Decoder), Decoder(), blocks_per_stage=[3, 3]),
+        "schedule": lambda: _cut(Cut(Decoder), Decoder(), schedule="ScheduleDualPipeV"),
+        "draws": lambda: _cut(Cut(Decoder), _Drawing()),
+        "one rank": lambda: _cut(Cut(Decoder), Decoder(residuals="outside" if dist.get_rank() else "inside")),
+    }
+    found = {}
+    for name, attempt in tries.items():
+        with pytest.raises(CutError) as caught:
+            attempt()
+        found[name] = str(caught.value)
+    return found
+
+
+class _Drawing(Decoder):
+    """Adds noise behind its blocks in evaluation mode, too."""
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        result = super().forward(ids, mask)
+        return result + torch.rand_like(result)
+
+
+REASONS = {
+    "residuals outside": "what layers.1 returns is not what layers.2 is given",
+    "skips blocks": "layers.2 to layers.4 depend on layers.0 by more than",
+    "no such list": "blocks='layer' names no list",
+    "no list": "has no list of blocks of one class",
+    "too few": "2 blocks make no 4 stages",
+    "wrapped": "the model is a DistributedDataParallel already",
+    "sizes": "does not divide 5 blocks into 2 stages",
+    "schedule": "placement='vee', chunks=2",
+    "draws": "computes other values than the whole model",
+    "one rank": "(rank 1)",
+}
+
+
+def test_what_cannot_be_cut_is_refused_on_all_ranks(ranks: Any) -> None:
+    for found in ranks(2)(_refuse):
+        for name, text in REASONS.items():
+            assert text in found[name], f"{name}: {found[name]}"
+
+
+def _take_another_way() -> str:
+    made = _cut(Cut(Decoder), _TwoWays())
+    if not made.has_first_stage:
+        return ""
+    with pytest.raises(CutError) as caught:
+        made.model_parts[0](**name_args((torch.zeros(ROWS, 4, dtype=torch.long),), {}))
+    return str(caught.value)
+
+
+class _TwoWays(Decoder):
+    """Goes through no block when inputs are short."""
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        if ids.shape[1] < CONTEXT:
+            result: Tensor = self.embed(ids)
+            return result
+        return super().forward(ids, mask)
+
+
+def test_another_way_through_the_model_is_an_error(ranks: Any) -> None:
+    first, _ = ranks(2)(_take_another_way)
+    assert "ended before layers.2, unlike with the microbatch that it was cut with" in first
+
+
+# --- checkpoints ---
+
+
+def _save(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    torch.manual_seed(0)
+    made = _cut(Cut(Decoder), Decoder(tied=True))
+    ids, target, _ = _batch(Cut(Decoder), 0)
+    made.step(ids, target=target)
+    torch.optim.SGD(made.parameters(), lr=0.1).step()
+    dcp.save({"model": made}, checkpoint_id=folder)
+
+
+def _load(folder: str) -> dict[str, Tensor]:
+    import torch.distributed.checkpoint as dcp
+
+    torch.manual_seed(1)
+    whole = Decoder(tied=True)
+    made = _cut(Cut(Decoder), copy.deepcopy(whole))
+    dcp.load({"model": made}, checkpoint_id=folder)
+    state = whole.state_dict()
+    dcp.load({"model": state}, checkpoint_id=folder)  # in place
+    assert all(torch.equal(value, state[name]) for name, value in made.state_dict().items())
+    made.load_state_dict(state)
+    return state
+
+
+def test_checkpoints_pass_between_numbers_of_stages(ranks: Any) -> None:
+    torch.manual_seed(0)
+    fresh = Decoder(tied=True).state_dict()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks(2)(_save, folder)
+        for state in ranks(3)(_load, folder):
+            assert set(state) == set(fresh)
+            assert not any(torch.equal(state[name], value) for name, value in fresh.items())
+
+
+# --- with data parallelism ---
+
+
+def _train_replicas(kind: str) -> dict[str, Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+
+    def wrap(part: nn.Module) -> nn.Module:
+        if kind == "ddp":
+            return nn.parallel.DistributedDataParallel(part, process_group=mesh.get_group("dp"))
+        return fully_shard(part, mesh=mesh["dp"]) if kind == "fsdp" else part
+
+    torch.manual_seed(0)
+    model = Decoder(tied=True)
+    # All ranks measure and take the costs of one: replicas must have the same stages.
+    made = cut(
+        model,
+        mesh["pp"],
+        (torch.zeros(ROWS, CONTEXT, dtype=torch.long),),
+        n_microbatches=3,
+        loss_fn=language_loss,
+        wrap=wrap,
+        blocks_per_stage=[2, 3],
+    )
+    ids, target, _ = _batch(Cut(Decoder), 0)
+    if kind != "none":  # each replica has half of the rows of each microbatch
+        rows = torch.arange(MICROBATCHES * ROWS).view(3, 2, 2)[:, mesh.get_local_rank("dp")].flatten()
+        ids, target = ids[rows], target[rows]
+    made.step(ids, target=target)
+    grads = {name: param.grad for name, param in made.named_parameters()}
+    return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_stages_are_wrapped_for_data_parallelism(ranks: Any, kind: str) -> None:
+    for whole, parts in zip(ranks(4)(_train_replicas, "none"), ranks(4)(_train_replicas, kind), strict=True):
+        assert set(whole) == set(parts)
+        for name, grad in whole.items():
+            torch.testing.assert_close(parts[name], grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# --- balance ---
+
+
+def test_stages_are_balanced_by_time_then_by_memory() -> None:
+    costs = Costs([1.0] * 6, before=1.0, behind=3.0)
+    assert split_blocks(costs, (0, 1)) == [0, 4]  # the head is worth three blocks, the embedding one
+    heavy = Costs([1.0] * 6, block_bytes=[9.0, 1.0, 1.0, 1.0, 1.0, 1.0], activation_bytes=[1.0] * 6, behind=0.01)
+    assert split_blocks(heavy, (0, 1)) == [0, 3]
+    slow = Costs([3.0, 1.0, 1.0, 1.0])
+    assert split_blocks(slow, (0, 1)) == [0, 1]
+    assert split_evenly(7, 3) == [0, 2, 4]
+    with pytest.raises(CutError, match="3 blocks make no 4 stages"):
+        split_blocks(Costs([1.0] * 3), (0, 1, 2, 3))
+
+
+def test_costs_are_measured_per_block() -> None:
+    model = Decoder(layers=3)
+    model.layers[1].up = nn.Linear(16, 20000)
+    model.layers[1].down = nn.Linear(20000, 16)
+    stack = find_blocks(model)
+    ids = torch.zeros(4, CONTEXT, dtype=torch.long)
+    with prepared(model, torch.device("cpu")):
+        costs = measure_costs(model, stack, (ids,), {}, torch.device("cpu"))
+    assert costs.blocks[1] > 2 * costs.blocks[0] == 2 * costs.blocks[2] > 0
+    assert costs.block_bytes is not None
+    assert costs.activation_bytes is not None
+    assert costs.block_bytes[1] > 100 * costs.block_bytes[0]
+    assert costs.activation_bytes[1] > 4 * CONTEXT * 20000 * 4 > costs.activation_bytes[0] > 0
+    assert costs.behind_bytes == 4 * 4 * (16 * WORDS + 32)
+    assert all(module.training for module in model.modules())
