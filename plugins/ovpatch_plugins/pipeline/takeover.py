@@ -18,7 +18,7 @@ from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent
 from ovpatch.overlap.comm.group_state import group_store
 from ovpatch_plugins.pipeline.actions import Kind, Schedule
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
-from ovpatch_plugins.pipeline.options import AS_GIVEN
+from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO
 from ovpatch_plugins.pipeline.orders import ScheduleError, build_order, check_schedule, convert_torch_order
 from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import make_program
@@ -97,7 +97,7 @@ class Takeover:
             lowered = getattr(schedule, "pipeline_order_with_comms", None)
             return "its own order", convert_torch_order(lowered or schedule.pipeline_order)
         wanted = self._options["schedule"]
-        name = _SINGLE[owner] if wanted == AS_GIVEN else wanted
+        name = _SINGLE[owner] if wanted in (AS_GIVEN, AUTO) else wanted
         return name, build_order(name, ranks=stages[0].num_stages, microbatches=schedule._n_microbatches)
 
     def _build(
