@@ -41,14 +41,17 @@ ARMS: dict[str, tuple[str, int, str | None]] = {
     "1F1B, as given": ("Schedule1F1B", 1, "as-given"),
     "ZB-H1": ("Schedule1F1B", 1, "zb-h1"),
     "ZB-H2": ("Schedule1F1B", 1, "zb-h2"),
+    "1F1B, auto": ("Schedule1F1B", 1, "auto"),
     "stock GPipe": ("ScheduleGPipe", 1, None),
     "GPipe, as given": ("ScheduleGPipe", 1, "as-given"),
     "stock Interleaved1F1B": ("ScheduleInterleaved1F1B", 2, None),
     "Interleaved1F1B, as given": ("ScheduleInterleaved1F1B", 2, "as-given"),
+    "Interleaved1F1B, auto": ("ScheduleInterleaved1F1B", 2, "auto"),
     "stock InterleavedZeroBubble": ("ScheduleInterleavedZeroBubble", 2, None),
     "InterleavedZeroBubble, as given": ("ScheduleInterleavedZeroBubble", 2, "as-given"),
     "stock ZBVZeroBubble": ("ScheduleZBVZeroBubble", 2, None),
     "ZBVZeroBubble, as given": ("ScheduleZBVZeroBubble", 2, "as-given"),
+    "ZBVZeroBubble, auto": ("ScheduleZBVZeroBubble", 2, "auto"),
 }
 LIMIT = "limit"
 STAGE_ARMS = ("stock", "deferred", "stock, checkpoint", "deferred, checkpoint")

@@ -88,6 +88,11 @@ OPTIONS: Final = (
         "Post receives ahead of the computation that reads them: two on gloo, one on NCCL.",
     ),
     Option(
+        "plan_file",
+        "",
+        "Where schedule=auto writes costs and the times of all orders, which it then races; set by ovpatch pipeline.",
+    ),
+    Option(
         "gradient_accumulation_fusion",
         False,
         "Add weight gradients into p.grad inside the product. It saves a pass over the gradients and rounds once where "
