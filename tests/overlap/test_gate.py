@@ -73,6 +73,37 @@ def test_nobody_waits_for_who_has_said_that_it_comes(ranks, world):
         assert min(left for *_, left in meeting[1:]) < meeting[0][1] or not number % 2
 
 
+def deferred() -> tuple[list[float], list[float]]:
+    """Rank 0 comes late to each barrier; the others wait for it when they finish, and before they come again."""
+    one, waited, went_on = HostBarrier.for_group(dist.group.WORLD), [], []
+    for number in range(4):
+        if dist.get_rank() == 0:
+            time.sleep(0.2)
+        begin = time.monotonic()
+        one.defer()
+        went_on.append(time.monotonic() - begin)
+        begin = time.monotonic()
+        one.finish() if number < 2 else one.wait()  # of this barrier; of this and one more
+        one.finish()
+        waited.append(time.monotonic() - begin)
+    if dist.get_rank() == 0:
+        time.sleep(0.2)
+    one.defer()
+    begin = time.monotonic()
+    one.defer()  # the next one
+    waited.append(time.monotonic() - begin)
+    one.finish()
+    return went_on, waited
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_deferred_wait_is_done_at_its_end_or_before_the_next_barrier(ranks, world):
+    _, *others = ranks(world)(deferred)
+    for went_on, waited in others:
+        assert max(went_on) < 0.1
+        assert min(waited) > 0.1
+
+
 def staying_away(who: list[int]) -> tuple[str, float]:
     """Some ranks stay away from the third barrier; all come to the fourth."""
     one, begin = HostBarrier.for_group(dist.group.WORLD), time.monotonic()
@@ -225,7 +256,10 @@ def counted() -> Iterator[collections.Counter[str]]:
 
         return mock.patch.object(HostBarrier, name, call)
 
-    with mock.patch.object(host_barrier, "is_needed", return_value=True), counting("wait"), counting("arrive"):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(host_barrier, "is_needed", return_value=True))
+        for name in ("wait", "arrive", "defer"):
+            stack.enter_context(counting(name))
         yield calls
 
 
@@ -281,7 +315,8 @@ def gated(loop: Any, cases: Any, steps: int) -> Any:
     """Run training loops on the CPU with gates, as on a device that hosts run ahead of."""
     with counted() as calls:
         results = all_cases(loop, cases)
-    assert calls["wait"] > 2 * steps * len(cases), "hosts did not meet"
+    assert calls["wait"] + calls["defer"] > 2 * steps * len(cases), "hosts did not meet"
+    assert calls["defer"] > steps * len(cases), "hosts waited as soon as they had come"
     assert calls["arrive"] >= steps * len(cases), "hosts did not say before that they come"
     return results
 
@@ -339,6 +374,6 @@ def calls_of_a_step(case: str) -> dict[str, int]:
 
 
 def test_how_often_hosts_meet_in_a_step(ranks):
-    """In backward and before the gathers, at the latest; who may ask peers in its step does not say before."""
-    assert ranks(2)(calls_of_a_step, "torch's") == 2 * [{"wait": 2, "arrive": 1}]
-    assert ranks(2)(calls_of_a_step, "named") == 2 * [{"wait": 2}]
+    """In backward and for the gathers; a class that may call peers in its step arrives after it, and waits at once."""
+    assert ranks(2)(calls_of_a_step, "torch's") == 2 * [{"defer": 2, "arrive": 3}]
+    assert ranks(2)(calls_of_a_step, "named") == 2 * [{"defer": 1, "arrive": 1, "wait": 1}]

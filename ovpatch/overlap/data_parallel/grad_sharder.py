@@ -93,6 +93,9 @@ class GradSharder:
     def before_first_collective(self) -> None:
         """The backward is about to start its first collective."""
 
+    def finish_host_barrier(self) -> None:
+        """A stream, or the host, is about to wait for a collective; called before each wait."""
+
     def wait_for_hosts(self) -> None:
         """Have the host wait for those of the other ranks before a collective that blocks it."""
 

@@ -132,6 +132,7 @@ class GradSync:
         skip_absent: Start nothing for buckets to which this backward adds nothing. Right only if all ranks do so.
         max_inflight_bytes: How many bytes may be under reduction that can be freed afterwards.
         before_first: Called once a backward, before its first collective.
+        before_wait: Called before a stream, or the host, waits for collectives.
 
     Attributes:
         absent: Parameters that are not waited for, because this backward adds nothing to them.
@@ -154,10 +155,12 @@ class GradSync:
         skip_absent: bool = False,
         max_inflight_bytes: float = math.inf,
         before_first: Callable[[], None] | None = None,
+        before_wait: Callable[[], None] | None = None,
     ) -> None:
         self.buckets = list(buckets)
         self._names, self._remedy = names, remedy
-        self._skip_absent, self._limit, self._before_first = skip_absent, max_inflight_bytes, before_first
+        self._skip_absent, self._limit = skip_absent, max_inflight_bytes
+        self._before_first, self._before_wait = before_first, before_wait
         self._divisor = 1 if average else group.size()
         self._bucket_of = {index: b for b, bucket in enumerate(buckets) for index in bucket.indices}
         self._labels = [profiler_label(feature, "all_reduce", f"bucket {b}") for b in range(len(buckets))]
@@ -382,6 +385,8 @@ class GradSync:
         while len(self._in_flight) > 1 and self._inflight_bytes > self._limit:
             oldest, started = self._in_flight.popleft()
             self._inflight_bytes -= oldest.freeable_nbytes
+            if self._before_wait is not None:
+                self._before_wait()
             _wait_for_results(started)
             oldest.free_reduced(but=self.absent | self._staged)
 
@@ -397,10 +402,14 @@ class GradSync:
 
     def wait_for_peers(self) -> None:
         """Have the host wait until all ranks have taken part; shards of gradients are not written yet."""
+        if self._before_wait is not None:
+            self._before_wait()
         _wait_for_results(self._works)
 
     def wait(self) -> None:
         """Make the current stream (the host, without streams) wait for everything started."""
+        if self._before_wait is not None:
+            self._before_wait()
         for work in self._works:
             work.wait()
         self._works = []

@@ -30,11 +30,11 @@ def is_needed(device: torch.device) -> bool:
 class HostBarrier:
     """The host barrier of one process group, from :meth:`for_group`. It has two phases, arrive and wait.
 
-    [Note: hosts before devices] CUDA serialises pageable copies per process. If a host blocks in one, such as
-    ``batch.to(device)``, behind a collective, its RPC thread cannot answer the rank that this collective waits for:
-    deadlock. So hosts synchronise before each collective, when none holds such a copy. This costs little: the device
-    has its queue to work on, and the collective cannot begin before the slowest host. A rank that calls no peer until
-    its next collective may arrive early, so that the slower host of each barrier does not slow down every step.
+    [Note: hosts before devices] A large pageable copy, such as ``batch.to(device)``, holds a lock of the CUDA driver
+    until its stream gets there. If a collective is in front of it, the RPC thread of this rank cannot answer the rank
+    that this collective waits for: deadlock. So every rank arrives when it starts a collective, after its last call of
+    a peer, and waits for the others before one of its streams waits for that collective. In between a host goes on:
+    nothing that it queues is behind the collective. :meth:`defer` arrives, and :meth:`finish` waits.
     """
 
     # The store holds one number per group, which only grows: barrier n is passed when every rank has added n. No rank
@@ -53,7 +53,7 @@ class HostBarrier:
         self._timeout_s = group_timeout_s(group)
         self._number, self._lock = 0, threading.Lock()
         self._raised = ""  # the key of the flag that this rank raised last
-        self._arrived = self._open = False
+        self._arrived = self._open = self._deferred = False
         self._longest_pause_s = max(_PAUSE_S, _PAUSE_PER_RANK_S * self._world)  # all ranks poll one store
         # The store may outlive the processes, with the keys of earlier ones in it, so the name must be new.
         self._name = uuid.uuid4().hex if self._rank == 0 else ""
@@ -76,13 +76,27 @@ class HostBarrier:
 
         A second call before that wait does nothing.
         """
+        self.finish()
         with self._lock:
             if self._world > 1 and not self._arrived:
                 self._arrive()
                 self._arrived = True
 
+    def defer(self) -> None:
+        """Arrive, if this rank has not, and leave the wait to :meth:`finish`."""
+        self.arrive()
+        self._deferred = self._world > 1
+
+    def finish(self) -> None:
+        """Wait as :meth:`wait` does, if that was deferred and has not been done since."""
+        if self._deferred:
+            with self._lock:
+                if self._deferred:
+                    self._pass(None)
+
     def stay_away(self) -> None:
         """Pass the next barrier without waiting: ranks that wait there raise an error. Others may pass it alike."""
+        self.finish()
         with self._lock:
             if self._world > 1:
                 key, arrives = self._key(), not self._arrived
@@ -101,20 +115,24 @@ class HostBarrier:
         """
         if self._world == 1:
             return bool(flag)
+        self.finish()
         with self._lock:  # the backwards of two devices run on a thread each
-            raised = f"{self._key()}/raised at {self._number + (not self._arrived)}"
-            if flag:
-                self._store.set(raised, "")
-            if not self._arrived:
-                self._arrive()
-                self._arrived = True  # a rank that is interrupted below returns to the same barrier
-            if not self._open:
-                self._poll_store()
-            self._arrived = False
-            if self._raised:  # all ranks have read it, for all have arrived since
-                self._store.delete_key(self._raised)
-            self._raised = raised if flag else ""
-            return flag is not None and (flag or self._store.check([raised]))
+            return self._pass(flag)
+
+    def _pass(self, flag: bool | None) -> bool:
+        raised = f"{self._key()}/raised at {self._number + (not self._arrived)}"
+        if flag:
+            self._store.set(raised, "")
+        if not self._arrived:
+            self._arrive()
+            self._arrived = True  # a rank that is interrupted below returns to the same barrier
+        if not self._open:
+            self._poll_store()
+        self._arrived = self._deferred = False
+        if self._raised:  # all ranks have read it, for all have arrived since
+            self._store.delete_key(self._raised)
+        self._raised = raised if flag else ""
+        return flag is not None and (flag or self._store.check([raised]))
 
     def _arrive(self) -> None:
         count = self._store.add(self._key(), 1)

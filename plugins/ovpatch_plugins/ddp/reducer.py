@@ -426,6 +426,7 @@ class GradReducer(BackwardReducer, StockOnly):
             feature="ddp",
             names=self.names,
             before_first=sharder.before_first_collective if sharder.is_active else None,
+            before_wait=sharder.finish_host_barrier if sharder.is_active else None,
             max_inflight_bytes=sharder.max_inflight_bytes,
             average=self.config.average,
             skip_absent=self.config.skip_unused,

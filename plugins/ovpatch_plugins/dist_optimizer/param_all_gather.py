@@ -61,6 +61,7 @@ class AllGatherBucket:
         feature: For labels in profiles.
         name: Of the bucket, for labels in profiles.
         communicator: Over the same ranks, which the backend gathers on; by default the group itself.
+        before_wait: Called before a stream waits for the values.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class AllGatherBucket:
         feature: str = "dist_optimizer",
         name: str = "",
         communicator: dist.ProcessGroup | None = None,
+        before_wait: Callable[[], None] | None = None,
     ) -> None:
-        self._params = tuple(params)
+        self._params, self._before_wait = tuple(params), before_wait
         self._group, self._world, self._rank = group, group.size(), group.rank()
         self._device = params[0].device
         self._all_gather = AllGather(group, self._device, communicator)
@@ -212,6 +214,8 @@ class AllGatherBucket:
                 self._output = None
 
     def _wait(self) -> None:
+        if self._before_wait is not None:
+            self._before_wait()
         if self._stream is None:
             self._wait_and_copy_out()
             return
@@ -335,6 +339,7 @@ class ParamAllGather:
             shards.group,
             name=shards.names[first.index],
             communicator=step_communicator(shards.group, first.param.device),
+            before_wait=shards.finish_host_barrier,
         )
 
     def _capacity_for(self, params: Sequence[ShardedParam]) -> float:

@@ -34,6 +34,8 @@ from ovpatch_plugins.dist_optimizer.shard_peers import ShardPeers
 from ovpatch_plugins.dist_optimizer.sharded_bucket import GradShards, GradState, ShardedGradBucket
 from ovpatch_plugins.dist_optimizer.step_log import StepLog
 
+_STRICT_BACKWARDS: Final = 3  # of a model, in which its kernels are loaded
+
 _OTHER_LAYOUT: Final = (
     "ovpatch: parameter '{}' was laid out anew in memory (memory_format?) after its model was wrapped, and shards of "
     "its gradient and of its optimizer's state are in the old order. Do that before DistributedDataParallel, or turn "
@@ -234,7 +236,7 @@ class ShardedGrads(GradSharder):
     def before_first_collective(self) -> None:
         """Have the hosts meet; see [Note: one dtype on all ranks]."""
         if not self._halves:
-            self.wait_for_hosts()
+            self.start_host_barrier()
             return
         able = (
             not self.sharded.isdisjoint(self._halves)
@@ -246,6 +248,19 @@ class ShardedGrads(GradSharder):
     def _any_sum(self, is_sum: Callable[[int, Tensor | None], bool]) -> bool:
         """Return whether a sharded gradient of half precision is a sum, which is added up in fp32."""
         return self._sums_in_fp32 and any(is_sum(i, self.params[i].grad) for i in self._halves if i in self.sharded)
+
+    def start_host_barrier(self) -> None:
+        """Arrive at the host barrier, and pass it in :meth:`finish_host_barrier`; in the first steps at once.
+
+        Kernels that are loaded in the first steps may wait for a collective that is in flight.
+        """
+        if self._barrier is not None:
+            (self._barrier.wait if self.backwards < _STRICT_BACKWARDS else self._barrier.defer)()
+
+    def finish_host_barrier(self) -> None:
+        """Have this host wait for the others if it has not yet; see [Note: hosts before devices]."""
+        if self._barrier is not None:
+            self._barrier.finish()
 
     def arrive_at_hosts(self) -> None:
         """Tell the other hosts that this rank waits for them next, and calls no peer until then."""

@@ -296,7 +296,7 @@ class ShardedOptimizer:
                 self._states[shards].exchange_formats(of_model, optimizer.state)
         finally:  # the others wait for the collective in any case
             for shards in _one_per_group(self._by_model):
-                shards.wait_for_hosts()
+                (shards.start_host_barrier if self._quiet else shards.wait_for_hosts)()
             self._sync.start_param_sync(params)
         for state in self._states.values():
             state.refill_held()

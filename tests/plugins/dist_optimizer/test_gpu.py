@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+import ovpatch
 from ovpatch.insight.equality import compare
+from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from tests.overlap import test_gate
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.ddp.test_gpu import loop_memory_of_another_stream
@@ -189,6 +193,42 @@ def test_the_reader_of_a_state_dict_alone_fetches(ranks, reader):
     compare(results[0]["stock"], results[0]["patched"]).assert_bitwise()
     assert results[0]["counters"]["bytes_pulled"] > 0
     assert results[1]["counters"]["bytes_pulled"] == 0
+
+
+def read_behind(mib: int) -> tuple[int, int]:
+    """Rank 0 reads the state between steps, late; rank 1 goes on, and copies pageable memory behind its collectives."""
+    rank = dist.get_rank()
+    raw = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).to(device())
+    model = ddp(raw, bucket_cap_mb=5)
+    opt = torch.optim.AdamW(raw.parameters(), lr=1e-3, fused=True)
+    batch = torch.randn(mib * 256, 1024)
+    seen = 0
+    for step in range(8):
+        for _ in range(2):
+            opt.zero_grad()
+            model(batch.to(device())).square().mean().backward()
+            copied = batch.to(device())  # behind the reductions
+            opt.step()
+            with torch.no_grad():
+                copied += raw(batch.to(device())).mean()  # behind the all-gathers
+        if rank == 0:
+            time.sleep(0.05 * step)
+            seen += sum(one["exp_avg"].cpu().numel() for one in opt.state_dict()["state"].values())
+    return seen, COUNTERS.state_reads
+
+
+def read_behind_patched(mib: int) -> tuple[int, int]:
+    with ovpatch.applied("ddp", "dist_optimizer"):
+        return read_behind(mib)
+
+
+def test_a_rank_that_reads_late_is_answered_by_ranks_that_copy(ranks):
+    """Within far less than the process group's time-out; without host barriers it is not."""
+    begin = time.monotonic()
+    (seen, reads), _ = ranks(2)(read_behind_patched, 16, **NCCL)
+    assert seen == 8 * 4 * (1024 * 1024 + 1024)
+    assert reads > 0
+    assert time.monotonic() - begin < 60
 
 
 class Wide(nn.Module):
