@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from benchmarks.models import Block
-from benchmarks.runs import CUDA, add_timing, alternate, clocked, described, device, running, start
+from benchmarks.runs import CUDA, add_timing, alternate, clocked, described, device, running, start, timed
 
 # Name of the arm: class, stages per rank, order of the feature or None for stock.
 ARMS: dict[str, tuple[str, int, str | None]] = {
@@ -54,6 +54,7 @@ ARMS: dict[str, tuple[str, int, str | None]] = {
     "ZBVZeroBubble, auto": ("ScheduleZBVZeroBubble", 2, "auto"),
 }
 LIMIT = "limit"
+_STEPS_TO_CHOOSE = 23  # of schedule=auto: to measure, and to race one order against another
 STAGE_ARMS = ("stock", "deferred", "stock, checkpoint", "deferred, checkpoint")
 
 
@@ -142,6 +143,8 @@ def measure_schedule(args: argparse.Namespace, arm: tuple[str, int, str | None])
         def step() -> None:
             schedule.step(*inputs, target=rows, return_outputs=False)
 
+        if arm[2] == "auto":
+            timed(step, _STEPS_TO_CHOOSE)
         found = clocked(step, args, chained)
         found["remarks"] = next((list(f.remarks) for f in ovpatch.report().features if f.name == "pipeline"), [])
         return found

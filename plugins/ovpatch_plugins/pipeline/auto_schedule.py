@@ -312,9 +312,13 @@ class AutoSchedule:
         check_schedule(schedule, pipeline.placement, stock=pipeline.orders, keep_forward_order=draws)
 
     def _finish_plan(self, steps: Sequence[float], best: int) -> None:
-        if self._plan_file and self._world.rank() == 0 and self._measured is not None:
+        """Write the plan, if there is to be one; all ranks know that it is there behind this."""
+        if not self._plan_file:
+            return
+        if self._world.rank() == 0 and self._measured is not None:
             pipeline, numbers = self._pipeline, (self._pipeline.microbatches, self._pipeline.placement)
             write_plan(Path(self._plan_file), pipeline.name, self._measured, numbers, self._candidates, steps, best)
+        self._gather("written")
 
     def _list_facts(self) -> dict[str, Any]:
         """Return what is alike in all pipelines of a job that decides at all."""

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -96,7 +96,7 @@ def find_candidates(
             continue
         if plans or solution.simulation.step < given.step * (1 - _GAIN):
             found.append(_name_solution(solution, text, unit))
-    return _drop_equal(found), "; ".join(filter(None, dict.fromkeys(remarks)))
+    return _merge_equal(found), "; ".join(filter(None, dict.fromkeys(remarks)))
 
 
 def _simulate(schedule: Schedule, placement: Placement, measured: PipelineCosts) -> Simulation:
@@ -111,11 +111,13 @@ def _name_solution(solution: Solution, text: str, unit: float) -> Candidate:
     return Candidate(name, solution.schedule, simulation.step, max(simulation.peak_memory) / unit, setting)
 
 
-def _drop_equal(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates that run as no earlier one does."""
+def _merge_equal(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the orders that run differently, each with the names of all that are equal."""
     kept: dict[str, Candidate] = {}
     for candidate in candidates:
-        kept.setdefault(" / ".join(write_orders(split_backwards(candidate.schedule))), candidate)
+        text = " / ".join(write_orders(split_backwards(candidate.schedule)))
+        first = kept.get(text)
+        kept[text] = candidate if first is None else replace(first, name=f"{first.name} = {candidate.name}")
     return list(kept.values())
 
 
