@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ovpatch_plugins.pipeline import auto_schedule
 from ovpatch_plugins.pipeline.auto_schedule import MEASURED, WARM_UP
