@@ -1,21 +1,25 @@
 """The solver of pipeline schedules against published bubble rates, and its time.
 
-    python -m benchmarks.pipeline_solver                 # all vectors, about two minutes
-    python -m benchmarks.pipeline_solver --effort 0      # without the search
+    python -m benchmarks.pipeline_solver                             # all vectors, about a minute of one core
+    python -m benchmarks.pipeline_solver --effort 0                  # without the search
+    python -m benchmarks.pipeline_solver --json pipeline_solver.jsonl
 
-The rates are those that the scheduler of Zero Bubble Pipeline Parallelism prints for equal stages (memory of 1, 1.5, 2
-and 2.5 p forwards), and those of ZB-V in the last column's rows. Times are processor time of one core.
+The rates are those that the scheduler of Zero Bubble Pipeline Parallelism prints for equal stages: memory of 1, 1.5, 2
+and 2.5 p forwards, and ZB-V for two half-size stages a rank. Times are processor time of one core.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+import ovpatch
 from ovpatch_plugins.pipeline.solver import EFFORT, solve
 from tests.plugins.pipeline.vectors import PUBLISHED, PUBLISHED_V, ROUNDED, VECTORS, make_problem
 
@@ -24,7 +28,7 @@ def main() -> None:
     """Solve all vectors and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--effort", type=int, default=EFFORT, help="simulated operations of a search")
-    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
     arguments = parser.parse_args()
     vees = [(*size, 1, rate) for size, rate in zip(PUBLISHED, PUBLISHED_V, strict=True)]
     rows = []
@@ -37,15 +41,17 @@ def main() -> None:
             verdict = "beaten" if found < rate - ROUNDED else "met" if found <= rate + ROUNDED else "missed"
             rows.append((placement, *size, memory, rate, round(found, 4), verdict, solution.origin, round(seconds, 2)))
     headings = ("placement", "p", "m", "F", "B", "W", "c", "memory", "published", "ours", "verdict", "from", "s")
-    if arguments.json:
-        print(json.dumps([dict(zip(headings, row, strict=True)) for row in rows], indent=1))
-        return
     table = Table(*headings)
     for row in rows:
         table.add_row(*map(str, row))
     Console(width=140).print(table)
     for verdict in ("beaten", "met", "missed"):
-        print(verdict, sum(row[9] == verdict for row in rows))
+        print(verdict, sum(verdict in row for row in rows))
+    if arguments.json:
+        head = {"benchmark": "pipeline_solver", "date": time.strftime("%Y-%m-%d"), "effort": arguments.effort}
+        head |= {"python": platform.python_version(), "ovpatch": ovpatch.__version__}
+        with arguments.json.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**head, "rows": [dict(zip(headings, row, strict=True)) for row in rows]}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,39 @@
 """One training step of a pipeline under stock schedules and under feature ``pipeline``, in one run.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m benchmarks.pipeline_step --json pipeline_step.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.pipeline_step --json pipeline_step.jsonl                     # on 4 GPUs
+    torchrun --nproc-per-node 1 -m benchmarks.pipeline_step --json pipeline_step.jsonl                     # on one
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.pipeline_step --width 256 --batch 4        # on a CPU
 
-Arms alternate; each is built anew, warmed up and timed; the slowest rank counts. ``limit`` is the step of the slowest
-rank without any wait: all of its microbatches one after the other, every rank alone with its own stage.
+With several processes, arms alternate; each is built anew, warmed up and timed while its steps follow each other; the
+slowest rank counts. ``limit`` is m(F + B + W) by stock: all microbatches of a step one after the other, every rank
+alone with its own stage. With one process, a stage alone is timed: F, B and W with weight gradients deferred, and F and
+the backward as stock computes them; time of the device, time in which the host issues them, and memory.
+
 On gloo, choose a width whose F takes much longer than a message, and no more ranks than the machine has cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import statistics
-from pathlib import Path
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.utils.checkpoint import checkpoint
 
 import ovpatch
-from benchmarks.runs import device, start, timed
+from benchmarks.models import Block
+from benchmarks.runs import CUDA, add_timing, alternate, clocked, described, device, running, start, timed
 
 # Name of the arm: class, stages per rank, order of the feature or None for stock.
 ARMS: dict[str, tuple[str, int, str | None]] = {
@@ -29,33 +41,55 @@ ARMS: dict[str, tuple[str, int, str | None]] = {
     "1F1B, as given": ("Schedule1F1B", 1, "as-given"),
     "ZB-H1": ("Schedule1F1B", 1, "zb-h1"),
     "ZB-H2": ("Schedule1F1B", 1, "zb-h2"),
+    "1F1B, auto": ("Schedule1F1B", 1, "auto"),
     "stock GPipe": ("ScheduleGPipe", 1, None),
     "GPipe, as given": ("ScheduleGPipe", 1, "as-given"),
     "stock Interleaved1F1B": ("ScheduleInterleaved1F1B", 2, None),
     "Interleaved1F1B, as given": ("ScheduleInterleaved1F1B", 2, "as-given"),
+    "Interleaved1F1B, auto": ("ScheduleInterleaved1F1B", 2, "auto"),
     "stock InterleavedZeroBubble": ("ScheduleInterleavedZeroBubble", 2, None),
     "InterleavedZeroBubble, as given": ("ScheduleInterleavedZeroBubble", 2, "as-given"),
     "stock ZBVZeroBubble": ("ScheduleZBVZeroBubble", 2, None),
     "ZBVZeroBubble, as given": ("ScheduleZBVZeroBubble", 2, "as-given"),
+    "ZBVZeroBubble, auto": ("ScheduleZBVZeroBubble", 2, "auto"),
 }
+LIMIT = "limit"
+_STEPS_TO_CHOOSE = 23  # of schedule=auto: to measure, and to race one order against another
+STAGE_ARMS = ("stock", "deferred", "stock, checkpoint", "deferred, checkpoint")
 
 
-class Block(nn.Module):
-    """A residual feed-forward block."""
+class Blocks(nn.Module):
+    """The blocks of a stage, each checkpointed if asked for."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, args: argparse.Namespace, count: int, *, checkpointed: bool = False) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.blocks = nn.ModuleList(Block(args.width, args.heads) for _ in range(count))
+        self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the block."""
-        result: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return result
+        """Compute all blocks."""
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
 
 
-def make_part(args: argparse.Namespace, chunks: int) -> nn.Module:
+def dtype() -> torch.dtype:
+    """Return the dtype of parameters and activations."""
+    return torch.bfloat16 if CUDA else torch.float32
+
+
+def make_part(args: argparse.Namespace, chunks: int = 1, *, checkpointed: bool = False) -> nn.Module:
     """Return the module of a stage."""
-    return nn.Sequential(*(Block(args.width) for _ in range(args.blocks // chunks))).to(device())
+    with device():
+        return Blocks(args, args.blocks // chunks, checkpointed=checkpointed).to(dtype())
+
+
+def make_rows(args: argparse.Namespace, microbatches: int) -> Tensor:
+    """Return activations of some microbatches, ``[batch, context, width]``."""
+    return torch.randn(microbatches * args.batch, args.context, args.width, device=device(), dtype=dtype())
+
+
+# --- several processes: schedules ---
 
 
 def build(args: argparse.Namespace, arm: tuple[str, int, str | None]) -> Any:
@@ -69,63 +103,231 @@ def build(args: argparse.Namespace, arm: tuple[str, int, str | None]) -> Any:
     return cls(stages[0] if chunks == 1 else stages, args.microbatches, loss_fn=nn.functional.mse_loss)
 
 
-def measure(args: argparse.Namespace, arm: tuple[str, int, str | None]) -> list[float]:
-    """Return the times of an arm's steps in ms."""
-    if arm[2] is not None:
-        ovpatch.apply("pipeline", options={"pipeline": {"schedule": arm[2]}})
-    schedule = build(args, arm)
-    rows = torch.randn(args.microbatches * args.rows, args.width, device=device())
-    inputs = (rows,) if dist.get_rank() == 0 else ()
+def chained(step: Callable[[], object], steps: int) -> list[float]:
+    """Return the times in ms of ``steps`` steps that follow each other without a barrier; those of the slowest rank."""
+    if CUDA:
+        return running(step, steps)
+    dist.barrier()
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - begin) * 1e3)
+    slowest = torch.tensor(times)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    found: list[float] = slowest.tolist()
+    return found
 
-    def step() -> None:
-        schedule.step(*inputs, target=rows, return_outputs=False)
 
-    timed(step, 3)
-    times = timed(step, args.steps)
-    ovpatch.revert()
-    return times
-
-
-def measure_limit(args: argparse.Namespace) -> list[float]:
-    """Return the times in ms in which each rank computes its microbatches without any message."""
-    part = make_part(args, 1)
-    x = torch.randn(args.rows, args.width, device=device(), requires_grad=True)
+def measure_limit(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the times in which each rank computes its microbatches without any message."""
+    part = make_part(args)
+    x = make_rows(args, 1).requires_grad_()
 
     def step() -> None:
         for _ in range(args.microbatches):
             part(x).square().mean().backward()
 
-    timed(step, 1)
-    return timed(step, args.steps)
+    return clocked(step, args, chained)
+
+
+def measure_schedule(args: argparse.Namespace, arm: tuple[str, int, str | None]) -> dict[str, Any]:
+    """Return the times of an arm's steps and its peak of memory."""
+    if arm[2] is not None:
+        ovpatch.apply("pipeline", options={"pipeline": {"schedule": arm[2]}})
+    try:
+        schedule = build(args, arm)
+        rows = make_rows(args, args.microbatches)
+        inputs = (rows,) if any(stage.is_first for stage in _stages(schedule)) else ()
+
+        def step() -> None:
+            schedule.step(*inputs, target=rows, return_outputs=False)
+
+        if arm[2] == "auto":
+            timed(step, _STEPS_TO_CHOOSE)
+        found = clocked(step, args, chained)
+        found["remarks"] = next((list(f.remarks) for f in ovpatch.report().features if f.name == "pipeline"), [])
+        return found
+    finally:
+        ovpatch.revert()
+
+
+def _stages(schedule: Any) -> list[Any]:
+    return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
+
+
+def compare_schedules(args: argparse.Namespace) -> None:
+    """Measure all arms and print how much longer than the limit each takes."""
+    medians: defaultdict[str, list[float]] = defaultdict(list)
+
+    def measure(name: str) -> dict[str, Any]:
+        gc.collect()  # schedules and stages form cycles
+        found = measure_limit(args) if name == LIMIT else measure_schedule(args, ARMS[name])
+        medians[name] += found["ms"]
+        return {"arm": name, **found}
+
+    alternate("pipeline_step", [LIMIT, *args.arms], measure, args)
+    if dist.get_rank() == 0 and LIMIT in medians:
+        limit = statistics.median(medians[LIMIT])
+        for name, times in medians.items():
+            print(f"{name:36}{statistics.median(times) / limit:11.3f} of m(F+B+W)")
+
+
+# --- one process: a stage alone ---
+
+
+class StageAlone:
+    """The only stage of a pipeline, run by the engine's means.
+
+    Args:
+        args: The command line.
+        arm: One of :data:`STAGE_ARMS`.
+    """
+
+    def __init__(self, args: argparse.Namespace, arm: str) -> None:
+        from ovpatch_plugins.pipeline.stage_run import StageRun  # stock arms of other calls do not need it
+
+        self.microbatches = args.microbatches
+        stage = PipelineStage(make_part(args, checkpointed="checkpoint" in arm), 0, 1, device())
+        self.x = make_rows(args, 1)
+        schedule = schedules.ScheduleGPipe(stage, 1, loss_fn=lambda out, _: out.square().mean())
+        schedule.step(self.x, target=self.x, return_outputs=False)  # initialises the stage and makes gradients
+        self.is_deferred = arm.startswith("deferred")
+        delay = "on" if self.is_deferred else "off"
+        self.run = StageRun(stage, sends_or_splits=True, delay_wgrad_compute=delay, fuse=False)
+
+    def compute(self, mark: Callable[[str], None]) -> None:
+        """Compute a microbatch; ``mark`` is called behind each part with its name."""
+        self.run.start_step()
+        with self.run.deferring():
+            mark("")
+            out = self.run.run_forward(0, (self.x,), {}, False)
+            loss = out.square().mean()
+            self.run.check_forward(loss)
+            del out
+            mark("F")
+            self.run.run_backward(0, loss, self.microbatches)
+            del loss
+            mark("B")
+            self.run.run_weight_grads(0)
+            mark("W")
+
+
+def measure_stage(args: argparse.Namespace, arm: str) -> dict[str, Any]:
+    """Return ms of the device and of the host, and MiB, of the parts of a microbatch."""
+    gc.collect()
+    alone = StageAlone(args, arm)
+    for _ in range(2):
+        alone.compute(lambda _name: None)
+    found: dict[str, Any] = {"arm": arm, "device_ms": {}, "host_ms": {}, "mib": _measure_memory(alone)}
+    marks: list[tuple[str, float, Any]] = []
+
+    def mark(name: str) -> None:
+        event = torch.cuda.Event(enable_timing=True) if CUDA else None
+        if event is not None:
+            event.record()
+        marks.append((name, time.perf_counter(), event))
+
+    for _ in range(args.microbatches * args.steps):
+        alone.compute(mark)
+    if CUDA:
+        torch.cuda.synchronize()
+    host, on_device = defaultdict(list), defaultdict(list)
+    for (_, begin, first), (name, end, last) in itertools.pairwise(marks):
+        if name:
+            host[name].append((end - begin) * 1e3)
+            on_device[name].append(first.elapsed_time(last) if CUDA else host[name][-1])
+    found["device_ms"] = {name: round(statistics.median(times), 3) for name, times in on_device.items()}
+    found["host_ms"] = {name: round(statistics.median(times), 3) for name, times in host.items()}
+    return found
+
+
+def _measure_memory(alone: StageAlone) -> dict[str, float]:
+    """Return what is allocated behind each part of a microbatch, and at most, beside parameters and gradients."""
+    if not CUDA:
+        return {}
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    found: dict[str, float] = {}
+
+    def mark(name: str) -> None:
+        if name:
+            found[f"after {name}"] = round((torch.cuda.memory_allocated() - base) / 2**20, 1)
+            found[f"peak of {name}"] = round((torch.cuda.max_memory_allocated() - base) / 2**20, 1)
+        torch.cuda.reset_peak_memory_stats()
+
+    alone.compute(mark)
+    return found
+
+
+def compare_stages(args: argparse.Namespace) -> None:
+    """Measure a stage alone in all arms, print the parts, and append the result to ``args.json``."""
+    rows = [measure_stage(args, arm) for _ in range(args.rounds) for arm in args.stage_arms]
+    summary = list(_summarize(rows, args.stage_arms))
+    print(f"{'arm':24}{'F':>9}{'B':>9}{'W':>9}{'B+W':>9}{'host':>9}{'of device':>11}{'after F':>9}{'peak of B':>11}")
+    for row in summary:
+        device_ms, mib = row["device_ms"], row["mib"]
+        parts = "".join(f"{device_ms.get(kind, 0.0):9.2f}" for kind in "FBW")
+        memory = "".join(f"{mib.get(key, 0):{width}.0f}" for key, width in (("after F", 9), ("peak of B", 11)))
+        share = row["host_ms"] / sum(device_ms.values())
+        print(f"{row['arm']:24}{parts}{row['backward_ms']:9.2f}{row['host_ms']:9.2f}{share:11.2f}{memory}")
+    backwards = {row["arm"]: row["backward_ms"] for row in summary}
+    for arm in args.stage_arms:
+        peer = arm.replace("deferred", "stock")
+        if peer != arm and peer in backwards:
+            print(f"{arm}: B + W is {backwards[arm] / backwards[peer]:.3f} of stock's backward")
+    if args.json:
+        given = {key: value for key, value in vars(args).items() if key not in ("json", "arms", "stage_arms")}
+        with args.json.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**described("pipeline_step", given), "summary": summary, "rows": rows}) + "\n")
+
+
+def _summarize(rows: list[dict[str, Any]], arms: list[str]) -> Iterator[dict[str, Any]]:
+    for arm in arms:
+        mine = [row for row in rows if row["arm"] == arm]
+        parts = {kind: round(statistics.median(row["device_ms"][kind] for row in mine), 3) for kind in "FBW"}
+        yield {
+            "arm": arm,
+            "device_ms": parts,
+            "backward_ms": round(statistics.median(sum(row["device_ms"][kind] for kind in "BW") for row in mine), 3),
+            "host_ms": round(statistics.median(sum(row["host_ms"].values()) for row in mine), 3),
+            "mib": mine[-1]["mib"],
+        }
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Join the process group, and leave it after the block."""
+    start()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(description="Time a step of a pipeline, stock and patched, or a stage alone.")
+    made.add_argument("--width", type=int, default=3072 if CUDA else 128)
+    made.add_argument("--heads", type=int, default=24 if CUDA else 4)
+    made.add_argument("--batch", type=int, default=2, help="sequences of a microbatch")
+    made.add_argument("--context", type=int, default=1024 if CUDA else 64)
+    made.add_argument("--blocks", type=int, default=8 if CUDA else 2, help="blocks of a rank")
+    made.add_argument("--microbatches", type=int, default=12)
+    made.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="with several processes")
+    made.add_argument("--stage-arms", nargs="+", default=list(STAGE_ARMS), choices=STAGE_ARMS, help="with one process")
+    add_timing(made, rounds=2)
+    return made
 
 
 def main() -> None:
-    """Measure all arms and print their medians."""
-    parser = argparse.ArgumentParser(description="Time a step of a pipeline, stock and patched.")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=256, help="rows of a microbatch")
-    parser.add_argument("--blocks", type=int, default=2, help="blocks of a rank")
-    parser.add_argument("--microbatches", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a round")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    start()
-    times: dict[str, list[float]] = {"limit": []}
-    for _ in range(args.rounds):
-        times["limit"] += measure_limit(args)
-        for name in args.arms:
-            times.setdefault(name, []).extend(measure(args, ARMS[name]))
-    if dist.get_rank() == 0:
-        medians = {name: round(statistics.median(found), 2) for name, found in times.items()}
-        for name, median in medians.items():
-            print(f"{name:32s} {median:9.1f} ms  {median / medians['limit']:.3f} of limit")
-        if args.json is not None:
-            facts = {key: value for key, value in vars(args).items() if isinstance(value, int)}
-            with args.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"ranks": dist.get_world_size(), **facts, "ms": medians}) + "\n")
-    dist.destroy_process_group()
+    """Measure schedules, or in one process a stage alone."""
+    args = parser().parse_args()
+    with process_group():
+        if dist.get_world_size() == 1:
+            compare_stages(args)
+        else:
+            compare_schedules(args)
 
 
 if __name__ == "__main__":

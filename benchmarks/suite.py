@@ -72,6 +72,8 @@ _BLOCKS = "limit stock 'stock, compiled' 'ovpatch, bulk' 'ovpatch, ring' 'ovpatc
 SHORT: list[Row] = [
     Row("zero_step", f"--size 3.8b --rounds 2 --arms {_DATA_PARALLEL}", least=8),
     Row("zero_step", f"--size 1b --rounds 3 --arms {_DATA_PARALLEL}", least=2),
+    Row("pipeline_step", "--rounds 2 --warmup 3 --steps 4", least=2),
+    Row("pipeline_step", "--rounds 3 --steps 4", world=1),
     Row("zero_step", f"--size 1b --rounds 2 --compile blocks --arms {_DATA_PARALLEL}", least=2),
     Row("collective_race", "--operation all-gather", least=2),
     Row("collective_race", "--operation reduce-scatter", least=2),
@@ -104,6 +106,11 @@ SUITE: dict[str, list[Row]] = {
         Row("tp_operators", "--shapes '8b, 2k tokens' '8b, 16k tokens' '70b, 2k tokens' '70b, 4k tokens'"),
         Row("tp_operators", "--shapes '8b, 1k tokens' '70b, 1k tokens' '70b, attention' '8b, attention'"),
         *(Row("tp_operators", "--shapes 8b 70b gpt '8b, 1k tokens' '8b, 16k tokens'", world=world) for world in (4, 2)),
+    ],
+    "pipeline_step": [
+        Row("pipeline_step", "--rounds 3", least=2),
+        Row("pipeline_step", "--microbatches 32 --steps 4 --rounds 1", least=2),
+        Row("pipeline_step", "--rounds 5", world=1),
     ],
     "ablation": [
         Row("ablation", "--size 8b --tp 4"),

@@ -1,14 +1,16 @@
-"""ovpatch pipeline --what-if."""
+"""ovpatch pipeline: --what-if, and a command that is measured."""
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from ovpatch.cli import main, pipeline
 from ovpatch.exit_codes import ExitCode
+from ovpatch.insight import pipeline_plan
 from ovpatch.settings.settings import SettingsError
 
 
@@ -123,3 +125,54 @@ def test_torch_is_not_imported(command):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+# --- a command ---
+
+THREE_D = Path(__file__).parents[1] / "examples" / "three_d.py"
+
+
+def test_a_command_is_measured_with_all_orders(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(THREE_D)]
+    small = ["--dp=1", "--tp=1", "--width=16", "--context=8", "--microbatches=4", "--steps=1000"]
+    code, out, err = command("--json", "--out", str(tmp_path / "out"), "--", *torchrun, *small)
+    assert code == ExitCode.OK, err
+    plan = json.loads(out)
+    assert (plan["class"], plan["ranks"], plan["microbatches"], plan["placement"]) == ("Schedule1F1B", 2, 4, [0, 1])
+    assert all(seconds > 0 for name in ("forward", "backward", "weight") for seconds in plan["costs"][name])
+    assert plan["costs"]["send"] > 0
+    names = " = ".join(row["order"] for row in plan["rows"]).split(" = ")
+    assert set(names) >= {"as given", "gpipe", "1f1b", "zb-h1", "zb-h2", "solved for 1x", "solved for 1.5x"}
+    assert plan["rows"][0]["order"].startswith("as given = 1f1b")
+    measured = [row["measured"] for row in plan["rows"]]
+    assert min(measured) == measured[plan["best"]] > 0
+    assert all(row["predicted"] > 0 for row in plan["rows"])
+    assert len(plan["timeline"]) == len(plan["picture"]) == 2
+    log = (tmp_path / "out" / "measured.log").read_text()
+    last = max(int(line.split()[1].rstrip(":")) for line in log.splitlines() if line.startswith("step "))
+    assert 6 + 6 * len(plan["rows"]) <= last + 1 < 100, "it ends when all is measured"
+
+    shown = pipeline_plan.format_plan(plan, "torchrun train.py", colour=False)
+    best = plan["rows"][plan["best"]]
+    setting = f"OVPATCH_PIPELINE_SCHEDULE={best['setting']['schedule']}"
+    assert f"to run it: OVPATCH_AUTO=1 OVPATCH_PIPELINE=1 {setting}" in shown
+    assert shown.count("| best |") == 1
+    assert shown.count("  rank ") == 2
+
+
+def test_a_command_without_a_pipeline_is_told_so(command, tmp_path):
+    code, _, err = command("--out", str(tmp_path / "out"), "--", sys.executable, "-c", "import torch")
+    assert code == ExitCode.UNDECIDED
+    assert "no schedule of torch.distributed.pipelining was run" in err
+
+
+def test_a_command_or_a_question_is_needed(command, monkeypatch):
+    assert command()[0] == ExitCode.USAGE
+    code, _, err = command("--what-if", "p=2,m=2", "--", "true")
+    assert code == ExitCode.USAGE
+    assert "give either --what-if or a command" in err
+    monkeypatch.setenv("OVPATCH", "0")
+    code, _, err = command("--", "true")
+    assert code == ExitCode.USAGE
+    assert "Unset it" in err

@@ -1,7 +1,8 @@
-"""``ovpatch pipeline --what-if``: what orders of a pipeline cost, before it is run.
+"""``ovpatch pipeline``: what orders of a pipeline cost.
 
-The answer comes from the plugin of feature ``pipeline``, by its hook ``ovpatch_plan``. The table goes to stdout,
-progress to stderr.
+``--what-if`` answers from costs alone, before the pipeline is run: the plugin of feature ``pipeline`` does, by its hook
+``ovpatch_plan``. With a command, that is run with ``schedule=auto``, which measures and races all orders. Tables go to
+stdout, progress and remarks to stderr, the output of the command into a log.
 """
 
 from __future__ import annotations
@@ -11,14 +12,21 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
+from ovpatch.insight import pipeline_plan
 from ovpatch.session.plugins import PluginError, Plugins, find_plugins
 from ovpatch.session.report import wants_colour
+from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError, suggest_name
+
+if TYPE_CHECKING:
+    from ovpatch.insight import arms
 
 _FEATURE: Final = "pipeline"
 _PLACEMENTS: Final = ("straight", "loop", "vee")
@@ -26,7 +34,9 @@ _MOST_ACTIONS: Final = 100_000
 # F, B and W of transformer blocks on one H200, and a transfer of their activations over NVLink.
 _COSTS: Final = {"f": ("forward", 1.0), "b": ("backward", 1.22), "w": ("weight", 1.04), "c": ("send", 0.02)}
 _WORDS: Final = ("p", "m", "memory", "placement", *_COSTS)
-_COLOURS: Final = {"F": "#7fa8d9", "B": "#e3a857", "BW": "#e3a857", "W": "#7fb5a8"}
+_SWITCH: Final = "OVPATCH_PIPELINE"
+_ARM: Final = "measured"
+_say: Final = partial(command_line.say, _FEATURE)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,19 +45,114 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--what-if",
         metavar="p=8,m=32,…",
-        required=True,
         help="p ranks and m microbatches; memory=1x/1.5x/2x of 1F1B's, placement=straight/loop/vee; f, b, w: times of "
         "forward, input gradient and weight gradient of a rank's share of the model; c: time of a transfer",
     )
     add("--json", action="store_true", help="print JSON, with the best order's actions and their times")
-    add("--picture", type=Path, metavar="FILE", help="draw the best order to a PNG, SVG or PDF file; needs matplotlib")
+    add(
+        "--figure",
+        "--picture",
+        dest="picture",
+        type=Path,
+        metavar="FILE",
+        help="draw the best order to a PNG, SVG or PDF file; needs matplotlib",
+    )
+    add("--out", type=Path, metavar="DIR", help="of a command: keep its log and raw files there; it must be empty")
+    command_line.add_timeout(parser)
+    command_line.add_command(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Ask the plugin, and print what it answers."""
-    question = parse_question(arguments.what_if)
+    """Answer a question, or measure a command."""
+    command = command_line.get_command(arguments.command)
+    if (arguments.what_if is None) == (not command):
+        raise SettingsError(
+            "give either --what-if or a command. Write for example: ovpatch pipeline --what-if p=8,m=32, or: "
+            "ovpatch pipeline -- torchrun train.py"
+        )
     if arguments.picture is not None:
         _check_picture(arguments.picture)
+    return _measure(arguments, command) if command else _answer(arguments)
+
+
+# --- a command ---
+
+
+def _measure(arguments: argparse.Namespace, command: Sequence[str]) -> int:
+    """Run a command until all orders have been raced, and print what was found."""
+    from ovpatch.insight import arms
+
+    arms.check_autoload()
+    environment = command_line.make_environment(None)
+    command_line.check_settings(environment)
+    if settings.read_environment(environment).selection.kind == "nothing" or environment.get(_SWITCH) == "0":
+        raise SettingsError("OVPATCH, or OVPATCH_PIPELINE, turns the feature off. Unset it.")
+    command_line.warn_of_near_misses(environment, _FEATURE)
+    command_line.check_folder(arguments.out)
+    command_line.check_command(command)
+    with command_line.open_folder(arguments.out) as out:
+        plan_file = (out / _ARM / pipeline_plan.PLAN).absolute()
+        variables = {_SWITCH: "1", f"{_SWITCH}_SCHEDULE": "auto", f"{_SWITCH}_PLAN_FILE": str(plan_file)}
+        arm = arms.Arm(_ARM, None, {"plan": str(plan_file)}, variables)
+        _say(f"measuring: {' '.join(command)}")
+        outcome = arms.run_arm(
+            arm, command, pipeline_plan.__name__, out, timeout=arguments.timeout, progress=_show_step
+        )
+        plan = pipeline_plan.read_plan(outcome.folder)
+        if plan is None:
+            return _explain(outcome)
+    if arguments.json:
+        print(json.dumps(plan, indent=1))
+    else:
+        print(pipeline_plan.format_plan(plan, " ".join(command), colour=wants_colour(sys.stdout)))
+    if arguments.picture is not None:
+        best = plan["rows"][plan["best"]]
+        timeline = [
+            [[*action[:3], *(1000 * time for time in action[3:])] for action in line] for line in plan["timeline"]
+        ]
+        title = f"{plan['class']}, {best['order']}: {1000 * best['predicted']:.1f} ms a step, simulated"
+        pipeline_plan.draw_order(timeline, title, "ms", arguments.picture)
+        _say(f"written: {arguments.picture}")
+    return ExitCode.OK
+
+
+def _show_step(step: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\rovpatch pipeline: step {step}", end="", file=sys.stderr, flush=True)
+
+
+def _explain(outcome: arms.Outcome) -> int:
+    """Say why there is no plan, and return the exit code."""
+    for failure in outcome.failures:
+        _say(f"process {failure['pid']} (rank {failure['rank']}): {failure['error']}")
+    for remark in outcome.remarks.get(_FEATURE, ()):
+        _say(remark)
+    if outcome.interrupted:
+        _say("interrupted; nothing was measured")
+        return ExitCode.INTERRUPTED
+    if outcome.timed_out or outcome.code:
+        what = "no step for too long, so it was ended" if outcome.timed_out else f"it ended with {outcome.code}"
+        _say(f"{what}. The end of its log:\n{outcome.read_log_tail()}")
+        return outcome.code or ExitCode.PROBLEM
+    if outcome.report is None:
+        _say("no process of the command loaded ovpatch. `ovpatch doctor` tells why.")
+        return ExitCode.PROBLEM
+    if not outcome.counters.get(_FEATURE, {}).get("steps"):
+        _say(
+            "no schedule of torch.distributed.pipelining was run by the feature. Give a command that trains with one; "
+            "the remarks above tell why one was left to stock."
+        )
+    else:
+        _say("the command ended before all orders were measured. Let it run for more steps, some 70.")
+    return ExitCode.UNDECIDED
+
+
+# --- a question ---
+
+
+def _answer(arguments: argparse.Namespace) -> int:
+    """Ask the plugin, and print what it answers."""
+    question = parse_question(arguments.what_if)
     answer = dict(_ask(question))
     picture = answer.pop("picture", [])
     if arguments.json:
@@ -59,8 +164,11 @@ def main(arguments: argparse.Namespace) -> int:
         print("ovpatch pipeline: no order fits. Raise memory, as in memory=1x", file=sys.stderr)
         return ExitCode.PROBLEM
     if arguments.picture is not None:
-        _draw(answer, arguments.picture)
-        print(f"ovpatch pipeline: written: {arguments.picture}", file=sys.stderr)
+        best = answer["rows"][answer["best"]]
+        numbers = f"bubble {100 * best['bubble']:.1f}%, memory {best['memory']:.2f}x"
+        title = f"{best['order']}, {best['placement']}: {numbers}"
+        pipeline_plan.draw_order(answer["timeline"], title, "units of m(F+B+W)", arguments.picture)
+        _say(f"written: {arguments.picture}")
     return ExitCode.OK
 
 
@@ -199,27 +307,3 @@ def _check_picture(path: Path) -> None:
             "the picture needs matplotlib, which is not installed. "
             "Install it with: pip install 'ovpatch[plot]' — or leave out --picture."
         )
-
-
-def _draw(answer: Mapping[str, Any], path: Path) -> None:
-    """Draw a row per rank, F, B and W by colour; later stages of a rank are darker."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    timeline: Sequence[Sequence[Sequence[Any]]] = answer["timeline"]
-    figure = Figure(figsize=(12, 0.5 * len(timeline) + 1.2), layout="constrained")
-    axes = figure.add_subplot()
-    for rank, line in enumerate(timeline):
-        stages = sorted({action[1] for action in line})
-        for kind, stage, _, start, end in line:
-            alpha = 1.0 - 0.5 * stages.index(stage) / len(stages)
-            colour = _COLOURS[kind]
-            axes.barh(rank, end - start, 0.85, start, color=colour, alpha=alpha, edgecolor="white", linewidth=0.3)
-    axes.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
-    axes.invert_yaxis()
-    axes.set_xlabel("time in units of m(F+B+W)")
-    best = answer["rows"][answer["best"]]
-    numbers = f"bubble {100 * best['bubble']:.1f}%, memory {best['memory']:.2f}x"
-    axes.set_title(f"{best['order']}, {best['placement']}: {numbers}")
-    axes.legend(handles=[Patch(color=_COLOURS[kind], label=kind) for kind in "FBW"], loc="upper right", ncols=3)
-    figure.savefig(path, dpi=130)

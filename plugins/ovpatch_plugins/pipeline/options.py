@@ -2,23 +2,78 @@
 
 from __future__ import annotations
 
-from typing import Final
+import re
+from typing import Final, NamedTuple
 
 from ovpatch.hookspecs import Option
 
 AS_GIVEN: Final = "as-given"
+AUTO: Final = "auto"
 
-SCHEDULES: Final = (AS_GIVEN, "gpipe", "1f1b", "zb-h1", "zb-h2")
-"""Orders of schedules with one stage per rank: that of the script's class, or one of the fixed ones."""
+SCHEDULES: Final = (AS_GIVEN, AUTO, "gpipe", "1f1b", "zb-h1", "zb-h2")
+"""Orders: that of the script's class, one solved from measured costs, or, with one stage per rank, a fixed one."""
+
+_UNITS: Final = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class MemoryLimit(NamedTuple):
+    """What a rank may hold for microbatches between their F and their W.
+
+    Both are None for the limit that is found out from the memory that is free.
+
+    Attributes:
+        times: In units of what the fullest rank of 1F1B holds.
+        size: In bytes.
+    """
+
+    times: float | None = None
+    size: int | None = None
+
+
+def read_memory_limit(text: str) -> MemoryLimit:
+    """Return the limit that a text means: ``auto``, ``1.5x``, ``40GiB`` or ``40GB``.
+
+    Raises:
+        ValueError: The text is none of these, or not above 0.
+    """
+    if text.strip().lower() == AUTO:
+        return MemoryLimit()
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:(x)|([kmgt]?)(i?)b)", text.strip().lower())
+    if found is None or not float(found[1]):
+        raise ValueError("auto, a multiple such as 1.5x, or a size such as 40GiB")
+    number, times, unit, binary = found.groups()
+    if times:
+        return MemoryLimit(times=float(number))
+    base = 1024 if binary else 1000
+    return MemoryLimit(size=int(float(number) * (base ** _UNITS[unit] if unit else 1)))
+
+
+def parse_memory_limit(text: str) -> str:
+    """Check the option's text and return it in one spelling.
+
+    Raises:
+        ValueError: :func:`read_memory_limit` does not understand it.
+    """
+    read_memory_limit(text)
+    return "".join(text.split())
+
 
 OPTIONS: Final = (
     Option(
         "schedule",
         AS_GIVEN,
-        "Order of the computations where each rank has one stage: as-given, that of the script's class; zb-h1, with "
-        "the memory of 1F1B; zb-h2, with up to twice that. Classes with several stages per rank and CSV files keep "
-        "theirs.",
+        "Order of the computations: as-given, that of the script's class; auto, solved from costs measured in the "
+        "first steps, if that is faster in a race; and, where each rank has one stage, zb-h1, with the memory of 1F1B, "
+        "or zb-h2, with up to twice that. CSV files, and other classes with several stages per rank, keep theirs.",
         choices=SCHEDULES,
+    ),
+    Option(
+        "memory_limit",
+        AUTO,
+        "What microbatches may hold on a rank in an order of schedule=auto: 1.5x, in units of what 1F1B holds on its "
+        "first rank; 40GiB; auto, what is free on the fullest rank after the first steps, less a margin, and 1x on a "
+        "CPU.",
+        parse=parse_memory_limit,
     ),
     Option(
         "delay_wgrad_compute",
@@ -31,6 +86,11 @@ OPTIONS: Final = (
         "overlap_p2p_comm",
         True,
         "Post receives ahead of the computation that reads them: two on gloo, one on NCCL.",
+    ),
+    Option(
+        "plan_file",
+        "",
+        "Where schedule=auto writes costs and the times of all orders, which it then races; set by ovpatch pipeline.",
     ),
     Option(
         "gradient_accumulation_fusion",

@@ -73,6 +73,7 @@ class ScheduleReport:
         bubbles: The bubble that the simulator expects, by rank; empty until it is known.
         stages: The rank's stages.
         times: Costs of the computations.
+        notes: What else is said of it: how its order was chosen.
     """
 
     name: str
@@ -83,6 +84,7 @@ class ScheduleReport:
     bubbles: Callable[[], Sequence[float]]
     stages: dict[int, StageReport]
     times: StepTimes
+    notes: list[str] = field(default_factory=list)
 
 
 def note_schedule(schedule: ScheduleReport) -> None:
@@ -112,6 +114,11 @@ class StepTimes:
     def add_step(self, seconds: float) -> None:
         """Add a step."""
         _append(self._steps, seconds)
+
+    def clear(self) -> None:
+        """Forget all durations."""
+        self._costs.clear()
+        self._steps.clear()
 
     def stages(self) -> set[int]:
         """Return the stages with costs."""
@@ -148,6 +155,7 @@ def _describe(schedule: ScheduleReport) -> list[str]:
         f"{schedule.name} runs as {schedule.order} on rank {schedule.rank}: {schedule.microbatches} microbatches, "
         f"at most {schedule.peak_activations} with activations"
     ]
+    lines += schedule.notes
     for index, stage in schedule.stages.items():
         where = f"stage {index}"
         costs = [f"{kind.value} {1000 * cost:.2f}" for kind in Kind if (cost := times.cost(index, kind))]

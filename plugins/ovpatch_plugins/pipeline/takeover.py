@@ -13,21 +13,31 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent
 from ovpatch.overlap.comm.group_state import group_store
-from ovpatch_plugins.pipeline.actions import Kind, Schedule
+from ovpatch_plugins.pipeline.actions import Kind, Order, Schedule
+from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule, Pipeline
 from ovpatch_plugins.pipeline.clock import make_clock
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
-from ovpatch_plugins.pipeline.options import AS_GIVEN
+from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO
 from ovpatch_plugins.pipeline.orders import ScheduleError, build_order, check_schedule, convert_torch_order
 from ovpatch_plugins.pipeline.prediction import Prediction
-from ovpatch_plugins.pipeline.program import make_program
+from ovpatch_plugins.pipeline.program import Program, make_program
 from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, StepTimes, note_schedule, note_stock
 from ovpatch_plugins.pipeline.stage_run import StageRun
 from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer, blocks_host, close_communicators
 
 _SINGLE: Final = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
+_CHOSEN_FOR: Final = (
+    *_SINGLE,
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+)
 _AHEAD: Final = {True: 2, False: 1}  # receives posted in advance, where a wait blocks the host and where it does not
 
 
@@ -57,7 +67,7 @@ class Takeover:
                 return original(schedule, *args, **kwargs)
             bound = signature.bind(schedule, *args, **kwargs)
             bound.apply_defaults()
-            engine.run(_prepare_inputs(schedule, bound.arguments))
+            _records[schedule].run(_prepare_inputs(schedule, bound.arguments))
             return None
 
         return _step_microbatches
@@ -66,11 +76,14 @@ class Takeover:
         known = _records.get(schedule)
         facts = _facts_of(schedule, owner)
         if known is None or not known.is_for(facts):
-            known = _records[schedule] = _Record(facts, self._make_engine(schedule, owner))
+            known = _records[schedule] = _Record(facts, *self._make_engine(schedule, owner))
         return known.engine
 
-    def _make_engine(self, schedule: Any, owner: str) -> Engine | None:
-        """Return the engine of a schedule, or None where some rank has a reason against it. Agrees with all ranks."""
+    def _make_engine(self, schedule: Any, owner: str) -> tuple[Engine | None, AutoSchedule | None]:
+        """Return the engine of a schedule, or None where some rank has a reason against it. Agrees with all ranks.
+
+        With schedule=auto, also what runs the steps until an order is chosen.
+        """
         _give_buffers_back(schedule)
         stages = _stages_of(schedule)
         group = stages[0].group or dist.distributed_c10d._get_default_group()
@@ -90,7 +103,7 @@ class Takeover:
         reason = _agree(group, terms, reason)
         if reason or orders is None:
             note_stock(f"{type(schedule).__name__}: {reason}")
-            return None
+            return None, None
         return self._build(schedule, owner, stages, group, name, orders)
 
     def _choose_order(self, schedule: Any, owner: str, stages: Sequence[Any]) -> tuple[str, Schedule]:
@@ -98,7 +111,7 @@ class Takeover:
             lowered = getattr(schedule, "pipeline_order_with_comms", None)
             return "its own order", convert_torch_order(lowered or schedule.pipeline_order)
         wanted = self._options["schedule"]
-        name = _SINGLE[owner] if wanted == AS_GIVEN else wanted
+        name = _SINGLE[owner] if wanted in (AS_GIVEN, AUTO) else wanted
         return name, build_order(name, ranks=stages[0].num_stages, microbatches=schedule._n_microbatches)
 
     def _build(
@@ -109,12 +122,13 @@ class Takeover:
         group: dist.ProcessGroup,
         name: str,
         orders: Schedule,
-    ) -> Engine:
+    ) -> tuple[Engine, AutoSchedule | None]:
         rank, placement = dist.get_rank(group), _placement_of(schedule, stages)
         device = torch.device(stages[0].device)
         ahead = _AHEAD[blocks_host(group, device)] if self._options["overlap_p2p_comm"] else 0
         program = make_program(orders, placement, rank, ahead=ahead, shardings=_list_shardings(schedule, rank))
-        split = {action.stage for action in orders[rank] if action.kind is Kind.W}
+        is_auto = self._chooses(schedule) and group.size() > 1
+        split = {action.stage for action in orders[rank] if action.kind is Kind.W or is_auto}
         split |= {
             step.action.stage for step in program.steps if step.action.kind is not Kind.F and step.receiver is not None
         }
@@ -133,28 +147,54 @@ class Takeover:
         times = StepTimes()
         clock = make_clock(times, device)
         engine = Engine(schedule, group, runs, program, transport, times, clock, prediction, by_perform=by_perform)
-        note_schedule(
-            ScheduleReport(
-                name=type(schedule).__name__,
-                order=name,
-                rank=rank,
-                microbatches=schedule._n_microbatches,
-                peak_activations=program.peak_activations,
-                bubbles=lambda: prediction.bubbles,
-                stages={index: run.report for index, run in runs.items()},
-                times=times,
-            )
+        report = ScheduleReport(
+            name=type(schedule).__name__,
+            order=name,
+            rank=rank,
+            microbatches=schedule._n_microbatches,
+            peak_activations=program.peak_activations,
+            bubbles=lambda: engine.bubbles,
+            stages={index: run.report for index, run in runs.items()},
+            times=times,
         )
-        return engine
+        note_schedule(report)
+        if not is_auto:
+            return engine, None
+        is_sharded = bool(_list_shardings(schedule, rank))
+        pipeline = Pipeline(report.name, orders, placement, schedule._n_microbatches, group, device, self._options)
+
+        def make_other_program(other: Schedule) -> Program:
+            shardings = _unshard_all(other[rank]) if is_sharded else ()
+            return make_program(other, placement, rank, ahead=ahead, shardings=shardings)
+
+        auto = AutoSchedule(engine, transport, pipeline, make_other_program, report, cache_dir())
+        return engine, auto
+
+    def _chooses(self, schedule: Any) -> bool:
+        """Tell whether an order is chosen for a schedule: its class has one of its own, not one of the script's."""
+        return self._options["schedule"] == AUTO and type(schedule).__name__ in _CHOSEN_FOR
 
 
 class _Record:
     """What is known of a schedule: the facts that were looked at, and the engine made from them."""
 
-    def __init__(self, facts: tuple[Any, ...], engine: Engine | None) -> None:
+    def __init__(self, facts: tuple[Any, ...], engine: Engine | None, auto: AutoSchedule | None) -> None:
         self._facts = facts
         self.engine = engine
         self.stock_steps = 0
+        self._auto = auto
+
+    def run(self, inputs: StepInputs) -> None:
+        """Run a step."""
+        if self._auto is None:
+            assert self.engine is not None
+            self.engine.run(inputs)
+            return
+        try:
+            self._auto.run(inputs)
+        finally:
+            if self._auto.is_final:
+                self._auto = None
 
     def is_for(self, facts: tuple[Any, ...]) -> bool:
         """Tell whether nothing has changed since."""
@@ -202,6 +242,14 @@ def _custom_functions(schedule: Any) -> Mapping[Any, Any]:
 
 def _list_actions(orders: Schedule) -> list[list[str]]:
     return [[str(action) for action in order] for order in orders]
+
+
+def _unshard_all(order: Order) -> list[tuple[int, str, int]]:
+    """Return that each stage is unsharded before its first computation, and resharded at the end of the step."""
+    stages = dict.fromkeys(action.stage for action in order)
+    first = {stage: next(i for i, action in enumerate(order) if action.stage == stage) for stage in stages}
+    ends = [(len(order), "RESHARD", stage) for stage in stages]
+    return [*((index, "UNSHARD", stage) for stage, index in first.items()), *ends]
 
 
 def _list_shardings(schedule: Any, rank: int) -> list[tuple[int, str, int]]:

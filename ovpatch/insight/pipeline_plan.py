@@ -1,0 +1,135 @@
+"""What ``ovpatch pipeline -- command`` measures: its worker in each process, and how its plan is shown.
+
+The plan is a file that feature ``pipeline`` writes once it has raced all orders; see ``candidates.write_plan`` there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ovpatch.session.report import render_table
+from ovpatch.session.workers import Orders
+
+PLAN: Final = "plan.json"
+"""Name of the file, in the folder of the run."""
+
+COLOURS: Final = {"F": "#7fa8d9", "B": "#e3a857", "BW": "#e3a857", "W": "#7fb5a8"}
+"""Colours of the computations."""
+
+_STAGES: Final = ("stage", "rank", "F", "B", "W", "holds until B", "until W")
+_ROWS: Final = ("order", "memory", "predicted", "measured", "of as given", "bubble", "")
+
+
+def start_worker(orders: Orders) -> None:
+    """End this process after the step in which the plan is there; called at the end of ``import torch``."""
+    from ovpatch.insight import steps
+
+    plan = Path(orders.details["plan"])
+
+    def at_border(_number: int) -> None:
+        if plan.exists():
+            steps.exit_with_peers(orders.directory)
+
+    counter = steps.StepCounter(orders.directory, at_border)
+    counter.start_counting()
+
+
+def read_plan(folder: Path) -> dict[str, Any] | None:
+    """Return the plan in the folder of a run; None if there is none."""
+    path = folder / PLAN
+    if not path.exists():
+        return None
+    plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return plan
+
+
+def format_plan(plan: Mapping[str, Any], command: str, *, colour: bool) -> str:
+    """Return the tables, the picture of the fastest order, and the line to set."""
+    best = plan["rows"][plan["best"]]
+    numbers = f"{plan['class']}, {plan['ranks']} ranks, {plan['microbatches']} microbatches"
+    right = {head for head in (*_STAGES, *_ROWS) if head not in ("order", "")}
+    tables = [
+        render_table(
+            f"{numbers}: milliseconds of a microbatch", _STAGES, _list_stages(plan), colour=colour, right=right
+        ),
+        render_table("Milliseconds of a step", _ROWS, _list_rows(plan), colour=colour, right=right),
+    ]
+    send = 1000 * float(plan["costs"]["send"])
+    return "\n".join(
+        [
+            *(table.rstrip() for table in tables),
+            "memory: of the fullest rank, in units of 1F1B's; bubble: part of a step in which the busiest rank waits",
+            f"a transfer takes {send:.3f} ms; no order is below {1000 * plan['limit']:.1f} ms, m(F+B+W) of the busiest "
+            f"rank, and none of this placement below {1000 * plan['bound']:.1f} ms",
+            "",
+            f"{best['order']}, as simulated (a dot: the rank waits):",
+            *(f"  rank {rank}  {letters}" for rank, letters in enumerate(plan["picture"])),
+            "",
+            f"to run it: {write_setting(best['setting'])} {command}",
+        ]
+    )
+
+
+def write_setting(setting: Mapping[str, str]) -> str:
+    """Return the variables that make the feature run an order."""
+    options = (f"OVPATCH_PIPELINE_{name.upper()}={value}" for name, value in setting.items())
+    return " ".join(["OVPATCH_AUTO=1", "OVPATCH_PIPELINE=1", *options])
+
+
+def _list_stages(plan: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    costs = plan["costs"]
+    for stage, rank in enumerate(plan["placement"]):
+        times = (f"{1000 * costs[name][stage]:.2f}" for name in ("forward", "backward", "weight"))
+        held = (_mebibytes(costs[name], stage) for name in ("activations", "deferred"))
+        yield str(stage), str(rank), *times, *held
+
+
+def _mebibytes(sizes: Sequence[float] | None, stage: int) -> str:
+    return "unknown" if sizes is None else f"{sizes[stage] / 2**20:.0f} MiB"
+
+
+def _list_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    given = plan["rows"][0]["measured"]
+    for number, row in enumerate(plan["rows"]):
+        measured = row["measured"]
+        yield (
+            row["order"],
+            f"{row['memory']:.2f}x",
+            f"{1000 * row['predicted']:.1f}",
+            "not run" if measured is None else f"{1000 * measured:.1f}",
+            "" if measured is None or given is None else f"{measured / given:.3f}",
+            f"{100 * row['bubble']:.1f}%",
+            "best" if number == plan["best"] else "",
+        )
+
+
+def draw_order(timeline: Sequence[Sequence[Sequence[Any]]], title: str, unit: str, path: Path) -> None:
+    """Draw a row per rank, F, B and W by colour; later stages of a rank are paler.
+
+    Args:
+        timeline: Kind, stage, microbatch, start and end of each computation, by rank.
+        title: Above the picture.
+        unit: Of the times.
+        path: A PNG, SVG or PDF file.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(12, 0.5 * len(timeline) + 1.2), layout="constrained")
+    axes = figure.add_subplot()
+    for rank, line in enumerate(timeline):
+        stages = sorted({action[1] for action in line})
+        for kind, stage, _, start, end in line:
+            alpha = 1.0 - 0.5 * stages.index(stage) / len(stages)
+            colour = COLOURS[kind]
+            axes.barh(rank, end - start, 0.85, start, color=colour, alpha=alpha, edgecolor="white", linewidth=0.3)
+    axes.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"time in {unit}")
+    axes.set_title(title)
+    handles = [Patch(color=COLOURS[kind], label=kind) for kind in "FBW"]
+    figure.legend(handles=handles, loc="outside lower right", ncols=3, frameon=False)
+    figure.savefig(path, dpi=130)

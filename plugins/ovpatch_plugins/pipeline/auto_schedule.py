@@ -1,0 +1,394 @@
+"""``schedule=auto``: an order solved from costs of the first steps, raced against the order as given.
+
+All ranks of the job decide alike, also those of other replicas of the pipeline: collectives inside of computations,
+as those of tensor parallelism, and reductions of stages keep one sequence in the whole job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ovpatch.overlap.comm.collectives import backend_name
+from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values, wait_limit_s
+from ovpatch.overlap.comm.group_state import group_state
+from ovpatch_plugins.pipeline.actions import Schedule
+from ovpatch_plugins.pipeline.candidates import AS_GIVEN_NAME, Candidate, find_candidates, write_plan
+from ovpatch_plugins.pipeline.engine import Engine, StepInputs
+from ovpatch_plugins.pipeline.measured_costs import (
+    PipelineCosts,
+    RankCosts,
+    StageProbe,
+    measure_sends,
+    merge_costs,
+    read_spare,
+    read_times,
+)
+from ovpatch_plugins.pipeline.orders import Placement, ScheduleError, check_schedule
+from ovpatch_plugins.pipeline.prediction import Prediction
+from ovpatch_plugins.pipeline.program import Program
+from ovpatch_plugins.pipeline.report import ScheduleReport
+from ovpatch_plugins.pipeline.schedule_cache import ChosenOrder, ScheduleCache, write_orders
+from ovpatch_plugins.pipeline.transport import PeerToPeer
+
+WARM_UP: Final = 2
+"""Steps before costs are measured."""
+
+MEASURED: Final = 4
+"""Steps of which costs are taken."""
+
+ROUNDS: Final = 2
+"""How often each order runs in the race."""
+
+_REMEDY: Final = (
+    "With schedule=auto every rank of the job runs a pipeline, with the same calls. Set "
+    "OVPATCH_PIPELINE_SCHEDULE=as-given where some ranks run none."
+)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The pipeline that an order is chosen for.
+
+    Attributes:
+        name: Class of the schedule.
+        orders: The order as given.
+        placement: Rank of each stage.
+        microbatches: Their number.
+        group: Its process group.
+        device: Where its stages compute.
+        options: Resolved options of the feature.
+    """
+
+    name: str
+    orders: Schedule
+    placement: Placement
+    microbatches: int
+    group: dist.ProcessGroup
+    device: torch.device
+    options: Mapping[str, Any]
+
+
+class AutoSchedule:
+    """Runs an engine's steps, and finds the order for it on the way.
+
+    [Note: steps of schedule=auto] The order as given runs for :data:`WARM_UP` steps and :data:`MEASURED` more, of which
+    costs are taken. Then the first rank of the job solves, and tells the others. Orders run in turns: one step to
+    settle, in which ranks get as far apart as the order has them, then timed ones. The fastest stays. Ranks count
+    calls, not successes: a rank that had finished a step before another one failed is at the same number.
+
+    Args:
+        engine: Runs the steps.
+        transport: Its messages.
+        pipeline: What is known of the pipeline.
+        make_program: Makes this rank's program of an order.
+        report: Gets the choice.
+        directory: The user's cache; None keeps nothing.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        transport: PeerToPeer,
+        pipeline: Pipeline,
+        make_program: Callable[[Schedule], Program],
+        report: ScheduleReport,
+        directory: Path | None,
+    ) -> None:
+        self.engine = engine
+        self.is_final = False
+        self._transport, self._pipeline, self._make_program, self._report = transport, pipeline, make_program, report
+        self._directory = directory
+        self._world: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+        number = next(group_state(self._world).get_or_create(("pipeline", "auto"), itertools.count))
+        self._topic = f"pipeline: schedule=auto {number}"
+        self._plan_file = str(pipeline.options.get("plan_file", ""))
+        self._probe = StageProbe(engine.stages, pipeline.device)
+        self._calls = 0
+        self._candidates: list[Candidate] = []
+        self._programs: list[Program] = []
+        self._agenda: list[tuple[int, bool]] = []  # candidate of each step of the race, and whether it is timed
+        self._race_begins = 0
+        self._timers: dict[int, list[_StepTimer]] = {}
+        self._measured: PipelineCosts | None = None
+        self._cache: ScheduleCache | None = None
+        self._kept: ChosenOrder | None = None
+        report.notes = ["schedule=auto: the order as given runs while costs are measured"]
+
+    def run(self, inputs: StepInputs) -> None:
+        """Run one step; some begin with an agreement of all ranks of the job.
+
+        Raises:
+            RankMismatchError: A rank of the job does not take part in an agreement.
+        """
+        self._calls += 1
+        candidate = self._prepare_step(inputs)
+        if candidate is None:
+            self.engine.run(inputs)
+            return
+        timer = _StepTimer(self._pipeline.device)
+        self.engine.run(inputs)
+        timer.stop()
+        self._timers.setdefault(candidate, []).append(timer)
+
+    def _prepare_step(self, inputs: StepInputs) -> int | None:
+        """Do what is due before a step; return the candidate whose time it counts for, if any."""
+        if self._calls == 1:
+            self._look_up(inputs)
+        if self.is_final:
+            return None
+        if self._calls == WARM_UP + 1:
+            self.engine.times.clear()
+            self._probe.install()
+        if self._calls == WARM_UP + MEASURED + 1:
+            self._probe.remove()
+            self._start_race()
+        if self.is_final or not self._agenda:
+            return None
+        place = self._calls - self._race_begins
+        if place == len(self._agenda):
+            self._choose()
+            return None
+        candidate, is_timed = self._agenda[place]
+        self.engine.program = self._programs[candidate]
+        return candidate if is_timed else None
+
+    # --- agreements ---
+
+    def _gather(self, value: Any) -> list[Any]:
+        return gather_values(self._world, self._topic, value)
+
+    def _publish(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the value of the job's first rank."""
+        found: Mapping[str, Any] = self._gather(dict(value) if self._world.rank() == 0 else {})[0]
+        return found
+
+    def _look_up(self, inputs: StepInputs) -> None:
+        """Take the order that an earlier run has chosen, if there is one."""
+        limit = wait_limit_s(self._world, LATE_START_S)
+        check_consistent(self._world, self._topic, {}, timeout_s=limit, remedy=_REMEDY)
+        facts = [json.dumps(self._describe_environment(inputs), sort_keys=True)]
+        digest = hashlib.sha256(json.dumps(self._gather(facts)).encode()).hexdigest()
+        self._cache = ScheduleCache(self._directory, {"pipelines": digest, **self._list_facts()})
+        kept = None if self._world.rank() or self._plan_file else self._cache.read()
+        found = self._publish({"choice": kept and kept.to_json()})["choice"]
+        if found is None:
+            return
+        self._kept = ChosenOrder.from_json(found)
+        if len(self._pipeline.placement) == len(self._pipeline.orders):
+            self._take_kept()  # else it has to be seen first whether Fs draw random numbers
+
+    def _take_kept(self) -> None:
+        """Run the order that an earlier run has chosen, unless this pipeline may not."""
+        choice = self._kept
+        if choice is None:
+            return
+        try:
+            self._check(choice.schedule)
+        except ScheduleError:
+            return  # written by another version, or Fs draw random numbers now: all ranks see the same
+        steps = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in choice.steps.items())
+        note = f"schedule=auto: {choice.name}, chosen in an earlier run ({steps})"
+        self._settle(choice.schedule, choice.name, [note])
+
+    def _start_race(self) -> None:
+        """Exchange costs, solve on the first rank of the job, and line the orders up."""
+        pipeline = self._pipeline
+        sends = measure_sends(
+            self._transport, self.engine.stages, pipeline.placement, dist.get_rank(pipeline.group), pipeline.device
+        )
+        mine = RankCosts(
+            ranks=dist.get_process_group_ranks(pipeline.group),
+            facts=self._list_facts(),
+            times=read_times(self.engine.times, self.engine.stages),
+            memory=self._probe.read_footprints(),
+            spare=read_spare(pipeline.device),
+            sends=sends,
+            draws=self._probe.draws and len(pipeline.placement) > len(pipeline.orders),
+        )
+        found = merge_costs([RankCosts(**one) for one in self._gather(mine.to_json())], pipeline.placement)
+        if isinstance(found, str):
+            self._keep_as_given(found)
+            return
+        self._measured = found
+        self._take_kept()
+        if self.is_final:
+            return
+        told = self._publish(self._solve(found) if self._world.rank() == 0 else {})
+        self._candidates = [Candidate.from_json(one) for one in told["candidates"]]
+        if len(self._candidates) < 2:
+            self._finish_plan([math.nan] * len(self._candidates), 0)
+            self._keep_as_given(told["remark"] or "no order is expected to be faster")
+            return
+        for candidate in self._candidates:
+            self._check(candidate.schedule)
+        self._programs = [self._make_program(candidate.schedule) for candidate in self._candidates]
+        self._agenda = _line_up(len(self._candidates), timed=2 if self._plan_file else 3)
+        self._race_begins = self._calls
+        names = " and ".join(candidate.name for candidate in self._candidates[1:])
+        self._report.notes = [
+            f"schedule=auto: {names} races against the order as given",
+            *filter(None, [told["remark"]]),
+        ]
+
+    def _solve(self, measured: PipelineCosts) -> dict[str, Any]:
+        pipeline = self._pipeline
+        candidates, remark = find_candidates(
+            measured,
+            pipeline.placement,
+            pipeline.microbatches,
+            pipeline.orders,
+            str(pipeline.options["memory_limit"]),
+            plans=bool(self._plan_file),
+        )
+        return {"candidates": [one.to_json() for one in candidates], "remark": remark}
+
+    def _choose(self) -> None:
+        """Take the order that was fastest on the slowest rank."""
+        if self._pipeline.device.type == "cuda":
+            torch.cuda.synchronize(self._pipeline.device)
+        mine = [self._read_step(number) for number in range(len(self._candidates))]
+        columns = zip(*self._gather(mine), strict=True)
+        steps = [math.inf if None in column else max(column) for column in columns]
+        best = min(range(len(steps)), key=steps.__getitem__)
+        chosen, given = self._candidates[best], self._candidates[0]
+        self._finish_plan(steps, best)
+        if not best:
+            other = min(range(1, len(steps)), key=steps.__getitem__)
+            rival = self._candidates[other]
+            self._keep_as_given(
+                f"{1000 * steps[0]:.1f} ms a step against {1000 * steps[other]:.1f} ms of {rival.name} "
+                f"(predicted {1000 * given.predicted:.1f} and {1000 * rival.predicted:.1f})"
+            )
+        else:
+            text = (
+                f"schedule=auto: {chosen.name} takes {1000 * steps[best]:.1f} ms a step against "
+                f"{1000 * steps[0]:.1f} ms as given (predicted {1000 * chosen.predicted:.1f} and "
+                f"{1000 * given.predicted:.1f}), with {chosen.memory:.2f}x the memory of 1F1B"
+            )
+            self._settle(chosen.schedule, chosen.name, [text])
+        if self._world.rank() == 0 and self._cache is not None and not self._plan_file and math.isfinite(steps[best]):
+            names = [candidate.name for candidate in self._candidates]
+            self._cache.write(ChosenOrder(chosen.name, chosen.schedule, dict(zip(names, steps, strict=True))))
+
+    def _read_step(self, candidate: int) -> float | None:
+        """Return the seconds of a step of a candidate on this rank; None if none of its steps ended well."""
+        timers = self._timers.get(candidate)
+        return statistics.median(timer.seconds() for timer in timers) if timers else None
+
+    # --- what is chosen ---
+
+    def _keep_as_given(self, why: str) -> None:
+        self._settle(self._pipeline.orders, AS_GIVEN_NAME, [f"schedule=auto: the order as given stays: {why}"])
+
+    def _settle(self, schedule: Schedule, name: str, notes: Sequence[str]) -> None:
+        """Run an order from now on."""
+        self.is_final = True
+        program, pipeline = self._make_program(schedule), self._pipeline
+        self.engine.set_program(program, Prediction(pipeline.group, schedule, pipeline.placement))
+        self.engine.times.clear()
+        self._report.notes = list(notes)
+        self._report.peak_activations = program.peak_activations
+        if name != AS_GIVEN_NAME:
+            self._report.order = name
+
+    def _check(self, schedule: Schedule) -> None:
+        draws = self._measured is not None and self._measured.draws
+        pipeline = self._pipeline
+        check_schedule(schedule, pipeline.placement, stock=pipeline.orders, keep_forward_order=draws)
+
+    def _finish_plan(self, steps: Sequence[float], best: int) -> None:
+        """Write the plan, if there is to be one; all ranks know that it is there behind this."""
+        if not self._plan_file:
+            return
+        if self._world.rank() == 0 and self._measured is not None:
+            pipeline, numbers = self._pipeline, (self._pipeline.microbatches, self._pipeline.placement)
+            write_plan(Path(self._plan_file), pipeline.name, self._measured, numbers, self._candidates, steps, best)
+        self._gather("written")
+
+    def _list_facts(self) -> dict[str, Any]:
+        """Return what is alike in all pipelines of a job that decides at all."""
+        pipeline = self._pipeline
+        orders = " / ".join(write_orders(pipeline.orders))
+        return {
+            "class": pipeline.name,
+            "microbatches": pipeline.microbatches,
+            "placement": list(pipeline.placement),
+            "order": hashlib.sha256(orders.encode()).hexdigest(),
+            "options": {name: str(value) for name, value in pipeline.options.items() if name != "plan_file"},
+        }
+
+    def _describe_environment(self, inputs: StepInputs) -> dict[str, Any]:
+        """Return what times depend on, on this rank: shapes, device and versions."""
+        device = self._pipeline.device
+        stages = {
+            index: [
+                [*map(int, param.shape), str(param.dtype), param.requires_grad]
+                for param in run.stage.submod.parameters()
+            ]
+            for index, run in self.engine.stages.items()
+        }
+        return {
+            "stages": stages,
+            "inputs": [list(one.shape) for one in _list_tensors((inputs.args[0], inputs.kwargs[0]))],
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+            "threads": torch.get_num_threads(),
+            "backend": backend_name(self._pipeline.group, device),
+            "torch": str(torch.__version__),
+            "ovpatch": importlib.metadata.version("ovpatch"),
+        }
+
+
+class _StepTimer:
+    """The time of a step, from its call to its end on the device. It starts when it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begin, self._end = self._mark(), None
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def stop(self) -> None:
+        self._end = self._mark()
+
+    def seconds(self) -> float:
+        """Return the duration; on a device, all its work has ended before."""
+        if self._device.type != "cuda":
+            return float(self._end - self._begin)
+        return float(self._begin.elapsed_time(self._end)) / 1000
+
+
+def _line_up(count: int, *, timed: int) -> list[tuple[int, bool]]:
+    """Return the steps of a race: the candidate of each, and whether its time counts."""
+    agenda = []
+    for number in range(ROUNDS):
+        turn = range(count) if number % 2 == 0 else reversed(range(count))
+        for candidate in turn:
+            agenda += [(candidate, False), *[(candidate, True)] * timed]
+    return agenda
+
+
+def _list_tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _list_tensors(part)]
