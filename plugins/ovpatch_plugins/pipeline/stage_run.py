@@ -129,9 +129,9 @@ class StageRun:
         for infos, kept in ((self.stage.args_recv_info, self._inputs), (self.stage.grad_recv_info, self._grads)):
             for microbatch, items in infos.items():
                 found = [getattr(info, "buffer", None) for info in items]
-                if microbatch not in kept or any(isinstance(one, Tensor) for one in found):
+                if microbatch not in kept or any(isinstance(one, Tensor) and not one.is_meta for one in found):
                     kept[microbatch] = [None if one is None else _shape_of(one) for one in found]
-                _set_buffers(items, [None] * len(found))
+                _set_buffers(items, kept[microbatch])  # torch 2.11 clears each buffer's gradient, and expects a tensor
 
     def give_buffers_back(self) -> None:
         """Give the stage receive buffers for all microbatches, as stock expects them."""
@@ -178,9 +178,9 @@ class StageRun:
 
     def drop_buffers(self, microbatch: int) -> None:
         """Drop the received tensors of a microbatch."""
-        for infos in (self.stage.args_recv_info, self.stage.grad_recv_info):
-            items = infos.get(microbatch, ())
-            _set_buffers(items, [None] * len(items))
+        for infos, kept in ((self.stage.args_recv_info, self._inputs), (self.stage.grad_recv_info, self._grads)):
+            if microbatch in kept:
+                _set_buffers(infos[microbatch], kept[microbatch])
 
     def _make(self, shape: Tensor | None) -> Tensor | None:
         if shape is None:
