@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -22,7 +23,7 @@ from ovpatch.overlap.peer_rpc import host_barrier
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from tests.plugins.ddp.arms import data
-from tests.plugins.dist_optimizer import test_loop_styles, test_models, test_reads_of_gradients
+from tests.plugins.dist_optimizer import test_held_state, test_loop_styles, test_models, test_reads_of_gradients
 from tests.plugins.dist_optimizer.arms import SMALL, both
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp
 from tests.plugins.dist_optimizer.test_loops import net
@@ -102,6 +103,33 @@ def test_a_deferred_wait_is_done_at_its_end_or_before_the_next_barrier(ranks, wo
     for went_on, waited in others:
         assert max(went_on) < 0.1
         assert min(waited) > 0.1
+
+
+def signalled() -> bool:
+    """While rank 1 waits for rank 0, a signal handler reads what is waited for, as one that saves a checkpoint does."""
+    one, read = HostBarrier.for_group(dist.group.WORLD), []
+
+    def handle(*_: Any) -> None:
+        one.finish()
+        read.append(time.monotonic())
+
+    late = dist.get_rank() == 0
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        if late:
+            time.sleep(0.5)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+        one.defer()
+        one.finish()
+        one.wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return late or len(read) == 1
+
+
+def test_a_signal_handler_may_wait_as_well(ranks):
+    assert ranks(2)(signalled, timeout=30) == [True, True]
 
 
 def staying_away(who: list[int]) -> tuple[str, float]:
@@ -326,6 +354,59 @@ def test_training_with_gates(ranks):
     check_all(ranks(2)(gated, test_loop_styles.train, styles, 8))
     uses = {use: {"use": use} for use in ("rank 0 logs", "rank 0 logs one", "clip by value")}
     check_all(ranks(2)(gated, test_reads_of_gradients.train, uses, 6))
+
+
+def held_with_gates(kind: str) -> dict[str, Any]:
+    with counted() as calls:
+        result = both(test_held_state.held, kind, "object", "after", True, options=test_held_state.ALL)
+    assert calls["defer"] or kind != "adamw", "hosts waited as soon as they had come"
+    return result
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_is_held_over_steps_with_gates(ranks, kind):
+    test_held_state.check_held(ranks(2)(held_with_gates, kind, timeout=60))
+
+
+def read_alone(late: int) -> list[float]:
+    """Train where hosts run ahead; one rank alone reads state, gradients and parameters, late; the group is destroyed.
+
+    Returns:
+        What the rank that reads alone has read, then the sums of all parameters, read after the group is gone.
+    """
+    group = dist.new_group()
+    model = ddp(net(), process_group=group)
+    opt = torch.optim.AdamW(model.parameters(), 0.01)
+    found = []
+    for number in range(8):
+        opt.zero_grad()
+        model(data(number, 5, 6)).square().mean().backward()
+        if dist.get_rank() == late:
+            time.sleep(0.05)
+            found += [p.grad.sum().item() for p in model.parameters()]
+        opt.step()
+        if dist.get_rank() == late:
+            time.sleep(0.05)
+            found += [one["exp_avg"].sum().item() for one in opt.state_dict()["state"].values()]
+            found += [p.sum().item() for p in model.parameters()]
+    dist.destroy_process_group(group)
+    return found + [p.sum().item() for p in model.parameters()]
+
+
+def read_alone_as(late: int, patched: bool) -> list[float]:
+    if not patched:
+        return read_alone(late)
+    options = {"dist_optimizer": {"min_param_numel": 1}}
+    with counted() as calls, ovpatch.applied("ddp", "dist_optimizer", options=options):
+        found = read_alone(late)
+    assert calls["defer"] > 8, "hosts waited as soon as they had come"
+    return found
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_one_rank_alone_reads_where_hosts_wait_late(ranks, late):
+    stock, patched = (ranks(2)(read_alone_as, late, how, timeout=60) for how in (False, True))
+    assert patched == stock
 
 
 def asked_ahead() -> list[str]:

@@ -51,7 +51,8 @@ class HostBarrier:
         assert store is not None, "the process group was destroyed"
         self._store, self._in_file = store, _is_in_file(store)
         self._timeout_s = group_timeout_s(group)
-        self._number, self._lock = 0, threading.Lock()
+        self._number = 0
+        self._lock = threading.RLock()  # re-entered if a signal handler reads what is waited for
         self._raised = ""  # the key of the flag that this rank raised last
         self._arrived = self._open = self._deferred = False
         self._longest_pause_s = max(_PAUSE_S, _PAUSE_PER_RANK_S * self._world)  # all ranks poll one store
@@ -76,16 +77,17 @@ class HostBarrier:
 
         A second call before that wait does nothing.
         """
-        self.finish()
         with self._lock:
+            self.finish()
             if self._world > 1 and not self._arrived:
                 self._arrive()
                 self._arrived = True
 
     def defer(self) -> None:
         """Arrive, if this rank has not, and leave the wait to :meth:`finish`."""
-        self.arrive()
-        self._deferred = self._world > 1
+        with self._lock:
+            self.arrive()
+            self._deferred = self._world > 1
 
     def finish(self) -> None:
         """Wait as :meth:`wait` does, if that was deferred and has not been done since."""
@@ -96,8 +98,8 @@ class HostBarrier:
 
     def stay_away(self) -> None:
         """Pass the next barrier without waiting: ranks that wait there raise an error. Others may pass it alike."""
-        self.finish()
         with self._lock:
+            self.finish()
             if self._world > 1:
                 key, arrives = self._key(), not self._arrived
                 self._number += arrives
@@ -115,8 +117,8 @@ class HostBarrier:
         """
         if self._world == 1:
             return bool(flag)
-        self.finish()
         with self._lock:  # the backwards of two devices run on a thread each
+            self.finish()
             return self._pass(flag)
 
     def _pass(self, flag: bool | None) -> bool:

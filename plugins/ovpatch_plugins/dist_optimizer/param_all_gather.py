@@ -207,6 +207,10 @@ class AllGatherBucket:
                 return
             try:
                 with without_modes(), profiler_span(self._labels[1]):
+                    if self._before_wait is not None:
+                        self._before_wait()
+                    if not self._works:  # a signal handler has read a parameter meanwhile
+                        return
                     self._wait()
             except RuntimeError as error:  # of the collective
                 mark_lost(self._params, self.finish_all_gather, error)
@@ -218,8 +222,6 @@ class AllGatherBucket:
                 self._output = None
 
     def _wait(self) -> None:
-        if self._before_wait is not None:
-            self._before_wait()
         if self._stream is None:
             self._wait_and_copy_out()
             return

@@ -92,6 +92,26 @@ def test_state_that_is_held_over_steps_is_what_stocks_is(ranks, world):
     check_all(results, check=check_held)
 
 
+def none_beside_held(kind: str) -> list[Record]:
+    """A script holds a tensor of each state, so that it stays whole, and writes an entry without a value beside it."""
+    model, opts = build(kind)
+    kept: list[Tensor] = []
+    for number in range(4):
+        step(model, opts, number)
+        for state in [state for opt in opts for state in opt.state.values()]:
+            kept.append(_first(state).view(-1)[1:])
+            state["note"] = None
+    return [params(model), *(on_cpu(opt.state_dict()) for opt in opts)]
+
+
+@pytest.mark.parametrize("kind", ["adamw", *KINDS])
+def test_none_beside_a_held_tensor_stays_none(ranks, kind):
+    results = ranks(2)(both, none_beside_held, kind, options=ALL | NAMED)
+    for result in results:
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["steps"] >= 4
+
+
 def still_held() -> list[Any]:
     """What was replaced keeps its content over a load; after a step without a read in between, an error says so."""
     model, (opt,) = build("adamw")
