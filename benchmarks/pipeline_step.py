@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import ovpatch
 from benchmarks.models import Block
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, described, device, running, start, timed
+from ovpatch_plugins.pipeline.stage_run import list_stages
 
 # Name of the arm: class, stages per rank, order of the feature or None for stock.
 ARMS: dict[str, tuple[str, int, str | None]] = {
@@ -138,7 +139,7 @@ def measure_schedule(args: argparse.Namespace, arm: tuple[str, int, str | None])
     try:
         schedule = build(args, arm)
         rows = make_rows(args, args.microbatches)
-        inputs = (rows,) if any(stage.is_first for stage in _stages(schedule)) else ()
+        inputs = (rows,) if any(stage.is_first for stage in list_stages(schedule)) else ()
 
         def step() -> None:
             schedule.step(*inputs, target=rows, return_outputs=False)
@@ -150,10 +151,6 @@ def measure_schedule(args: argparse.Namespace, arm: tuple[str, int, str | None])
         return found
     finally:
         ovpatch.revert()
-
-
-def _stages(schedule: Any) -> list[Any]:
-    return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
 
 
 def compare_schedules(args: argparse.Namespace) -> None:

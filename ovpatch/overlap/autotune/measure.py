@@ -205,17 +205,29 @@ class TuningCache:
             return
         choices = self.read() | {key: dict(times)}
         data = {"format": FORMAT, "environment": self._environment, "choices": choices}
-        temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-            os.replace(temporary, self.path)
-        except OSError:  # read-only, full, or no directory; this process still knows the times
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        write_if_possible(self.path, data)
 
     def _damaged(self, why: str) -> str:
         return f"{self.path} is damaged and was not used ({why}): it is written anew if something is measured"
+
+
+def write_if_possible(path: Path, data: Any) -> None:
+    """Write a JSON file of the user's cache; nothing where that is read-only, full or no directory."""
+    with suppress(OSError):  # what would have been read is measured again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, data)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write a JSON file, which is there as a whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def _checked(data: Any, environment: Mapping[str, str]) -> dict[str, Times]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from ovpatch.overlap.autotune.measure import write_json
 from ovpatch_plugins.pipeline.actions import Schedule
 from ovpatch_plugins.pipeline.measured_costs import PipelineCosts, find_unit, make_problem
 from ovpatch_plugins.pipeline.options import MemoryLimit, read_memory_limit
@@ -171,6 +170,4 @@ def write_plan(
         ],
         "picture": draw_text(winner),
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(plan) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_json(path, plan)

@@ -36,6 +36,7 @@ from ovpatch_plugins.pipeline.stage_module import (
     make_subclass,
     select_output,
 )
+from ovpatch_plugins.pipeline.stage_run import list_stages
 
 _SCHEDULES: Final = {
     "straight": "Schedule1F1B",
@@ -434,12 +435,12 @@ class CutSchedule:
     @property
     def has_first_stage(self) -> bool:
         """Whether this rank has the first stage."""
-        return any(stage.is_first for stage in _stages_of(self))
+        return any(stage.is_first for stage in list_stages(self))
 
     @property
     def has_last_stage(self) -> bool:
         """Whether this rank has the last stage, and so losses and outputs."""
-        return any(stage.is_last for stage in _stages_of(self))
+        return any(stage.is_last for stage in list_stages(self))
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's parameters with their names in the whole model."""
@@ -467,10 +468,6 @@ class CutSchedule:
         for part in self.model_parts:
             own = {key: state_dict[name] for key in part.state_dict() if (name := _plain_name(key)) in state_dict}
             part.load_state_dict(own, strict=strict)
-
-
-def _stages_of(schedule: Any) -> list[Any]:
-    return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
 
 
 def _plain_name(name: str) -> str:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ovpatch.overlap.autotune.measure import write_if_possible
 from ovpatch_plugins.pipeline.actions import Action, Kind, Schedule
 from ovpatch_plugins.pipeline.orders import ScheduleError
 
@@ -106,12 +104,4 @@ class ScheduleCache:
         """Keep an order if the file can be written. The write is atomic."""
         if self.path is None:
             return
-        data = {"format": _FORMAT, "key": self._key, "choice": choice.to_json()}
-        temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(data) + "\n", encoding="utf-8")
-            os.replace(temporary, self.path)
-        except OSError:  # read-only, full, or no directory: the next run measures again
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        write_if_possible(self.path, {"format": _FORMAT, "key": self._key, "choice": choice.to_json()})

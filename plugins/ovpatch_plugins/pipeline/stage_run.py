@@ -231,6 +231,12 @@ class StageRun:
         return isinstance(self.data_parallel, FullyShardedGradients)
 
 
+def list_stages(schedule: Any) -> list[Any]:
+    """Return this rank's stages of one of torch's schedules, in its order."""
+    stages = getattr(schedule, "_stages", None)
+    return [schedule._stage] if stages is None else list(stages)
+
+
 def _shape_of(tensor: Tensor) -> Tensor:
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)

@@ -8,7 +8,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent
 from ovpatch.overlap.comm.group_state import group_store
 from ovpatch_plugins.pipeline.actions import Kind, Order, Schedule
-from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule, Pipeline
 from ovpatch_plugins.pipeline.clock import make_clock
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
 from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO
@@ -26,8 +25,11 @@ from ovpatch_plugins.pipeline.orders import ScheduleError, build_order, check_sc
 from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, make_program
 from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, StepTimes, note_schedule, note_stock
-from ovpatch_plugins.pipeline.stage_run import StageRun
+from ovpatch_plugins.pipeline.stage_run import StageRun, list_stages
 from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer, blocks_host, close_communicators
+
+if TYPE_CHECKING:
+    from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule
 
 _SINGLE: Final = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
 _CHOSEN_FOR: Final = (
@@ -85,7 +87,7 @@ class Takeover:
         With schedule=auto, also what runs the steps until an order is chosen.
         """
         _give_buffers_back(schedule)
-        stages = _stages_of(schedule)
+        stages = list_stages(schedule)
         group = stages[0].group or dist.distributed_c10d._get_default_group()
         reason = _find_reason_against(schedule, stages, group)
         name, orders = "", None
@@ -160,6 +162,8 @@ class Takeover:
         note_schedule(report)
         if not is_auto:
             return engine, None
+        from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule, Pipeline  # and the solver
+
         is_sharded = bool(_list_shardings(schedule, rank))
         pipeline = Pipeline(report.name, orders, placement, schedule._n_microbatches, group, device, self._options)
 
@@ -214,7 +218,7 @@ def release_all() -> None:
 
 def _facts_of(schedule: Any, owner: str) -> tuple[Any, ...]:
     """Return the objects on which the decision about a schedule rests, compared by identity."""
-    stages = _stages_of(schedule)
+    stages = list_stages(schedule)
     orders = getattr(schedule, "pipeline_order_with_comms", None) or getattr(schedule, "pipeline_order", None) or {}
     own = orders.get(getattr(schedule, "rank", None)) if owner not in _SINGLE else None
     return (
@@ -223,11 +227,6 @@ def _facts_of(schedule: Any, owner: str) -> tuple[Any, ...]:
         *(stage.submod for stage in stages),
         *(s.dw_builder for s in stages),
     )
-
-
-def _stages_of(schedule: Any) -> list[Any]:
-    stages = getattr(schedule, "_stages", None)
-    return [schedule._stage] if stages is None else list(stages)
 
 
 def _placement_of(schedule: Any, stages: Sequence[Any]) -> list[int]:

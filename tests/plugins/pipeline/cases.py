@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import ovpatch
+from ovpatch_plugins.pipeline.stage_run import list_stages
 from tests.plugins.pipeline.models import ROWS, WIDTH, make_blocks
 
 
@@ -84,8 +85,8 @@ def run_steps(
     case: Case, schedule: Any, params: Sequence[tuple[str, nn.Parameter]], optimizer: Any, seed: int
 ) -> list[Any]:
     found: list[Any] = []
-    is_first = any(stage.is_first for stage in _stages(schedule))
-    is_last = any(stage.is_last for stage in _stages(schedule))
+    is_first = any(stage.is_first for stage in list_stages(schedule))
+    is_last = any(stage.is_last for stage in list_stages(schedule))
     torch.manual_seed(7 + seed)
     for step in range(case.steps):
         optimizer.zero_grad()
@@ -108,10 +109,6 @@ def run_steps(
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
-
-
-def _stages(schedule: Any) -> list[Any]:
-    return [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:

@@ -48,3 +48,26 @@ def test_each_step_has_stocks_bits_whoever_wins(ranks: Any, tmp_path: Path, worl
             text = " ".join(outcome.remarks)
             assert "runs as solved for 1.5x" in text, text
             assert "solved for 1.5x takes 1000.0 ms a step against 2000.0 ms as given (predicted " in text, text
+
+
+def test_the_order_as_given_stays_where_it_is_faster(ranks: Any, tmp_path: Path) -> None:
+    for outcomes in ranks(2)(_run, ["Schedule1F1B"], str(tmp_path), 0, timeout=120):
+        outcome = outcomes["Schedule1F1B"]
+        assert not outcome.differences, outcome.differences[:4]
+        text = " ".join(outcome.remarks)
+        assert "the order as given stays: 1000.0 ms a step against 2000.0 ms of solved for 1.5x" in text, text
+        assert "Schedule1F1B runs as 1f1b" in text, text
+
+
+def _run_twice(cache: str) -> list[Outcome]:
+    return [_run(["Schedule1F1B"], cache, 1)["Schedule1F1B"] for _ in range(2)]
+
+
+def test_a_later_run_takes_the_order_that_was_chosen(ranks: Any, tmp_path: Path) -> None:
+    for first, second in ranks(2)(_run_twice, str(tmp_path), timeout=120):
+        assert not first.differences, first.differences[:4]
+        assert not second.differences, second.differences[:4]
+        assert "chosen in an earlier run" not in " ".join(first.remarks)
+        assert "solved for 1.5x, chosen in an earlier run (as given 2000.0 ms" in " ".join(second.remarks), (
+            second.remarks
+        )

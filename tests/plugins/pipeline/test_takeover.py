@@ -235,3 +235,9 @@ def test_nothing_is_imported_before_the_pipeline_is() -> None:
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "torch.distributed.pipelining" not in out
     assert "takeover" not in out
+
+
+def test_the_solver_is_loaded_for_schedule_auto_alone() -> None:
+    code = "import sys, ovpatch_plugins.pipeline.takeover; print([m for m in sys.modules if m.endswith('_schedule')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
