@@ -176,3 +176,8 @@ def test_a_command_or_a_question_is_needed(command, monkeypatch):
     code, _, err = command("--", "true")
     assert code == ExitCode.USAGE
     assert "Unset it" in err
+
+
+def test_the_line_to_set_begins_with_the_schedule():
+    line = pipeline_plan.write_setting({"memory_limit": "2x", "schedule": "auto"})
+    assert line.endswith("OVPATCH_PIPELINE_SCHEDULE=auto OVPATCH_PIPELINE_MEMORY_LIMIT=2x")

@@ -75,7 +75,8 @@ def format_plan(plan: Mapping[str, Any], command: str, *, colour: bool) -> str:
 
 def write_setting(setting: Mapping[str, str]) -> str:
     """Return the variables that make the feature run an order."""
-    options = (f"OVPATCH_PIPELINE_{name.upper()}={value}" for name, value in setting.items())
+    named = sorted(setting.items(), key=lambda item: item[0] != "schedule")  # JSON may have sorted them by name
+    options = (f"OVPATCH_PIPELINE_{name.upper()}={value}" for name, value in named)
     return " ".join(["OVPATCH_AUTO=1", "OVPATCH_PIPELINE=1", *options])
 
 
