@@ -291,6 +291,7 @@ class Engine:
             cause = error.__cause__ or error
             text = f"{self._name(self.program.rank)} failed in {self.program.steps[number].action}: "
             store.set(self._failure_key(), text + f"{type(cause).__name__}: {cause}"[:500])
+            store.get(self._failure_key())  # set() does not wait for the store, and a message to a peer may overtake it
 
     def _read_failure(self) -> str:
         """Return which rank failed in this step, or ""."""

@@ -8,7 +8,6 @@ import io
 import itertools
 import os
 import pickle
-import time
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import ovpatch
 from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, both, data, seen
+from tests.support.gloo import destroy_group
 from tests.support.worker import fresh_store
 
 
@@ -311,10 +311,7 @@ def group_made_again() -> list[Any]:
                 steps(inner, 2)
                 assert is_ours(inner)
                 del inner
-            # Stock torch, too, can hang here: a group that goes while one of gloo's threads still wants the
-            # interpreter's lock, to let go of the last backward's context, waits for that thread with the lock held.
-            time.sleep(0.1)
-            dist.destroy_process_group(half)
+            destroy_group(half)
     return results
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ovpatch
+from ovpatch_plugins.pipeline import engine
 from tests.plugins.pipeline.cases import Case, counters, device, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
 
@@ -123,6 +126,39 @@ def test_a_failing_rank_is_named_and_the_next_steps_are_right(ranks: Any, where:
                 assert "zero_grad()" in text
         if where == "F":
             assert all(results[number][1] for results in by_rank)  # every rank waits for something of this microbatch
+
+
+class SlowStore:
+    """A store as over a slow network: what is set comes late, but before the answer to a later request."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._late: threading.Thread | None = None
+
+    def set(self, key: str, value: str) -> None:
+        def arrive() -> None:
+            time.sleep(0.5)
+            self._store.set(key, value)
+
+        self._late = threading.Thread(target=arrive)
+        self._late.start()
+
+    def __getattr__(self, name: str) -> Any:
+        if self._late is not None:
+            self._late.join()
+        return getattr(self._store, name)
+
+
+def _fail_over_a_slow_network() -> list[tuple[list[str], str]]:
+    store = engine.group_store
+    with mock.patch.object(engine, "group_store", lambda group: SlowStore(store(group))):
+        return fail("F", [0], "zb-h1", calls=[0])
+
+
+def test_a_failure_is_known_before_the_messages_behind_it(ranks: Any) -> None:
+    for ((wrong, text),) in ranks(3)(_fail_over_a_slow_network):
+        assert not wrong
+        assert "out of memory, for a test" in text
 
 
 def _fail_in_the_loss() -> tuple[list[str], str]:
