@@ -279,6 +279,8 @@ def _find_reason_against(schedule: Any, stages: Sequence[Any], group: dist.Proce
         return "backward_requires_autograd=False leaves the backward to the script"
     if any(stage.dw_builder is not None for stage in stages):
         return "a stage has a dw_builder, which computes weight gradients its own way"
+    if any(not hasattr(stage, "fwd_cache") for stage in stages):
+        return "the stages of this version of torch keep their messages in a way that is not known here"
     traced = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStage", ())
     if any(isinstance(stage, traced) and _has_skip_connections(stage) for stage in stages):
         return "a traced stage has skip connections"
