@@ -285,5 +285,16 @@ def _ask(plan: FeaturePlan, plugins: Plugins, active: Mapping[str, FeatureRecord
             continue
         options = opts.get_values(record.options)
         with _standing_down(record):
-            if reasons := plugins.call_for_texts(name, "ovpatch_reasons_against", options=options):
+            reasons = _lacks_distributed(record.feature) or plugins.call_for_texts(
+                name, "ovpatch_reasons_against", options=options
+            )
+            if reasons:
                 record.stand_down("skipped", "; ".join(reasons))
+
+
+def _lacks_distributed(feature: Feature | None) -> list[str]:
+    if feature is None or not feature.distributed:
+        return []
+    import torch  # not for a plan without such features
+
+    return [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,20 +31,9 @@ def ovpatch_feature() -> Feature:
         name="ddp",
         summary="Our gradient reducer inside stock DistributedDataParallel: flat buckets, reduced under backward.",
         options=OPTIONS,
+        distributed=True,
         work=("backwards",),
     )
-
-
-@hookimpl
-def ovpatch_reasons_against() -> Sequence[str]:
-    """Return why the feature cannot run here."""
-    import torch
-
-    if not torch.distributed.is_available():
-        return ["this build of torch has no torch.distributed"]
-    if importlib.util.find_spec("torch.nn.parallel.distributed") is None:
-        return ["this build of torch has no DistributedDataParallel"]
-    return []
 
 
 @hookimpl

@@ -23,16 +23,9 @@ def ovpatch_feature() -> Feature:
         options=OPTIONS,
         requires=("ddp",),
         default=False,
+        distributed=True,
         work=("steps",),
     )
-
-
-@hookimpl
-def ovpatch_reasons_against() -> Sequence[str]:
-    """Return why the feature cannot run here."""
-    import torch
-
-    return [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]
 
 
 @hookimpl
@@ -135,7 +128,7 @@ def ovpatch_deactivate() -> None:
     if optimizers is not None:
         optimizers.release_all()
     if communicators is not None:
-        communicators.close_communicators()
+        communicators.close_step_communicators()
     if copies is not None:
         copies.forget()
 

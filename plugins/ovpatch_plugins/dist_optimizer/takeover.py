@@ -62,7 +62,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             if copies is not None:
                 copies.finish(ending)
             PeerRpc.shutdown_all(ending)
-            step_communicator.close_communicators(ending)
+            step_communicator.close_step_communicators(ending)
         original(group)
         if leaving and copies is not None:
             copies.forget(ending)  # not before: to give memory back is to wait for all that runs on the device

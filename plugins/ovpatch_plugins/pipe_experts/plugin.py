@@ -20,16 +20,9 @@ def ovpatch_feature() -> Feature:
         summary="Expert-parallel layers in chunks, whose all-to-alls hide under their experts.",
         options=OPTIONS,
         reorders_products=True,
+        distributed=True,
         work=("calls",),
     )
-
-
-@hookimpl
-def ovpatch_reasons_against() -> Sequence[str]:
-    """Return why the feature cannot run here."""
-    import torch
-
-    return [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]
 
 
 @hookimpl

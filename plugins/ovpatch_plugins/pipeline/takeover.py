@@ -26,7 +26,7 @@ from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, make_program
 from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, StepTimes, note_schedule, note_stock
 from ovpatch_plugins.pipeline.stage_run import StageRun, list_stages
-from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer, blocks_host, close_communicators
+from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer, blocks_host, close_edge_communicators
 
 if TYPE_CHECKING:
     from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule
@@ -218,7 +218,7 @@ def release_all() -> None:
     for schedule in list(_records):
         _give_buffers_back(schedule)
     _records.clear()
-    close_communicators()
+    close_edge_communicators()
 
 
 def _facts_of(schedule: Any, owner: str) -> tuple[Any, ...]:
