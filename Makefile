@@ -9,8 +9,9 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-# How many processes share the tests, file by file; 0: one after the other in this one. GPUs are for one test at a time.
-WORKERS ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 0 || echo 2)
+# How many processes share the tests, file by file; 0: one after the other in this one. Three keep two cores busy, as
+# tests wait for half of the time. GPUs are for one test at a time.
+WORKERS ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 0 || echo 3)
 
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
