@@ -12,16 +12,18 @@ DEMO_ARGS ?=
 # How many processes share the tests, file by file; 0: one after the other in this one. Three keep two cores busy, as
 # tests wait for half of the time. GPUs are for one test at a time.
 WORKERS ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 0 || echo 3)
+VERSIONS_ARGS ?=
 
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test test-versions lint clean
 
 help:
 	@echo "make demo    train a small GPT stock and patched, side by side (DEMO_ARGS=--quick: half a minute)"
 	@echo "make test    lint, then all tests (PYTEST_ARGS='-k name -x'), WORKERS=0 for one at a time"
+	@echo "make test-versions   the core of the tests on every torch from 2.11 on and every Python here (VERSIONS_ARGS=--help)"
 	@echo "make lint    ruff, and mypy --strict on ovpatch/ and plugins/"
 	@echo "make setup   only the environment $(VENV), which the others make as well"
 	@echo "make clean   remove $(VENV) and everything that was built"
@@ -43,6 +45,9 @@ lint: $(READY)
 test: lint
 	@echo "== pytest $(PYTEST_ARGS)"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-versions: $(READY)
+	@$(BIN)/python tools/test_versions.py $(VERSIONS_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
