@@ -303,7 +303,7 @@ def moe_layer() -> str:
 def ablation() -> str:
     """Return the table of ``benchmarks/ablation.py``: one row per run and arm."""
     results = _results("ablation")
-    header = ["model", "mesh", "arm", "ms", "TFLOP/s per GPU", "MFU", "over stock", "over no overlap", "peak GiB"]
+    header = ["model", "mesh", "run", "ms", "TFLOP/s per GPU", "MFU", "over stock", "over no overlap", "peak GiB"]
     header += ["what came under compute"]
     lines = [_row(header), _row(["---"] * len(header))]
     for result in results:
@@ -345,7 +345,7 @@ OVERLAPPED = {
 
 
 def _overlapped(features: dict[str, dict[str, Any]]) -> str:
-    """Return the hidden share of each feature's collectives, and features that stood down."""
+    """Return the hidden share of each feature's collectives, and features that stayed stock."""
     found = [f"{name} {how['state']}" for name, how in features.items() if how["state"] != "applied"]
     for name, (hidden, whole, what) in OVERLAPPED.items():
         counters = features.get(name, {}).get("counters", {})
