@@ -179,6 +179,19 @@ def test_a_folder_of_results_that_cannot_be_made_is_a_mistake(command, tmp_path,
     assert err.rstrip().endswith(("Name another.", "Name a folder that can be written."))
 
 
+@pytest.mark.parametrize("subcommand", ["", *main.COMMANDS])
+def test_help_has_examples_and_the_exit_codes(capsys, monkeypatch, subcommand):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main.main([*filter(None, [subcommand]), "--help"])
+    out = capsys.readouterr().out
+    for code in ExitCode:
+        assert f"\n  {code.value:<4} {code.meaning[:40]}" in out
+    for example in main.COMMANDS[subcommand].examples if subcommand else ("list",):
+        assert f"\n  ovpatch {example}\n" in out
+        main._parser(example.split()[0]).parse_args(example.split())
+
+
 def test_the_documented_exit_codes_are_those_there_are():
     documented = (Path(__file__).parent.parent / "docs" / "settings.md").read_text(encoding="utf-8")
     for code in ExitCode:
