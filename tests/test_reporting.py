@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +17,7 @@ from ovpatch.session.report import (
     FeatureReport,
     Report,
     did_work,
+    explain_old_torch,
     format_report,
     summarise_report,
     to_plain_data,
@@ -149,6 +152,23 @@ def test_the_end_of_a_run_has_six_lines_at_most():
     assert "f is failed: boom" in lines[4]
     assert lines[5].endswith(f"g (no GPU), h ({NEVER_CALLED})")
     assert all(len(line) <= 60 for line in summarise_report(report(*features), 2, width=60).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [
+        ("2.10.1", True),
+        ("1.13", True),
+        ("2.11.0a0+5228986", False),
+        ("2.13.0+cpu", False),
+        ("3.0", False),
+        ("git", False),
+    ],
+)
+def test_a_torch_that_is_too_old_is_named_with_the_remedy(monkeypatch, version, old):
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=version))
+    said = f"torch {version} is older than 2.11, and features may be unavailable. Install torch >= 2.11."
+    assert explain_old_torch() == (said if old else "")
 
 
 # --- several processes ---

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TextIO
 
-from ovpatch._version import __version__
+from ovpatch._version import OLDEST_TORCH, __version__
 from ovpatch.patching import PatchStatus
 from ovpatch.patching.patch import explain_torch_mismatch
 from ovpatch.session.plan import FeatureRecord
@@ -303,6 +303,16 @@ def make_report(
 def get_torch_version() -> str:
     """Return the version of torch, if it is imported."""
     return str(getattr(sys.modules.get("torch"), "__version__", NOT_IMPORTED))
+
+
+def explain_old_torch() -> str:
+    """Return why the imported torch is too old, with the remedy; empty if it is not."""
+    torch = get_torch_version()
+    release = tuple(int(number) for number in torch.split(".")[:2] if number.isdigit())
+    if len(release) < 2 or release >= OLDEST_TORCH:
+        return ""
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    return f"torch {torch} is older than {oldest}, and features may be unavailable. Install torch >= {oldest}."
 
 
 def get_rank() -> int | None:
