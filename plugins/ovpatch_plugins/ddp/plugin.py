@@ -18,6 +18,7 @@ _NEEDS_STOCK = {
     "_register_builtin_comm_hook": "a communication hook is registered, which reduces buckets of the C++ reducer",
     "_register_fused_optim": "an optimizer is fused into the reduction",
     "_set_sparse_metadata": "sparse metadata is set, which the C++ reducer uses",
+    "_check_manual_backward_finalization_supported": "the script finalizes its backwards, which takes the C++ reducer",
     "join": "join() shadows the collectives of the C++ reducer",
     "join_hook": "Join([...]) shadows the collectives of the C++ reducer",
 }

@@ -70,7 +70,7 @@ def ovpatch_counters() -> Mapping[str, int]:
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
-    """Return what was chosen by measurement, what stood down, and why layers were left alone or not cut."""
+    """Return what was chosen by measurement, what stayed stock, and why layers were left alone or not cut."""
     from ovpatch_plugins.pipe_experts.report import write_remarks
 
     return write_remarks(_EP)

@@ -127,8 +127,11 @@ class Takeover:
     ) -> tuple[Engine, AutoSchedule | None]:
         rank, placement = dist.get_rank(group), _placement_of(schedule, stages)
         device = torch.device(stages[0].device)
-        ahead = _AHEAD[blocks_host(group, device)] if self._options["overlap_p2p_comm"] else 0
-        program = make_program(orders, placement, rank, ahead=ahead, shardings=_list_shardings(schedule, rank))
+        on_host = blocks_host(group, device)
+        ahead = _AHEAD[on_host] if self._options["overlap_p2p_comm"] else 0
+        make = functools.partial(make_program, orders, placement, rank, shardings=_list_shardings(schedule, rank))
+        program = make(ahead=ahead)
+        settling = make(ahead=0) if ahead and not on_host else None
         is_auto = self._chooses(schedule) and group.size() > 1
         split = {action.stage for action in orders[rank] if action.kind is Kind.W or is_auto}
         split |= {
@@ -148,7 +151,9 @@ class Takeover:
         prediction = Prediction(group, orders, placement)
         times = StepTimes()
         clock = make_clock(times, device)
-        engine = Engine(schedule, group, runs, program, transport, times, clock, prediction, by_perform=by_perform)
+        engine = Engine(
+            schedule, group, runs, program, settling, transport, times, clock, prediction, by_perform=by_perform
+        )
         report = ScheduleReport(
             name=type(schedule).__name__,
             order=name,
@@ -279,6 +284,8 @@ def _find_reason_against(schedule: Any, stages: Sequence[Any], group: dist.Proce
         return "backward_requires_autograd=False leaves the backward to the script"
     if any(stage.dw_builder is not None for stage in stages):
         return "a stage has a dw_builder, which computes weight gradients its own way"
+    if any(not hasattr(stage, "fwd_cache") for stage in stages):
+        return "the stages of this version of torch keep their messages in a way that is not known here"
     traced = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStage", ())
     if any(isinstance(stage, traced) and _has_skip_connections(stage) for stage in stages):
         return "a traced stage has skip connections"
