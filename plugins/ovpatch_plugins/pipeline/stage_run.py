@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
 from ovpatch_plugins.pipeline.actions import Kind
 from ovpatch_plugins.pipeline.data_parallel import (
     FullyShardedGradients,
@@ -78,6 +79,12 @@ class StageRun:
         """Look at the graph of a microbatch's output, or of its loss, for weights that cannot be deferred."""
         if self.queue is not None:
             self.queue.check_graph(output)
+
+    def launch_before_backward(self, microbatch: int) -> None:
+        """Launch what B can have before its output gradient has come."""
+        if BACKWARD_WAITS.launch_before is not None:
+            outputs, _ = self.stage.fwd_cache[microbatch]
+            BACKWARD_WAITS.launch_before(outputs)
 
     def run_backward(self, microbatch: int, loss: Any, microbatches: int) -> bool:
         """Compute B, or the full backward; tell whether weight gradients are left."""
