@@ -161,6 +161,8 @@ class Engine:
         for receive in step.posts:
             self._post(receive)
         if step.receive is not None:
+            if step.receive.action.kind is not Kind.F:
+                self.stages[step.receive.action.stage].launch_before_backward(step.receive.action.microbatch)
             self._wait_for(step.receive)
             for peer, left in step.kept.items():
                 self._transport.release(peer, left)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
 from ovpatch_plugins.pipeline.actions import Kind
 from ovpatch_plugins.pipeline.data_parallel import (
     FullyShardedGradients,
@@ -24,6 +25,7 @@ from ovpatch_plugins.pipeline.report import StageReport
 from ovpatch_plugins.pipeline.torch_stage import (
     clear_states,
     find_input_grad_shapes,
+    find_output_nodes,
     find_output_shapes,
     find_shapes,
     has_buffers,
@@ -111,6 +113,11 @@ class StageRun:
         """Look at the graph of a microbatch's output, or of its loss, for weights that cannot be deferred."""
         if self.queue is not None:
             self.queue.check_graph(output)
+
+    def launch_before_backward(self, microbatch: int) -> None:
+        """Launch what B can have before its output gradient has come."""
+        if BACKWARD_WAITS.launch_before is not None:
+            BACKWARD_WAITS.launch_before(find_output_nodes(self.stage, microbatch))
 
     def run_backward(self, microbatch: int, loss: Any, microbatches: int) -> bool:
         """Compute B, or the full backward; tell whether weight gradients are left."""
