@@ -17,7 +17,7 @@ class BackwardWaits:
 
     Attributes:
         launch_inside: Called inside a backward, before it waits for a collective.
-        launch_before: Called with the autograd nodes of a graph's outputs, before the gradients of these are waited for.
+        launch_before: Called with the autograd nodes of a graph's outputs, before their gradients are waited for.
     """
 
     launch_inside: Callable[[], None] | None = None
