@@ -288,7 +288,7 @@ def alone(name):
         os._exit(2)
 names = json.loads(sys.argv[1])
 result = {name: alone(name) for name in names["bare"]}
-import torch
+import statistics, torch, torch.distributed.tensor  # heavy, and others': once instead of in each process
 result.update({name: alone(name) for name in names["torch"]})
 print(json.dumps(result))
 """

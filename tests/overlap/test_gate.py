@@ -344,6 +344,48 @@ def test_hosts_whose_gradients_are_all_local_go_on(ranks):
         assert steps == 3
 
 
+def step_beside(kind: str, first: bool) -> tuple[str, float]:
+    """In the fourth step rank 0 steps a new optimizer, too, before or after the one that all ranks have."""
+    model = ddp(net(), process_group=dist.new_group(timeout=timedelta(seconds=60)))
+    opts = [torch.optim.AdamW(model.parameters(), 0.01)]
+    for number in range(6):
+        model.zero_grad()
+        begin = time.monotonic()
+        try:
+            model(data(number, 5, 6)).square().mean().backward()
+            if number == 3 and dist.get_rank() == 0:
+                new = (torch.optim.AdamW if kind == "same" else torch.optim.SGD)(model.parameters(), 0.01)
+                opts.insert(0 if first else 1, new)
+            for opt in opts:
+                opt.step()
+        except RuntimeError as error:
+            return str(error), time.monotonic() - begin
+        if number == 4 and dist.get_rank() == 0:
+            return "", time.monotonic() - begin  # it goes on as stock, and the others do not come any more
+    return "", 0.0
+
+
+def beside(kind: str, first: bool) -> tuple[str, float]:
+    with counted(), ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": {"min_param_numel": 1}}):
+        found = step_beside(kind, first)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("kind", "first"), [("same", True), ("same", False), ("other", True), ("other", False)])
+def test_a_new_optimizer_beside_the_old_one_on_one_rank_alone_is_an_error_at_once(ranks, world, kind, first):
+    """Where hosts run ahead, ranks cannot tell each other before each step, and all go on as stock."""
+    (own, took), *others = ranks(world)(beside, kind, first, timeout=100)
+    assert took < 15
+    if kind == "same" and first:
+        assert "AdamW steps beside a new AdamW over the same parameters" in own
+        assert "Make and step the same optimizers on every rank, or turn dist_optimizer off" in own
+    for text, took in others:
+        assert "stepped another optimizer than this rank. Do the same on every rank" in text
+        assert took < 15
+
+
 def gated(loop: Any, cases: Any, steps: int) -> Any:
     """Run training loops on the CPU with gates, as on a device that hosts run ahead of."""
     with counted() as calls:

@@ -26,6 +26,7 @@ from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, make_program
 from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, StepTimes, note_schedule, note_stock
 from ovpatch_plugins.pipeline.stage_run import StageRun, list_stages
+from ovpatch_plugins.pipeline.torch_stage import forget_unsharded, limits_sends
 from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer, blocks_host, close_edge_communicators
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class Takeover:
         if reason or orders is None:
             note_stock(f"{type(schedule).__name__}: {reason}")
             return None, None
+        forget_unsharded(schedule)
         return self._build(schedule, owner, stages, group, name, orders)
 
     def _choose_order(self, schedule: Any, owner: str, stages: Sequence[Any]) -> tuple[str, Schedule]:
@@ -128,7 +130,9 @@ class Takeover:
         rank, placement = dist.get_rank(group), _placement_of(schedule, stages)
         device = torch.device(stages[0].device)
         on_host = blocks_host(group, device)
-        ahead = _AHEAD[on_host] if self._options["overlap_p2p_comm"] else 0
+        varies = self._options["variable_seq_lengths"]
+        # Where shapes vary, a receive starts with a wait for its message's sizes.
+        ahead = _AHEAD[on_host] if self._options["overlap_p2p_comm"] and not varies else 0
         make = functools.partial(make_program, orders, placement, rank, shardings=_list_shardings(schedule, rank))
         program = make(ahead=ahead)
         settling = make(ahead=0) if ahead and not on_host else None
@@ -143,6 +147,7 @@ class Takeover:
                 sends_or_splits=stage.stage_index in split,
                 delay_wgrad_compute=self._options["delay_wgrad_compute"],
                 fuse=self._options["gradient_accumulation_fusion"],
+                varies=varies,
             )
             for stage in stages
         }
@@ -284,8 +289,8 @@ def _find_reason_against(schedule: Any, stages: Sequence[Any], group: dist.Proce
         return "backward_requires_autograd=False leaves the backward to the script"
     if any(stage.dw_builder is not None for stage in stages):
         return "a stage has a dw_builder, which computes weight gradients its own way"
-    if any(not hasattr(stage, "fwd_cache") for stage in stages):
-        return "the stages of this version of torch keep their messages in a way that is not known here"
+    if limits_sends(schedule):
+        return "max_outstanding_sends limits the sends under way, which are counted otherwise here"
     traced = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStage", ())
     if any(isinstance(stage, traced) and _has_skip_connections(stage) for stage in stages):
         return "a traced stage has skip connections"
