@@ -93,6 +93,11 @@ def note_schedule(schedule: ScheduleReport) -> None:
     _schedules.append(schedule)
 
 
+def list_schedules() -> list[ScheduleReport]:
+    """Return the schedules that the report shows, the latest last."""
+    return list(_schedules)
+
+
 def note_stock(reason: str) -> None:
     """Have the report say why a schedule was left to stock."""
     _stock_reasons.setdefault(reason)
@@ -128,6 +133,10 @@ class StepTimes:
         """Return the median cost; 0 without one."""
         costs = self._costs.get((stage, kind))
         return statistics.median(costs) if costs else 0.0
+
+    def mean(self, stage: int, kind: Kind) -> float:
+        """Return the mean cost; 0 without one. Where costs scatter, a step takes about the sum of means."""
+        return statistics.fmean(self._costs.get((stage, kind)) or [0.0])
 
     def bubble(self, microbatches: int) -> float | None:
         """Return ``1 - m (F + B + W) / T`` over all stages of the rank; None before the first step."""
