@@ -146,7 +146,7 @@ def test_every_note_that_the_documentation_names_is_in_the_code():
 
 # --- plugins/ovpatch_plugins/*/README.md ---
 
-FEATURES = ("ddp", "dist_optimizer", "pipe_experts", "pipeline", "tp_linear")
+FEATURES = ("ddp", "dist_optimizer", "megatron", "pipe_experts", "pipeline", "tp_linear")
 
 
 def test_no_feature_is_forgotten_here():
