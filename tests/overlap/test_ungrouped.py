@@ -148,9 +148,9 @@ def test_to_sort_tensors_by_size_costs_in_proportion_to_their_number():
     def seconds(count: int) -> float:
         tensors, taken = [torch.empty(8)] * count, []
         for _ in range(5):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             alone, small = _by_size(tensors)
-            taken.append(time.perf_counter() - begin)
+            taken.append(time.thread_time() - begin)
         assert (len(alone), len(small)) == (0, count)
         return min(taken)
 
