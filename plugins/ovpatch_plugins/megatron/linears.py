@@ -40,7 +40,6 @@ class LinearPatches:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._how = {name: options[name] for name in ("schedule", "chunks")}
         self._regather: bool = options["regather"]
-        self._key = tuple(options.items())
         self._terms = dict(options)
 
     def wrap_column(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -169,7 +168,7 @@ class LinearPatches:
             note_left(f"a {kind}-parallel linear: {reason}")
             COUNTERS.stock_calls += 1
             return False
-        check_consistent_once(group, "megatron", self._key, lambda: self._terms, remedy=_REMEDY)
+        check_consistent_once(group, "megatron", self, lambda: self._terms, remedy=_REMEDY)
         COUNTERS.calls += 1
         return True
 

@@ -80,8 +80,9 @@ def wrap_step(original: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(original)
     def step_with_ready_grads(self: Any) -> bool:
         groups = _find_groups(self)
-        for group in groups:
-            _finish(group)  # of a module that no forward has called since; the step writes into what it reads
+        for group in groups:  # of modules that no forward has called since: the step writes into what a gather reads
+            _finish(group)
+            _wait_for_handle(group)
         done = original(self)
         for group in groups:
             group.start_param_sync()
@@ -147,11 +148,15 @@ def _finish(group: Any) -> None:
     gather = _GATHERS.pop(group, None)
     if gather is None:
         return
+    _wait_for_handle(group)
+    with _LOCK:
+        gather.settle()
+
+
+def _wait_for_handle(group: Any) -> None:
     if group.param_gather_handle is not None:
         group.param_gather_handle.wait()
         group.param_gather_handle = None
-    with _LOCK:
-        gather.settle()
 
 
 def _find_groups(optimizer: Any) -> list[Any]:
@@ -161,7 +166,8 @@ def _find_groups(optimizer: Any) -> list[Any]:
         return []
     if getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False):
         return []  # the gathered values would lie where gradients are
-    stepped = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
+    buffers = getattr(optimizer, "buffers", ())  # none, where a rank has nothing to train
+    stepped = {id(bucket) for buffer in buffers for bucket in buffer.buckets}
     found = []
     for model in optimizer.model_chunks:
         for groups in (model.bucket_groups, model.expert_parallel_bucket_groups):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ovpatch.hookspecs import Feature, Registrar, hookimpl
@@ -38,8 +39,16 @@ def ovpatch_reasons_against() -> Sequence[str]:
 def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches; they wait for the import of ``megatron.core``."""
 
+    @functools.cache
+    def find(module: str) -> Any:  # the linears' wrappers, of one apply(), share what ranks have agreed on
+        found: Any = importlib.import_module(f"ovpatch_plugins.megatron.{module}")
+        return found.LinearPatches(options) if module == "linears" else found
+
     def patch(target: str, module: str, wrap: str, why: str) -> None:
-        patches.register_patch(target, wrap=_late(module, wrap, options), optional=True, why=why)
+        # Until a target is there, nothing of the feature is imported.
+        patches.register_patch(
+            target, wrap=lambda original: getattr(find(module), wrap)(original), optional=True, why=why
+        )
 
     if options["linears"]:
         patch(
@@ -90,9 +99,9 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
 
 
 @hookimpl
-def ovpatch_activate() -> None:
+def ovpatch_activate(options: Mapping[str, Any]) -> None:
     """Take over the models that are wrapped already."""
-    if "megatron.core" in sys.modules:
+    if "megatron.core" in sys.modules and (options["ordered_grad_reduce"] or options["early_param_gather"]):
         from ovpatch_plugins.megatron.takeover import take_over_all
 
         take_over_all()
@@ -122,15 +131,3 @@ def ovpatch_remarks() -> Sequence[str]:
     """Return what is left to Megatron, and why."""
     takeover = sys.modules.get("ovpatch_plugins.megatron.takeover")
     return [] if takeover is None else list(takeover.list_left())
-
-
-def _late(module: str, wrap: str, options: Mapping[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper that is imported when its target is there: until then nothing of the feature is."""
-
-    def wrap_late(original: Callable[..., Any]) -> Callable[..., Any]:
-        found: Any = importlib.import_module(f"ovpatch_plugins.megatron.{module}")
-        owner = found.LinearPatches(options) if module == "linears" else found
-        made: Callable[..., Any] = getattr(owner, wrap)(original)
-        return made
-
-    return wrap_late

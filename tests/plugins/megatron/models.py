@@ -202,9 +202,12 @@ class Paths(nn.Module):
         for name in "abc":
             setattr(self, name, nn.Linear(16, 16, bias=False))
         self.order = order
+        self.fails = False  # whether the backward fails behind that of the last weight
 
     def forward(self, x: Tensor) -> Tensor:
         for name in self.order:
+            if self.fails and name == self.order[-1]:
+                x.register_hook(lambda grad: 1 // 0)
             x = torch.tanh(getattr(self, name)(x))
         return x
 

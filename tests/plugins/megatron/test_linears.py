@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ovpatch
 from ovpatch.insight.equality import Verdict, compare
@@ -103,3 +104,19 @@ def test_what_another_library_replaces_is_left_to_it_and_said(ranks):
         text = " ".join(remarks)
         assert "a row-parallel linear: reduce_scatter_to_sequence_parallel_region is another library's" in text
         assert "a column-parallel linear: its weight gradient is deferred" in text
+
+
+def with_a_schedule_of_each_rank() -> str:
+    schedule = ("bulk", "ring")[dist.get_rank()]
+    with (
+        ovpatch.applied("megatron", options={"megatron": {"schedule": schedule}}),
+        pytest.raises(RuntimeError) as caught,
+    ):
+        train_gpt(steps=1)
+    return str(caught.value)
+
+
+def test_ranks_that_differ_are_named(ranks):
+    for text in ranks(2)(with_a_schedule_of_each_rank):
+        assert 'ranks disagree on \'megatron\': schedule is "bulk" on rank 0 but "ring" on rank 1' in text
+        assert "OVPATCH_MEGATRON_LINEARS=0" in text

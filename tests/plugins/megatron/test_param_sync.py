@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -116,3 +117,23 @@ def test_reads_between_step_and_forward_are_right_here(ranks, reader):
             assert max([*errors, last]) < 1e-6, name
             assert counters["gathers"] == 3 * 3, name
             assert bool(counters["reads"]) == bool(errors), name
+
+
+def model_that_goes() -> tuple[int, int]:
+    from ovpatch.overlap.tensors.pending_param import PENDING
+
+    with parallel(), features(True):
+        model = wrapped(Paths(("a", "b", "c")), use_distributed_optimizer=True, overlap_param_gather=True)
+        optimizer = distributed_optimizer(model)
+        model.zero_grad_buffer()
+        model(rows(0, dist.get_rank())).square().mean().backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        pending = len(PENDING)
+        del model, optimizer
+        gc.collect()
+        return pending, len(PENDING)
+
+
+def test_a_model_that_goes_leaves_nothing_pending(ranks):
+    assert ranks(2)(model_that_goes) == [(3, 0)] * 2
