@@ -138,5 +138,6 @@ def test_the_package_in_a_fresh_process(tmp_path):
     experts = "pending" if importlib.util.find_spec("transformers") else "skipped"
     megatron = "pending" if importlib.util.find_spec("megatron") else "skipped"
     waiting = {"megatron": megatron, "pipe_experts": experts, "tp_linear": "pending"}
-    assert states == {"ddp": "applied", "dist_optimizer": "disabled", "pipeline": "disabled", **waiting}
+    off = dict.fromkeys(("dist_optimizer", "pipeline", "recompute"), "disabled")
+    assert states == {"ddp": "applied", **off, **waiting}
     assert state == "disabled"

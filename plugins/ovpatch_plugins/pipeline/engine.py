@@ -134,6 +134,8 @@ class Engine:
             self.schedule._update_losses([stage.stage for stage in self.stages.values()], inputs.losses)
         except BaseException as error:
             self._recover(program.steps[number:], error)
+            if isinstance(error, Exception) and not isinstance(error, PipelineRankError):
+                self._blame_first(error)
             raise
         self.settling = None
         self._clock.end_step()
@@ -159,6 +161,8 @@ class Engine:
         for receive in step.posts:
             self._post(receive)
         if step.receive is not None:
+            if step.receive.action.kind is not Kind.F:
+                self.stages[step.receive.action.stage].launch_before_backward(step.receive.action.microbatch)
             self._wait_for(step.receive)
             for peer, left in step.kept.items():
                 self._transport.release(peer, left)
@@ -231,9 +235,12 @@ class Engine:
 
     def _post(self, receive: Receive) -> None:
         kind, index, microbatch = receive.action
-        buffers = self.stages[index].make_inputs(microbatch, kind)
+        stage, sizes = self.stages[index], None
         self._posted.add(receive)
         try:
+            if stage.varies and kind is Kind.F:
+                sizes = self._transport.receive_sizes(stage.count_inputs(microbatch), receive.sender)
+            buffers = stage.make_inputs(microbatch, kind, sizes)
             self._arriving[receive] = self._transport.receive(buffers, receive.sender), buffers
         except RuntimeError as error:
             raise self._make_transport_error(receive.sender, error) from error
@@ -251,10 +258,16 @@ class Engine:
         tensors = stage.list_outputs(step.action.microbatch, Kind.F if step.action.kind is Kind.F else Kind.B)
         self._last_sent = step
         try:
-            self._transport.send(tensors, step.receiver)
+            self._send_tensors(tensors, step, stage)
         except RuntimeError as error:
             raise self._make_transport_error(step.receiver, error) from error
         COUNTERS.messages += 1
+
+    def _send_tensors(self, tensors: Sequence[Tensor], step: Step, stage: StageRun) -> None:
+        assert step.receiver is not None
+        # An input gradient has the shape of what its receiver sent.
+        tells_sizes = stage.varies and step.action.kind is Kind.F
+        self._transport.send(tensors, step.receiver, tells_sizes=tells_sizes)
 
     # --- failures ---
 
@@ -272,10 +285,13 @@ class Engine:
         self._transport.wait_for_arrivals()
         text = self._read_failure()
         if text:
-            raise PipelineRankError(
-                f"the pipeline's step failed: {text}. Gradients of this step are not valid on any rank: call "
-                "optimizer.zero_grad() before the next step, or correct the error named here."
-            )
+            raise _make_rank_error(text)
+
+    def _blame_first(self, error: Exception) -> None:
+        """Raise if another rank failed before this one did, whose zeros may be what ``error`` is about."""
+        text = self._read_failure()
+        if text and not text.startswith(f"{self._name(self.program.rank)} "):
+            raise _make_rank_error(text) from error
 
     def _recover(self, left: Sequence[Step], error: BaseException) -> None:
         """Leave clean queues and stages behind a failed step, whose first computation of ``left`` failed."""
@@ -285,7 +301,7 @@ class Engine:
         for stage in self.stages.values():
             stage.clear()
         if self._is_connected and isinstance(error, Exception):
-            if not isinstance(error, PipelineRankError):
+            if not isinstance(error, PipelineRankError) and not self._read_failure():
                 self._publish_failure(left[0], error)
             with contextlib.suppress(RuntimeError):  # what the script has to see is the error of the computation
                 self._drain(left)
@@ -302,8 +318,8 @@ class Engine:
             if step.receive in self._arriving:
                 self._wait_for(step.receive)
             if step.receiver is not None and step is not self._last_sent:
-                kind = Kind.F if step.action.kind is Kind.F else Kind.B
-                self._transport.send(self.stages[step.action.stage].make_blank_outputs(kind), step.receiver)
+                stage, kind = self.stages[step.action.stage], Kind.F if step.action.kind is Kind.F else Kind.B
+                self._send_tensors(stage.make_blank_outputs(kind, step.action.microbatch), step, stage)
         self._transport.finish()
 
     def _publish_failure(self, step: Step, error: Exception) -> None:
@@ -325,3 +341,10 @@ class Engine:
 
     def _name(self, rank: int) -> str:
         return f"rank {dist.get_global_rank(self._group, rank)}"
+
+
+def _make_rank_error(text: str) -> PipelineRankError:
+    return PipelineRankError(
+        f"the pipeline's step failed: {text}. Gradients of this step are not valid on any rank: call "
+        "optimizer.zero_grad() before the next step, or correct the error named here."
+    )

@@ -7,12 +7,13 @@ Only methods of torch's stages that have kept name and meaning from 2.11 to 2.15
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
 from ovpatch_plugins.pipeline.actions import Kind
 from ovpatch_plugins.pipeline.data_parallel import (
     FullyShardedGradients,
@@ -24,6 +25,7 @@ from ovpatch_plugins.pipeline.report import StageReport
 from ovpatch_plugins.pipeline.torch_stage import (
     clear_states,
     find_input_grad_shapes,
+    find_output_nodes,
     find_output_shapes,
     find_shapes,
     has_buffers,
@@ -44,17 +46,22 @@ class StageRun:
             another rank, or the schedule has Ws for it.
         delay_wgrad_compute: The option.
         fuse: The option ``gradient_accumulation_fusion``.
+        varies: The option ``variable_seq_lengths``.
 
     Attributes:
         stage: The stage.
         objection: Why its weight gradients are not deferred, or "".
         queue: Its deferred weight gradients; None where they are not deferred.
+        varies: Whether messages may have other shapes than those of the first step.
         data_parallel: Its data parallelism.
         report: What the report says of it.
     """
 
-    def __init__(self, stage: Any, *, sends_or_splits: bool, delay_wgrad_compute: str, fuse: bool) -> None:
+    def __init__(
+        self, stage: Any, *, sends_or_splits: bool, delay_wgrad_compute: str, fuse: bool, varies: bool = False
+    ) -> None:
         self.stage = stage
+        self.varies = varies
         self.data_parallel = make_data_parallel(stage.submod)
         self.objection = self.data_parallel.objection
         if delay_wgrad_compute == "off":
@@ -67,6 +74,8 @@ class StageRun:
         self._inputs: dict[int, list[Tensor | None]] = {}
         self._grads: dict[int, list[Tensor | None]] = {}
         self._sent: dict[Kind, list[Tensor]] = {}
+        self._expected: list[torch.Size] | None = None  # shapes of the receiver's buffers
+        self._sizes: dict[tuple[Kind, int], list[torch.Size]] = {}  # of what F reads, and of what B reads
         self._backwards = 0
         self._unshards: list[Any] = []
         self._finalizes = self._reshards = True
@@ -82,6 +91,7 @@ class StageRun:
         """
         self._backwards = 0
         self._finalizes, self._reshards = finalizes, True
+        self._sizes.clear()
         if self.queue is not None:
             self.queue.scan()
 
@@ -91,22 +101,34 @@ class StageRun:
 
     def run_forward(self, microbatch: int, args: Any, kwargs: Any, keep_output: bool) -> Any:
         """Compute F and return the module's output."""
-        return self.stage.forward_one_chunk(microbatch, args, kwargs, save_forward_output=keep_output)
+        if not self.varies:
+            return self.stage.forward_one_chunk(microbatch, args, kwargs, save_forward_output=keep_output)
+        with self._unchecked():
+            output = self.stage.forward_one_chunk(microbatch, args, kwargs, save_forward_output=keep_output)
+        parts = output if isinstance(output, (tuple, list)) else [output]
+        self._sizes[Kind.B, microbatch] = [_local(part).shape for part in parts if isinstance(part, Tensor)]
+        return output
 
     def check_forward(self, output: Any) -> None:
         """Look at the graph of a microbatch's output, or of its loss, for weights that cannot be deferred."""
         if self.queue is not None:
             self.queue.check_graph(output)
 
+    def launch_before_backward(self, microbatch: int) -> None:
+        """Launch what B can have before its output gradient has come."""
+        if BACKWARD_WAITS.launch_before is not None:
+            BACKWARD_WAITS.launch_before(find_output_nodes(self.stage, microbatch))
+
     def run_backward(self, microbatch: int, loss: Any, microbatches: int) -> bool:
         """Compute B, or the full backward; tell whether weight gradients are left."""
         self._backwards += 1
-        if self.queue is None or not self.queue.defers:
-            last = self._backwards == microbatches
-            self.stage.backward_one_chunk(microbatch, loss=loss, full_backward=True, last_backward=last)
-            return False
-        with self.queue.recording(microbatch):
-            self.stage.backward_one_chunk(microbatch, loss=loss, full_backward=True, last_backward=False)
+        with self._unchecked() if self.varies else contextlib.nullcontext():
+            if self.queue is None or not self.queue.defers:
+                last = self._backwards == microbatches
+                self.stage.backward_one_chunk(microbatch, loss=loss, full_backward=True, last_backward=last)
+                return False
+            with self.queue.recording(microbatch):
+                self.stage.backward_one_chunk(microbatch, loss=loss, full_backward=True, last_backward=False)
         return True
 
     def run_weight_grads(self, microbatch: int) -> None:
@@ -140,6 +162,26 @@ class StageRun:
             scale, self._reducing = self._reducing, None
             self.stage.wait_for_gradient_reduction(scale)
 
+    @contextlib.contextmanager
+    def _unchecked(self) -> Iterator[None]:
+        """Have stock compare no shapes with those of the first step: torch 2.11 always does, later ones for debugging.
+
+        What has no such name, as in other versions, is not given one.
+        """
+        own = vars(self.stage)
+        checks = [name for name in ("_validate_fwd_input", "_validate_fwd_outputs") if hasattr(self.stage, name)]
+        debugs = own.get("_runtime_validate")
+        own.update(dict.fromkeys(checks, _check_nothing))
+        if debugs:
+            own["_runtime_validate"] = False
+        try:
+            yield
+        finally:
+            for name in checks:
+                del own[name]
+            if debugs:
+                own["_runtime_validate"] = debugs
+
     def clear(self) -> None:
         """Drop what an interrupted step left."""
         if self.queue is not None:
@@ -161,6 +203,7 @@ class StageRun:
             for microbatch, items in infos.items():
                 if microbatch not in kept or has_buffers(items):
                     kept[microbatch] = find_shapes(items)
+                    self._sent, self._expected = {}, None
                 set_buffers(items, kept[microbatch])
 
     def give_buffers_back(self) -> None:
@@ -171,26 +214,63 @@ class StageRun:
                     set_buffers(items, [self._make(shape) for shape in kept[microbatch]])
         self._inputs, self._grads = {}, {}
 
-    def make_inputs(self, microbatch: int, kind: Kind) -> list[Tensor]:
-        """Allocate the buffers of a message that F or B reads, and return those to receive into."""
+    def count_inputs(self, microbatch: int) -> int:
+        """Return how many tensors the message has that F reads."""
+        return sum(shape is not None for shape in self._inputs[microbatch])
+
+    def make_inputs(self, microbatch: int, kind: Kind, sizes: Sequence[torch.Size] | None = None) -> list[Tensor]:
+        """Allocate the buffers of a message that F or B reads, and return those to receive into.
+
+        Args:
+            microbatch: Its index.
+            kind: F or B.
+            sizes: Shapes of the tensors of a message for F where they vary.
+        """
         is_forward = kind is Kind.F
         infos = (self.stage.args_recv_info if is_forward else self.stage.grad_recv_info)[microbatch]
         shapes = (self._inputs if is_forward else self._grads)[microbatch]
+        if sizes is not None:
+            self._sizes[Kind.F, microbatch] = list(sizes)
+        if self.varies and (kind, microbatch) in self._sizes:
+            shapes = _resize(shapes, self._sizes[kind, microbatch])
         buffers = [self._make(shape) for shape in shapes]
         set_buffers(infos, buffers)
         return [buffer for buffer in buffers if buffer is not None]
 
     def list_outputs(self, microbatch: int, kind: Kind) -> list[Tensor]:
-        """Return the tensors of the message that F or B sends."""
+        """Return the tensors of the message that F or B sends.
+
+        Raises:
+            ValueError: Their shapes are not those that the receiver expects.
+        """
         ops = self.stage.get_fwd_send_ops(microbatch) if kind is Kind.F else self.stage.get_bwd_send_ops(microbatch)
         tensors = [op.tensor for op in ops]
+        if kind is Kind.F and not self.varies:
+            self._check_shapes(tensors)
         if kind is Kind.F:
             release_outputs(self.stage, microbatch)  # what is sent holds the tensors
+        elif self.varies:  # stock makes missing gradients in the shapes of the first step
+            pairs = zip(tensors, self._sizes.get((Kind.F, microbatch), ()), strict=False)
+            for place, (tensor, size) in enumerate(pairs):
+                if tensor.shape != size:
+                    tensors[place] = tensor.new_zeros(size)
         if kind not in self._sent:
             self._sent[kind] = [shape_of(tensor) for tensor in tensors]
         return tensors
 
-    def make_blank_outputs(self, kind: Kind) -> list[Tensor]:
+    def _check_shapes(self, tensors: Sequence[Tensor]) -> None:
+        if self._expected is None:
+            self._expected = [shape.shape for shape in find_output_shapes(self.stage)]
+        found = [tensor.shape for tensor in tensors]
+        if found != self._expected and len(found) == len(self._expected):  # a traced stage may send a part
+            made, wanted = ([tuple(shape) for shape in shapes] for shapes in (found, self._expected))
+            raise ValueError(
+                f"stage {self.stage.stage_index} sends tensors of shapes {made}, and its receiver expects {wanted}, "
+                "those of the first step. Set OVPATCH_PIPELINE_VARIABLE_SEQ_LENGTHS=1 on all ranks, or pad the "
+                "microbatches to one shape."
+            )
+
+    def make_blank_outputs(self, kind: Kind, microbatch: int = 0) -> list[Tensor]:
         """Return zeros of the shapes of a message that F or B sends."""
         shapes: Sequence[Tensor | None] = self._sent.get(kind, [])
         if not shapes:
@@ -198,7 +278,12 @@ class StageRun:
             shapes = (
                 find_output_shapes(self.stage) if is_forward else find_input_grad_shapes(self.stage, self._inputs[0])
             )
-        return [made.detach().zero_() for shape in shapes if (made := self._make(shape)) is not None]
+        if self.varies and kind is Kind.B and (Kind.F, microbatch) in self._sizes:
+            shapes = _resize(shapes, self._sizes[Kind.F, microbatch])
+        made = [one.detach().zero_() for shape in shapes if (one := self._make(shape)) is not None]
+        if self.varies and kind is Kind.F:
+            self._sizes[Kind.B, microbatch] = [one.shape for one in made]
+        return made
 
     def pass_forward(self, output: Any, microbatch: int, receiver: StageRun) -> None:
         """Hand the output to the next stage on this rank."""
@@ -260,3 +345,26 @@ def list_stages(schedule: Any) -> list[Any]:
     """Return this rank's stages of one of torch's schedules, in its order."""
     stages = getattr(schedule, "_stages", None)
     return [schedule._stage] if stages is None else list(stages)
+
+
+def _resize(shapes: Sequence[Tensor | None], sizes: Sequence[torch.Size]) -> list[Tensor | None]:
+    """Return meta tensors of other sizes."""
+    left, made = list(sizes), list[Tensor | None]()
+    for number, shape in enumerate(shapes):
+        # What B reads has a size for each output, also for those without a gradient.
+        size = sizes[number] if len(sizes) == len(shapes) else None if shape is None else left.pop(0)
+        if shape is None or size is None or size == shape.shape:
+            made.append(shape)
+            continue
+        resized = torch.empty(size, dtype=shape.dtype, device="meta")  # messages are contiguous
+        made.append(resized.requires_grad_(shape.requires_grad))
+    return made
+
+
+def _local(tensor: Tensor) -> Tensor:
+    to_local = getattr(tensor, "to_local", None)  # of a DTensor, whose local part is sent
+    return tensor if to_local is None else to_local()
+
+
+def _check_nothing(*_args: Any) -> None:
+    """Stand in for a check of shapes."""

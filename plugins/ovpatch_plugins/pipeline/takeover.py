@@ -130,7 +130,9 @@ class Takeover:
         rank, placement = dist.get_rank(group), _placement_of(schedule, stages)
         device = torch.device(stages[0].device)
         on_host = blocks_host(group, device)
-        ahead = _AHEAD[on_host] if self._options["overlap_p2p_comm"] else 0
+        varies = self._options["variable_seq_lengths"]
+        # Where shapes vary, a receive starts with a wait for its message's sizes.
+        ahead = _AHEAD[on_host] if self._options["overlap_p2p_comm"] and not varies else 0
         make = functools.partial(make_program, orders, placement, rank, shardings=_list_shardings(schedule, rank))
         program = make(ahead=ahead)
         settling = make(ahead=0) if ahead and not on_host else None
@@ -145,6 +147,7 @@ class Takeover:
                 sends_or_splits=stage.stage_index in split,
                 delay_wgrad_compute=self._options["delay_wgrad_compute"],
                 fuse=self._options["gradient_accumulation_fusion"],
+                varies=varies,
             )
             for stage in stages
         }

@@ -86,6 +86,16 @@ def release_outputs(stage: Any, microbatch: int) -> None:
         stage.release_fwd_send_outputs(microbatch)
 
 
+def find_output_nodes(stage: Any, microbatch: int) -> list[Any]:
+    """Return the nodes of autograd from which a microbatch's backward starts."""
+    if hasattr(stage, "fwd_cache"):
+        outputs, _ = stage.fwd_cache[microbatch]
+    else:
+        outputs = stage._forward_chunk_states[microbatch].stage_output_for_backward()
+    nodes = [one.grad_fn if isinstance(one, Tensor) else getattr(one, "node", None) for one in outputs]
+    return [node for node in nodes if node is not None]
+
+
 def clear_states(stage: Any) -> None:
     """Drop what an interrupted step left in a stage."""
     for name in _STATES:

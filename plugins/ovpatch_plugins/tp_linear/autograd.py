@@ -167,10 +167,13 @@ class SingleLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         call: OpContext = ctx.call
+        given = _grad(grad, call, ctx.computed)
+        at_once = call.operator.gathers_grad and call.config.schedule.gathers_grad_at_once
+        gather = call.ranks.all_gather(given) if at_once else None
         rows, used, params = _resume(ctx)
         wants = ctx.needs_input_grad[1] if call.operator.gathers_grad else _wants_input(ctx)
         take = None if rows is None else params.compute_weights
-        asked = ColumnGrads([_grad(grad, call, ctx.computed)], rows, used, take, ctx.dtype if wants else None)
+        asked = ColumnGrads([given], rows, used, take, ctx.dtype if wants else None, gather=gather)
         dx = call.operator.backward(call.config.schedule, call.ranks, asked, params)
         return _grads(ctx, dx, params)
 

@@ -183,9 +183,11 @@ class LinearScatter(LocalLinear):
             params.compute_weights(asked.kept, (whole,))
             params.compute_biases((whole,))
 
-        return schedule.linear_scatter_backward(
-            ranks, grad, weight, compute_params if params.needs_any else None, asked.input_dtype is not None
-        )
+        take = compute_params if params.needs_any else None
+        needs_input = asked.input_dtype is not None
+        if asked.gather is not None:
+            return schedule.scatter_backward_of_gather(asked.gather, weight, take, needs_input)
+        return schedule.linear_scatter_backward(ranks, grad, weight, take, needs_input)
 
 
 class LinearReduce(LocalLinear):
