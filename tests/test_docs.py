@@ -39,7 +39,7 @@ PAGES = sorted(
     for page in ROOT.glob(pattern)
 )
 
-FEATURES = ("ddp", "dist_optimizer", "pipe_experts", "pipeline", "recompute", "tp_linear")
+FEATURES = ("ddp", "dist_optimizer", "megatron", "pipe_experts", "pipeline", "recompute", "tp_linear")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
