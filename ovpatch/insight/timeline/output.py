@@ -363,6 +363,11 @@ class Output:
         self.written: list[Path] = []
         self._check()
 
+    @property
+    def trace(self) -> Path:
+        """The merged trace."""
+        return self.folder / _MERGED
+
     def _check(self) -> None:
         if self._picture:
             check_matplotlib()
@@ -411,9 +416,9 @@ class Output:
         if self._picture:
             self.written = [self.folder / name for name in _PICTURES]
             draw_picture(runs, self.written)
-        write_merged_trace(runs, self.folder / _MERGED)
+        write_merged_trace(runs, self.trace)
         write_json(self.folder / _SUMMARY, _summary(recordings))
-        self.written += [self.folder / _MERGED, self.folder / _SUMMARY]
+        self.written += [self.trace, self.folder / _SUMMARY]
         costs = [f"{one.run.name}: {one.cost}" for one in recordings if one.cost is not None]
         return "\n".join([summary.format_tables(runs, colour=colour), *costs])
 

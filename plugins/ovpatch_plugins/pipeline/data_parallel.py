@@ -100,7 +100,7 @@ class FullyShardedGradients(LocalGradients):
             groups = (group for state in states for group in _list_param_groups(state))
             self._params = [param for group in groups for param in group.fsdp_params if param.reduce_dtype is not None]
         for param in self._params:
-            if hasattr(param, "_unsharded_param"):
+            if hasattr(param, "_unsharded_param") and hasattr(param, "to_accumulated_grad_if_needed"):
                 param.accumulate_unsharded_grad_if_needed()
                 param.to_accumulated_grad_if_needed()
 

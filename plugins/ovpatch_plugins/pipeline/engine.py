@@ -30,6 +30,7 @@ from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS, StepTimes
 from ovpatch_plugins.pipeline.stage_run import StageRun
+from ovpatch_plugins.pipeline.torch_stage import defers_wait, finalizes_gradients
 from ovpatch_plugins.pipeline.transport import PeerToPeer
 
 
@@ -96,6 +97,7 @@ class Engine:
         self._transport = transport
         self._prediction = prediction
         self._by_perform = by_perform
+        self._defers_wait = defers_wait(schedule)
         takes_loss_kwargs = "loss_kwargs" in inspect.signature(schedule._maybe_compute_loss).parameters
         self._takes_loss_kwargs = takes_loss_kwargs
         self._arriving: dict[Receive, tuple[list[dist.Work], list[Tensor]]] = {}
@@ -119,12 +121,14 @@ class Engine:
             with contextlib.ExitStack() as stack:
                 for stage in self.stages.values():
                     stage.take_buffers()
-                    stage.start_step()
+                    stage.start_step(finalizes=finalizes_gradients(self.schedule))
                     stack.enter_context(stage.deferring())
                 for number, step in enumerate(program.steps):  # noqa: B007 - read after an error
                     self._run_step(step, inputs)
             for index in program.final_reshards:
                 self.stages[index].reshard()
+            if self._defers_wait:
+                self._finish_reductions()
             self._transport.finish()
             self._check_peers()
             self.schedule._update_losses([stage.stage for stage in self.stages.values()], inputs.losses)
@@ -157,6 +161,8 @@ class Engine:
         for receive in step.posts:
             self._post(receive)
         if step.receive is not None:
+            if step.receive.action.kind is not Kind.F:
+                self.stages[step.receive.action.stage].launch_before_backward(step.receive.action.microbatch)
             self._wait_for(step.receive)
             for peer, left in step.kept.items():
                 self._transport.release(peer, left)
@@ -216,7 +222,14 @@ class Engine:
     def _reduce(self, stage: StageRun) -> None:
         if stage.is_data_parallel:
             self._check_peers()  # zeros of a failed rank must not reach other replicas
-        stage.reduce(self.microbatches if self.schedule.scale_grads else 1, by_perform=self._by_perform)
+        if self._defers_wait:
+            self._finish_reductions()  # one is under way at most, as under stock
+        scale = self.microbatches if self.schedule.scale_grads else 1
+        stage.reduce(scale, by_perform=self._by_perform, waits=not self._defers_wait)
+
+    def _finish_reductions(self) -> None:
+        for stage in self.stages.values():
+            stage.finish_reduce()
 
     # --- messages ---
 

@@ -26,7 +26,8 @@ from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, make_program
 from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, StepTimes, note_schedule, note_stock
 from ovpatch_plugins.pipeline.stage_run import StageRun, list_stages
-from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer, blocks_host, close_communicators
+from ovpatch_plugins.pipeline.torch_stage import forget_unsharded, limits_sends
+from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer, blocks_host, close_edge_communicators
 
 if TYPE_CHECKING:
     from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule
@@ -106,6 +107,7 @@ class Takeover:
         if reason or orders is None:
             note_stock(f"{type(schedule).__name__}: {reason}")
             return None, None
+        forget_unsharded(schedule)
         return self._build(schedule, owner, stages, group, name, orders)
 
     def _choose_order(self, schedule: Any, owner: str, stages: Sequence[Any]) -> tuple[str, Schedule]:
@@ -221,7 +223,7 @@ def release_all() -> None:
     for schedule in list(_records):
         _give_buffers_back(schedule)
     _records.clear()
-    close_communicators()
+    close_edge_communicators()
 
 
 def _facts_of(schedule: Any, owner: str) -> tuple[Any, ...]:
@@ -287,6 +289,8 @@ def _find_reason_against(schedule: Any, stages: Sequence[Any], group: dist.Proce
         return "backward_requires_autograd=False leaves the backward to the script"
     if any(stage.dw_builder is not None for stage in stages):
         return "a stage has a dw_builder, which computes weight gradients its own way"
+    if limits_sends(schedule):
+        return "max_outstanding_sends limits the sends under way, which are counted otherwise here"
     traced = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStage", ())
     if any(isinstance(stage, traced) and _has_skip_connections(stage) for stage in stages):
         return "a traced stage has skip connections"

@@ -214,7 +214,7 @@ def _make_communicator(
     return made
 
 
-def close_communicators(group: dist.ProcessGroup | None = None) -> None:
+def close_edge_communicators(group: dist.ProcessGroup | None = None) -> None:
     """Shut down the communicators of one group, or of all, behind their transfers. All ranks call this.
 
     Does nothing if an exception ends this process: transfers in flight may wait for peers that are gone.

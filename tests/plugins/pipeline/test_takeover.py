@@ -209,7 +209,7 @@ def _watch_memory() -> tuple[int, int]:
 
 def test_receive_buffers_are_those_in_flight(ranks: Any) -> None:
     for stock, peak in ranks(2)(_watch_memory):
-        assert stock == 6
+        assert stock in (0, 6)  # to torch 2.14 they stay, from 2.15 on stock makes each when it is due, too
         assert peak <= 4
 
 
