@@ -157,8 +157,8 @@ class WeightGradQueue:
             for param in module._parameters.values():
                 if param is not None:
                     owners[id(param)] += 1
-                    is_grouped = param.dim() == 3 and param.requires_grad and not isinstance(module, nn.Conv1d)
-                    self._report.expert_weights += is_grouped
+                    is_grouped = param.dim() == 3 and "expert" in type(module).__name__.lower()
+                    self._report.expert_weights += is_grouped and param.requires_grad
             if type(module) is nn.Linear:
                 linears.append((module, compiled))
             elif isinstance(module, nn.Linear):
