@@ -54,10 +54,12 @@ class StageReport:
     Attributes:
         objection: Why its weight gradients stay in the backward, or "".
         reasons: Why linears stay in B, with their number.
+        expert_weights: How many trained weights of grouped experts, ``[experts, out, in]``, stay in B.
     """
 
     objection: str = ""
     reasons: Counter[str] = field(default_factory=Counter)
+    expert_weights: int = 0
 
 
 @dataclass
@@ -172,6 +174,8 @@ def _describe(schedule: ScheduleReport) -> list[str]:
         if stage.objection:
             lines.append(f"{where}: weight gradients stay in the backward: {stage.objection}")
         lines += [f"{where}: {_count(number)} in B: {reason}" for reason, number in stage.reasons.items()]
+        if stage.expert_weights:
+            lines.append(f"{where}: {stage.expert_weights} weights of experts in B: their products are grouped")
     bubble = times.bubble(schedule.microbatches)
     if bubble is not None:
         expected = schedule.bubbles()

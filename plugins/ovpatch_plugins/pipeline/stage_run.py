@@ -164,10 +164,7 @@ class StageRun:
 
     @contextlib.contextmanager
     def _unchecked(self) -> Iterator[None]:
-        """Have stock compare no shapes with those of the first step: torch 2.11 always does, later ones for debugging.
-
-        What has no such name, as in other versions, is not given one.
-        """
+        """Have stock not compare shapes with the first step's: torch 2.11 always does, later ones for debugging."""
         own = vars(self.stage)
         checks = [name for name in ("_validate_fwd_input", "_validate_fwd_outputs") if hasattr(self.stage, name)]
         debugs = own.get("_runtime_validate")
