@@ -50,7 +50,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             "wrap_column",
             "gathers and multiplies for column-parallel linears and for all others that call it",
         )
-        patch(f"{_LAYERS}.linear_with_frozen_weight", "linears", "wrap_frozen", "does so for a frozen weight")
+        patch(f"{_LAYERS}.linear_with_frozen_weight", "linears", "wrap_column", "does so for a frozen weight")
         patch(
             f"{_LAYERS}.RowParallelLinear.forward",
             "linears",
