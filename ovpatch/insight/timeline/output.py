@@ -81,9 +81,9 @@ def _figure(runs: Sequence[TimelineRun]) -> Figure:
     from matplotlib.figure import Figure
 
     tracks = sum(len(run.ranks) for run in runs)
-    height = 1.9 + 0.75 * len(runs) + (0.62 if tracks <= 8 else 0.36) * tracks
-    figure = Figure(figsize=(14, height), layout="constrained", facecolor="white")
-    figure.suptitle(format_headline(runs), fontsize=21, fontweight="bold", color=INK, x=0.01, ha="left")
+    height = 2.1 + 0.75 * len(runs) + (0.62 if tracks <= 8 else 0.36) * tracks
+    figure = Figure(figsize=(10, height), layout="constrained", facecolor="white")
+    figure.suptitle(format_headline(runs), fontsize=15, fontweight="bold", color=INK, x=0.01, ha="left")
     ratios = [len(run.ranks) + 0.4 for run in runs]
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     width = max(_window(run)[1] - _window(run)[0] for run in runs)
@@ -147,7 +147,7 @@ def _panel(axes: Axes, run: TimelineRun, width: int) -> None:
     if is_pipeline:
         bubble = format_percent(pipelines.measure_bubble(run))
         title = f"{run.name}: {bubble} of {format_ms(parts.step)} ms is bubble (step {run.shown}, mean of ranks)"
-    axes.set_title(title, loc="left", fontsize=13, color=INK, pad=18)
+    axes.set_title(title, loc="left", fontsize=12, color=INK, pad=18)
     axes.set_yticks([len(run.ranks) - 1 - row for row in range(len(run.ranks))])
     axes.set_yticklabels([f"rank {tracks.rank}" for tracks in run.ranks], fontsize=12)
     axes.set_ylim(-0.55, len(run.ranks) - 0.45)
@@ -228,7 +228,7 @@ def _legend(figure: Figure, runs: Sequence[TimelineRun]) -> None:
     from matplotlib.patches import Patch
 
     if pipelines.has_pipeline(runs):
-        figure.legend(handles=pipelines.make_legend(), loc="outside lower left", ncols=5, fontsize=11, frameon=False)
+        figure.legend(handles=pipelines.make_legend(), loc="outside lower left", ncols=3, fontsize=11, frameon=False)
         return
     handles = [
         Patch(facecolor=EXPOSED, label="EXPOSED communication: nothing computes"),
@@ -238,7 +238,7 @@ def _legend(figure: Figure, runs: Sequence[TimelineRun]) -> None:
     ]
     if any(tracks.copies for run in runs for tracks in run.ranks):
         handles.append(Patch(facecolor=COPIES, label="copies only"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=5, fontsize=11, frameon=False)
+    figure.legend(handles=handles, loc="outside lower left", ncols=3, fontsize=11, frameon=False)
 
 
 _Json = dict[str, Any]

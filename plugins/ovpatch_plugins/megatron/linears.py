@@ -23,11 +23,10 @@ from ovpatch_plugins.megatron.takeover import note_left
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 
 _LAYERS: Final = "megatron.core.tensor_parallel.layers"
-_REPLACED: Final = (  # by one operator, where a row-parallel linear is computed
-    "linear_with_grad_accumulation_and_async_allreduce",
-    "linear_with_frozen_weight",
-    "reduce_scatter_to_sequence_parallel_region",
-)
+_COLUMN: Final = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
+_REPLACED: Final = (*_COLUMN, "reduce_scatter_to_sequence_parallel_region")  # by one operator in row-parallel linears
+# Arguments of a column-parallel linear that change nothing here; others, as where its weight gradient is deferred, do.
+_IGNORED: Final = ("tp_group", "wgrad_deferral_limit", "async_grad_allreduce")
 _REMEDY: Final = (
     "Call ovpatch.apply() with the same arguments on every rank before the first forward, and give every rank the same "
     "OVPATCH variables; OVPATCH_MEGATRON_LINEARS=0 on all ranks leaves linears to Megatron."
@@ -43,7 +42,8 @@ class LinearPatches:
         self._terms = dict(options)
 
     def wrap_column(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap ``linear_with_grad_accumulation_and_async_allreduce``."""
+        """Wrap a function of :data:`_COLUMN`, whose further parameters differ between Megatron's versions."""
+        names = list(inspect.signature(original).parameters)[6:]
 
         @functools.wraps(original)
         def linear(
@@ -53,62 +53,16 @@ class LinearPatches:
             gradient_accumulation_fusion: bool,
             allreduce_dgrad: bool,
             sequence_parallel: bool,
-            grad_output_buffer: list[Tensor] | None = None,
-            wgrad_deferral_limit: int | None = 0,
-            async_grad_allreduce: bool | None = None,
-            tp_group: Any = None,
+            *args: Any,
+            **kwargs: Any,
         ) -> Tensor:
             if sequence_parallel and not torch.compiler.is_compiling():
-                reason = "its weight gradient is deferred" if grad_output_buffer is not None else ""
-                found = self._compute_column(input, weight, bias, gradient_accumulation_fusion, tp_group, reason)
+                further = dict(zip(names, args, strict=False)) | kwargs
+                found = self._compute_column(input, weight, bias, gradient_accumulation_fusion, further)
                 if found is not None:
                     return found
             return original(
-                input,
-                weight,
-                bias,
-                gradient_accumulation_fusion,
-                allreduce_dgrad,
-                sequence_parallel,
-                grad_output_buffer,
-                wgrad_deferral_limit,
-                async_grad_allreduce,
-                tp_group,
-            )
-
-        return linear
-
-    def wrap_frozen(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap ``linear_with_frozen_weight``."""
-
-        @functools.wraps(original)
-        def linear(
-            input: Tensor,
-            weight: Tensor,
-            bias: Tensor | None,
-            gradient_accumulation_fusion: bool,
-            allreduce_dgrad: bool,
-            sequence_parallel: bool,
-            tp_group: Any,
-            grad_output_buffer: list[Tensor] | None = None,
-            wgrad_deferral_limit: None = None,
-            async_grad_allreduce: bool | None = None,
-        ) -> Tensor:
-            if sequence_parallel and not torch.compiler.is_compiling():
-                found = self._compute_column(input, weight, bias, False, tp_group, "")
-                if found is not None:
-                    return found
-            return original(
-                input,
-                weight,
-                bias,
-                gradient_accumulation_fusion,
-                allreduce_dgrad,
-                sequence_parallel,
-                tp_group,
-                grad_output_buffer,
-                wgrad_deferral_limit,
-                async_grad_allreduce,
+                input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, *args, **kwargs
             )
 
         return linear
@@ -131,10 +85,12 @@ class LinearPatches:
         return forward
 
     def _compute_column(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, fuse: bool, group: Any, reason: str
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, fuse: bool, further: dict[str, Any]
     ) -> Tensor | None:
         """Return the output ``[world * s, b, n]`` of ``x``, ``[s, b, k]``; None if Megatron has to compute it."""
-        group = _layers().get_tensor_model_parallel_group_if_none(group)
+        group = _layers().get_tensor_model_parallel_group_if_none(further.get("tp_group"))
+        asked = [name for name, value in further.items() if value is not None and name not in _IGNORED]
+        reason = f"{asked[0]} asks for more" if asked else ""
         if not self._takes(x, weight, fuse, group, "column", reason):
             return None
         output: Tensor
@@ -187,8 +143,8 @@ def _find_replacement(linear: Any) -> str:
     """Return which function that one operator replaces is no longer Megatron's own, or ""."""
     layers = _layers()
     ours = vars(layers.RowParallelLinear)["forward"].__code__  # of all functions that the patch manager installs
-    functions = {name: getattr(layers, name) for name in _REPLACED}
-    functions["_forward_impl"] = getattr(linear._forward_impl, "__func__", None)
+    functions = {name: getattr(layers, name, None) for name in _REPLACED}
+    functions["_forward_impl"] = getattr(getattr(linear, "_forward_impl", None), "__func__", None)
     for name, function in functions.items():
         if not _is_megatrons_own(function, ours):
             return f"{name} is another library's"

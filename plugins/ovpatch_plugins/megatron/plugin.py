@@ -23,16 +23,9 @@ def ovpatch_feature() -> Feature:
         summary="Megatron-Core: linears whose collectives hide, reductions in one order, no stale parameters.",
         options=OPTIONS,
         reorders_products=True,
+        distributed=True,
         work=("calls", "reductions", "gathers"),
     )
-
-
-@hookimpl
-def ovpatch_reasons_against() -> Sequence[str]:
-    """Return why the feature cannot run here."""
-    import torch
-
-    return [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]
 
 
 @hookimpl
@@ -57,7 +50,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             "wrap_column",
             "gathers and multiplies for column-parallel linears and for all others that call it",
         )
-        patch(f"{_LAYERS}.linear_with_frozen_weight", "linears", "wrap_frozen", "does so for a frozen weight")
+        patch(f"{_LAYERS}.linear_with_frozen_weight", "linears", "wrap_column", "does so for a frozen weight")
         patch(
             f"{_LAYERS}.RowParallelLinear.forward",
             "linears",

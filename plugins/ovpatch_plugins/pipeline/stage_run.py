@@ -184,6 +184,7 @@ class StageRun:
         if self.queue is not None:
             self.queue.clear()
         clear_states(self.stage)
+        self.data_parallel.clear()
         for microbatch in self._inputs:
             self.drop_buffers(microbatch)
         self._unshards.clear()

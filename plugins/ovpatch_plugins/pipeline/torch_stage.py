@@ -119,11 +119,3 @@ def defers_wait(schedule: Any) -> bool:
 def limits_sends(schedule: Any) -> bool:
     """Tell whether the script limits how many sends are under way."""
     return getattr(schedule, "_max_outstanding_sends", None) is not None
-
-
-def forget_unsharded(schedule: Any) -> None:
-    """Have stock forget stages that a call without a reduction left unsharded, as their parameters tell that."""
-    deferred = getattr(schedule, "_deferred_stages", None)
-    if deferred:
-        schedule.unsharded_stages -= deferred
-        deferred.clear()

@@ -103,7 +103,41 @@ def test_what_another_library_replaces_is_left_to_it_and_said(ranks):
         assert counters["stock_calls"] == 2 * rows + 1
         text = " ".join(remarks)
         assert "a row-parallel linear: reduce_scatter_to_sequence_parallel_region is another library's" in text
-        assert "a column-parallel linear: its weight gradient is deferred" in text
+        assert "a column-parallel linear: grad_output_buffer asks for more" in text
+
+
+def of_0_17(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: Any = None,
+    wgrad_deferral_limit: Any = 0,
+    tp_group: Any = None,
+) -> Any:
+    """Has the signature of Megatron-Core 0.17, in which a parameter is gone."""
+    return tp_group
+
+
+def called_as_in_0_17() -> list[bool]:
+    from ovpatch_plugins.megatron.linears import LinearPatches
+
+    options = {"schedule": "bulk", "chunks": 4, "regather": True}
+    linear, group = LinearPatches(options).wrap_column(of_0_17), dist.group.WORLD
+    with models.parallel(tp=2):
+        x, weight = torch.randn(2, 1, 4), torch.nn.Parameter(torch.randn(3, 4))
+        found = linear(x, weight, None, False, False, True, None, 0, group)
+        whole = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(whole, x)
+        plain = linear(x, weight, None, False, False, False, tp_group=group)
+        deferred = linear(x, weight, None, False, False, True, [])
+        return [torch.equal(found, torch.cat(whole) @ weight.t()), plain is group, deferred is None]
+
+
+def test_functions_of_other_versions_are_called_as_they_are(ranks):
+    assert ranks(2)(called_as_in_0_17) == [[True, True, True]] * 2
 
 
 def with_a_schedule_of_each_rank() -> str:

@@ -317,27 +317,29 @@ def test_a_limit_of_sends_is_left_to_stock(ranks: Any) -> None:
         assert any("max_outstanding_sends limits the sends under way" in remark for remark in remarks)
 
 
-class Pair(nn.Module):
-    """Passes on two tensors, of which the second one gets no gradient."""
+class Several(nn.Module):
+    """Passes on positions and hidden states, and behind them a tensor that nothing reads."""
 
     def __init__(self, is_last: bool) -> None:
         super().__init__()
         self.block, self.is_last = Block(), is_last
         self.fails = False
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+    def forward(self, *inputs: Tensor) -> Any:
         if self.fails:
             raise RuntimeError("planted")
-        h = self.block(x)
-        return h if self.is_last else (h, self.block(x) * 2)
+        x = inputs[0] if len(inputs) == 1 else inputs[1]
+        positions = torch.arange(x.shape[1]) if len(inputs) == 1 else inputs[0]
+        h = self.block(x + positions[:, None])
+        return h if self.is_last else (positions, h, self.block(x) * 2)
 
 
 def _lack_gradients() -> dict[str, list[str]]:
     size = dist.get_world_size()
     cases = {
-        "straight": Case(part=lambda index: Pair(index == size - 1)),
-        "loop": Case("ScheduleInterleaved1F1B", part=lambda index: Pair(index == 2 * size - 1), **EIGHT),
-        "vee": Case("ScheduleZBVZeroBubble", vee=True, part=lambda index: Pair(index == 2 * size - 1), **EIGHT),
+        "straight": Case(part=lambda index: Several(index == size - 1)),
+        "loop": Case("ScheduleInterleaved1F1B", part=lambda index: Several(index == 2 * size - 1), **EIGHT),
+        "vee": Case("ScheduleZBVZeroBubble", vee=True, part=lambda index: Several(index == 2 * size - 1), **EIGHT),
     }
     return {name: train_both(case).differences for name, case in cases.items()}
 
@@ -353,7 +355,7 @@ def _fail_at_first(victim: int) -> tuple[str, list[str]]:
     size, found, text = dist.get_world_size(), [], ""
     for is_failing in (False, True):
         ovpatch.apply("pipeline", options={"pipeline": {"schedule": "1f1b"}})
-        case = Case(part=lambda index: Pair(index == size - 1), steps=1)
+        case = Case(part=lambda index: Several(index == size - 1), steps=1)
         schedule, parts = make_schedule(case)
         if is_failing:
             _fail_behind_inference(schedule, parts[0], dist.get_rank() == victim)
