@@ -19,7 +19,7 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-versions lint docs tables clean
+.PHONY: help setup demo test test-versions lint docs tables figures clean
 
 help:
 	@echo "make demo    train a small GPT stock and patched, side by side (DEMO_ARGS=--quick: half a minute)"
@@ -28,6 +28,7 @@ help:
 	@echo "make lint    ruff, and mypy --strict on ovpatch/ and plugins/"
 	@echo "make docs    the documentation site in build/site; a warning or a broken link is an error"
 	@echo "make tables  the tables of README.md, docs/ and benchmarks/NOTES.md, from benchmarks/results"
+	@echo "make figures the pictures in docs/pictures, from benchmarks/results"
 	@echo "make setup   only the environment $(VENV), which the others make as well"
 	@echo "make clean   remove $(VENV) and everything that was built"
 	@echo
@@ -63,6 +64,9 @@ docs: $(VENV)/.docs
 
 tables: $(READY)
 	@$(BIN)/python -m benchmarks.tables
+
+figures: $(READY)
+	@$(BIN)/python -m benchmarks.figures
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -63,10 +63,10 @@ ALONE_ARMS = ZERO_ARMS | {
 def summary() -> str:
     """Return the table of README.md: for each kind of run the best stock setting, ovpatch, and their memory."""
     rows = [
-        *(_summary_row(runs, "ovpatch", "ddp") for runs in _alike("ddp_step")),
+        *(_summary_row(runs, "ovpatch", "ddp") for runs in group_runs("ddp_step")),
         *(
             _summary_row(runs, arm, features)
-            for runs in _alike("zero_step_2_h100")
+            for runs in group_runs("zero_step_2_h100")
             for arm, features in (("ovpatch, ddp alone", "ddp"), ("ovpatch", "ddp, dist_optimizer"))
         ),
     ]
@@ -75,8 +75,8 @@ def summary() -> str:
 
 def ddp_summary() -> str:
     """Return the short table of feature ``ddp``."""
-    rows = [_summary_row(runs, "ovpatch", "") for runs in _alike("ddp_step")]
-    rows += [_summary_row(runs, "ovpatch, ddp alone", "") for runs in _alike("zero_step_2_h100")]
+    rows = [_summary_row(runs, "ovpatch", "") for runs in group_runs("ddp_step")]
+    rows += [_summary_row(runs, "ovpatch, ddp alone", "") for runs in group_runs("zero_step_2_h100")]
     return _summary_table(["run", "best stock setting, ms", "ovpatch, ms", "peak GiB"], rows)
 
 
@@ -84,7 +84,7 @@ def zero_summary() -> str:
     """Return the short table of feature ``dist_optimizer``, with FSDP2 in the same runs."""
     rows = []
     for name in ("zero_step", "zero_step_2_h100"):
-        for runs in _alike(name):
+        for runs in group_runs(name):
             cells = _summary_row(runs, "ovpatch", "")
             arms = [{row["arm"]: row for row in run["summary"]} for run in runs]
             peers = [found["FSDP2, ZeRO-2"] for found in arms if "FSDP2, ZeRO-2" in found]
@@ -93,27 +93,28 @@ def zero_summary() -> str:
     return _summary_table(["run", "best stock setting, ms", "FSDP2 (ZeRO-2), ms", "ovpatch, ms", "peak GiB"], rows)
 
 
-def _alike(name: str) -> list[list[dict[str, Any]]]:
+def group_runs(name: str) -> list[list[dict[str, Any]]]:
     """Return the runs of a file with both a stock setting and ours, those of the same kind together."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for result in _results(name):
         arms = {row["arm"] for row in result["summary"]}
         if "ovpatch" in arms and any(arm.startswith("stock") for arm in arms):
-            kind = f"{_ddp_name(result)}, {result['world']} {result['device'].split()[1]}"
+            kind = f"{name_run(result)}, {result['world']} {result['device'].split()[1]}"
             groups.setdefault(kind, []).append(result)
     return list(groups.values())
 
 
+def pick_best(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the summary of a run's fastest stock setting."""
+    return min((row for row in run["summary"] if row["arm"].startswith("stock")), key=lambda row: row["median_ms"])
+
+
 def _summary_row(runs: list[dict[str, Any]], arm: str, features: str) -> list[str]:
     """Return a row over all runs of one kind; the baseline is the fastest stock setting of each run."""
-    best, ours = [], []
-    for run in runs:
-        arms = {row["arm"]: row for row in run["summary"]}
-        stock = [row for name, row in arms.items() if name.startswith("stock")]
-        best.append(min(stock, key=lambda row: row["median_ms"]))
-        ours.append(arms[arm])
+    best = [pick_best(run) for run in runs]
+    ours = [row for run in runs for row in run["summary"] if row["arm"] == arm]
     rounds = sum(len(row["round_medians_ms"]) for row in ours)
-    kind = f"{_ddp_name(runs[0])}, {runs[0]['world']} {runs[0]['device'].split()[1]}"
+    kind = f"{name_run(runs[0])}, {runs[0]['world']} {runs[0]['device'].split()[1]}"
     times = f"{rounds} rounds" if rounds > 1 else "1 round"
     if len(runs) > 1:
         times += f" in {len(runs)} runs"
@@ -166,7 +167,7 @@ def _ddp_row(result: dict[str, Any]) -> str:
     against = ours["median_ms"] / best["median_ms"] - 1
     return _row(
         [
-            _ddp_name(result),
+            name_run(result),
             str(result["world"]),
             _ms(arms["no sync"]),
             _ms(arms["stock"]),
@@ -196,7 +197,7 @@ def zero_step() -> str:
         lines.append(
             _row(
                 [
-                    _ddp_name(result),
+                    name_run(result),
                     str(result["world"]),
                     *(_ms(arms[arm]) if arm in arms else "" for arm in columns),
                     f"{ours['median_ms'] / limit['median_ms']:.2f}",
@@ -227,7 +228,7 @@ def zero_alone() -> str:
         arms = {row["arm"]: row for row in result["summary"]}
         cells = [f"{_ms(arms[arm])}, {arms[arm]['peak_gib']:.1f} GiB" if arm in arms else "" for arm in columns]
         against = arms["ovpatch, NCCL"]["median_ms"] / arms["limit, fp32"]["median_ms"]
-        lines.append(_row([_ddp_name(result), str(result["world"]), *cells, f"{against:.3f}"]))
+        lines.append(_row([name_run(result), str(result["world"]), *cells, f"{against:.3f}"]))
     newest = results[-1]
     return "\n".join(lines) + (
         f"\n\nMilliseconds per training step, median, and peak of memory of one rank on one {newest['device']}, whose "
@@ -435,7 +436,8 @@ def _ms(row: dict[str, Any]) -> str:
     return f"{row['median_ms']:.1f}"
 
 
-def _ddp_name(result: dict[str, Any]) -> str:
+def name_run(result: dict[str, Any]) -> str:
+    """Return the name of a run of ``ddp_step`` or ``zero_step``: the model and what is special."""
     settings = result["settings"]
     size = {"3.8b": "GPT 3.8B", "1b": "GPT 1B", "tiny": "tiny GPT, host-bound"}[settings["size"]]
     more = [f"{settings['accumulate']} microbatches"] if settings["accumulate"] > 1 else []

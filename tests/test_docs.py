@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ovpatch
-from benchmarks import tables
+from benchmarks import figures, tables
 from ovpatch.cli import main
 from ovpatch.session.plugins import Plugins, find_plugins
 from ovpatch.session.session import Session
@@ -280,6 +280,15 @@ def test_tables_are_those_of_the_result_files():
         assert tables.fill(text) == text, f"{page.name}: run make tables"
 
 
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_pictures_are_those_of_the_result_files(tmp_path, name):
+    made = figures.draw(name, tmp_path).read_text(encoding="utf-8")
+    kept = (figures.PICTURES / f"{name}.svg").read_text(encoding="utf-8")
+    texts = re.findall(r"<text [^>]*>([^<]+)</text>", made)
+    assert len(texts) > 5
+    assert re.findall(r"<text [^>]*>([^<]+)</text>", kept) == texts, "run make figures"
+
+
 # --- code ---
 
 
@@ -370,7 +379,7 @@ for number, code in enumerate({codes!r}):
 """
 
 
-RUN = ("docs/quick-start.md", "docs/settings.md", "examples/README.md")
+RUN = ("docs/quick-start.md", "docs/settings.md", f"{FEATURE_PAGES}/recompute.md", "examples/README.md")
 
 
 def test_python_in_the_documentation_runs(tmp_path):

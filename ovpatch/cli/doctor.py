@@ -19,7 +19,7 @@ from ovpatch.api import session
 from ovpatch.exit_codes import ExitCode
 from ovpatch.session import plugins
 from ovpatch.session.plan import FeatureRecord
-from ovpatch.session.report import TROUBLE, Report, render_table, to_plain_data, wants_colour
+from ovpatch.session.report import TROUBLE, Report, explain_old_torch, render_table, to_plain_data, wants_colour
 from ovpatch.settings import settings
 from ovpatch.settings.options import list_variables
 
@@ -203,6 +203,7 @@ def _problems(records: Mapping[str, FeatureRecord], report: Report, autoload: st
     if not records:
         problems.append(f"no entry points of the group {plugins.GROUP!r}: install the package with pip")
     problems += settings.find_near_misses(os.environ)
+    problems += filter(None, [explain_old_torch()])
     if autoload and settings.read_environment().auto:
         problems.append(f"OVPATCH_AUTO is on and cannot work: {autoload}")
     return problems

@@ -81,9 +81,9 @@ def _figure(runs: Sequence[TimelineRun]) -> Figure:
     from matplotlib.figure import Figure
 
     tracks = sum(len(run.ranks) for run in runs)
-    height = 1.9 + 0.75 * len(runs) + (0.62 if tracks <= 8 else 0.36) * tracks
-    figure = Figure(figsize=(14, height), layout="constrained", facecolor="white")
-    figure.suptitle(format_headline(runs), fontsize=21, fontweight="bold", color=INK, x=0.01, ha="left")
+    height = 2.1 + 0.75 * len(runs) + (0.62 if tracks <= 8 else 0.36) * tracks
+    figure = Figure(figsize=(10, height), layout="constrained", facecolor="white")
+    figure.suptitle(format_headline(runs), fontsize=15, fontweight="bold", color=INK, x=0.01, ha="left")
     ratios = [len(run.ranks) + 0.4 for run in runs]
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     width = max(_window(run)[1] - _window(run)[0] for run in runs)
@@ -147,7 +147,7 @@ def _panel(axes: Axes, run: TimelineRun, width: int) -> None:
     if is_pipeline:
         bubble = format_percent(pipelines.measure_bubble(run))
         title = f"{run.name}: {bubble} of {format_ms(parts.step)} ms is bubble (step {run.shown}, mean of ranks)"
-    axes.set_title(title, loc="left", fontsize=13, color=INK, pad=18)
+    axes.set_title(title, loc="left", fontsize=12, color=INK, pad=18)
     axes.set_yticks([len(run.ranks) - 1 - row for row in range(len(run.ranks))])
     axes.set_yticklabels([f"rank {tracks.rank}" for tracks in run.ranks], fontsize=12)
     axes.set_ylim(-0.55, len(run.ranks) - 0.45)
@@ -228,7 +228,7 @@ def _legend(figure: Figure, runs: Sequence[TimelineRun]) -> None:
     from matplotlib.patches import Patch
 
     if pipelines.has_pipeline(runs):
-        figure.legend(handles=pipelines.make_legend(), loc="outside lower left", ncols=5, fontsize=11, frameon=False)
+        figure.legend(handles=pipelines.make_legend(), loc="outside lower left", ncols=3, fontsize=11, frameon=False)
         return
     handles = [
         Patch(facecolor=EXPOSED, label="EXPOSED communication: nothing computes"),
@@ -238,7 +238,7 @@ def _legend(figure: Figure, runs: Sequence[TimelineRun]) -> None:
     ]
     if any(tracks.copies for run in runs for tracks in run.ranks):
         handles.append(Patch(facecolor=COPIES, label="copies only"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=5, fontsize=11, frameon=False)
+    figure.legend(handles=handles, loc="outside lower left", ncols=3, fontsize=11, frameon=False)
 
 
 _Json = dict[str, Any]
@@ -363,6 +363,11 @@ class Output:
         self.written: list[Path] = []
         self._check()
 
+    @property
+    def trace(self) -> Path:
+        """The merged trace."""
+        return self.folder / _MERGED
+
     def _check(self) -> None:
         if self._picture:
             check_matplotlib()
@@ -411,9 +416,9 @@ class Output:
         if self._picture:
             self.written = [self.folder / name for name in _PICTURES]
             draw_picture(runs, self.written)
-        write_merged_trace(runs, self.folder / _MERGED)
+        write_merged_trace(runs, self.trace)
         write_json(self.folder / _SUMMARY, _summary(recordings))
-        self.written += [self.folder / _MERGED, self.folder / _SUMMARY]
+        self.written += [self.trace, self.folder / _SUMMARY]
         costs = [f"{one.run.name}: {one.cost}" for one in recordings if one.cost is not None]
         return "\n".join([summary.format_tables(runs, colour=colour), *costs])
 
