@@ -379,7 +379,7 @@ for number, code in enumerate({codes!r}):
 """
 
 
-RUN = ("docs/quick-start.md", "docs/settings.md", "examples/README.md")
+RUN = ("docs/quick-start.md", "docs/settings.md", "examples/README.md", f"{FEATURE_PAGES}/recompute.md")
 
 
 def test_python_in_the_documentation_runs(tmp_path):
