@@ -127,7 +127,7 @@ def merged(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
         "median_ms": round(statistics.median(times), 2),
         "round_medians_ms": [round(statistics.median(row["ms"]), 2) for row in mine],
         "worst_ms": round(max(times), 2),
-        "peak_gib": round(max(row["peak_gib"] for row in mine), 2),
+        "peak_gib": round(max(row["peak_gib"] for row in mine), 3),
     }
 
 

@@ -39,7 +39,7 @@ PAGES = sorted(
     for page in ROOT.glob(pattern)
 )
 
-FEATURES = ("ddp", "dist_optimizer", "pipe_experts", "pipeline", "recompute", "tp_linear")
+FEATURES = ("ddp", "dist_optimizer", "megatron", "pipe_experts", "pipeline", "recompute", "tp_linear")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
@@ -379,7 +379,7 @@ for number, code in enumerate({codes!r}):
 """
 
 
-RUN = ("docs/quick-start.md", "docs/settings.md", "examples/README.md", f"{FEATURE_PAGES}/recompute.md")
+RUN = ("docs/quick-start.md", "docs/settings.md", f"{FEATURE_PAGES}/recompute.md", "examples/README.md")
 
 
 def test_python_in_the_documentation_runs(tmp_path):

@@ -164,10 +164,7 @@ class StageRun:
 
     @contextlib.contextmanager
     def _unchecked(self) -> Iterator[None]:
-        """Have stock compare no shapes with those of the first step: torch 2.11 always does, later ones for debugging.
-
-        What has no such name, as in other versions, is not given one.
-        """
+        """Have stock not compare shapes with the first step's: torch 2.11 always does, later ones for debugging."""
         own = vars(self.stage)
         checks = [name for name in ("_validate_fwd_input", "_validate_fwd_outputs") if hasattr(self.stage, name)]
         debugs = own.get("_runtime_validate")
@@ -187,6 +184,7 @@ class StageRun:
         if self.queue is not None:
             self.queue.clear()
         clear_states(self.stage)
+        self.data_parallel.clear()
         for microbatch in self._inputs:
             self.drop_buffers(microbatch)
         self._unshards.clear()
@@ -250,13 +248,20 @@ class StageRun:
         if kind is Kind.F:
             release_outputs(self.stage, microbatch)  # what is sent holds the tensors
         elif self.varies:  # stock makes missing gradients in the shapes of the first step
-            pairs = zip(tensors, self._sizes.get((Kind.F, microbatch), ()), strict=False)
-            for place, (tensor, size) in enumerate(pairs):
-                if tensor.shape != size:
-                    tensors[place] = tensor.new_zeros(size)
+            for place, size in enumerate(self._sizes_of_grads(microbatch)):
+                if tensors[place].shape != size:
+                    tensors[place] = tensors[place].new_zeros(size)
         if kind not in self._sent:
             self._sent[kind] = [shape_of(tensor) for tensor in tensors]
         return tensors
+
+    def _sizes_of_grads(self, microbatch: int) -> list[torch.Size]:
+        """Return the shapes of the input gradients to send; empty if no input has come."""
+        left = list(self._sizes.get((Kind.F, microbatch), ()))
+        inputs = self._inputs[microbatch]
+        pairs = zip(inputs, find_input_grad_shapes(self.stage, inputs), strict=True)
+        sizes = [(left.pop(0), grad) for shape, grad in pairs if left and shape is not None]
+        return [size for size, grad in sizes if grad is not None]
 
     def _check_shapes(self, tensors: Sequence[Tensor]) -> None:
         if self._expected is None:
@@ -273,13 +278,13 @@ class StageRun:
     def make_blank_outputs(self, kind: Kind, microbatch: int = 0) -> list[Tensor]:
         """Return zeros of the shapes of a message that F or B sends."""
         shapes: Sequence[Tensor | None] = self._sent.get(kind, [])
-        if not shapes:
-            is_forward = kind is Kind.F
-            shapes = (
-                find_output_shapes(self.stage) if is_forward else find_input_grad_shapes(self.stage, self._inputs[0])
-            )
+        if not shapes and kind is Kind.F:
+            shapes = find_output_shapes(self.stage)
+        elif not shapes:
+            grads = find_input_grad_shapes(self.stage, self._inputs[0])
+            shapes = [shape for shape in grads if shape is not None]
         if self.varies and kind is Kind.B and (Kind.F, microbatch) in self._sizes:
-            shapes = _resize(shapes, self._sizes[Kind.F, microbatch])
+            shapes = _resize(shapes, self._sizes_of_grads(microbatch))
         made = [one.detach().zero_() for shape in shapes if (one := self._make(shape)) is not None]
         if self.varies and kind is Kind.F:
             self._sizes[Kind.B, microbatch] = [one.shape for one in made]

@@ -26,7 +26,7 @@ from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, make_program
 from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, StepTimes, note_schedule, note_stock
 from ovpatch_plugins.pipeline.stage_run import StageRun, list_stages
-from ovpatch_plugins.pipeline.torch_stage import forget_unsharded, limits_sends
+from ovpatch_plugins.pipeline.torch_stage import limits_sends
 from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer, blocks_host, close_edge_communicators
 
 if TYPE_CHECKING:
@@ -107,7 +107,6 @@ class Takeover:
         if reason or orders is None:
             note_stock(f"{type(schedule).__name__}: {reason}")
             return None, None
-        forget_unsharded(schedule)
         return self._build(schedule, owner, stages, group, name, orders)
 
     def _choose_order(self, schedule: Any, owner: str, stages: Sequence[Any]) -> tuple[str, Schedule]:

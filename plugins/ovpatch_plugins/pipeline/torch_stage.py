@@ -62,17 +62,18 @@ def find_output_shapes(stage: Any) -> list[Tensor]:
     return [_shape_of_meta(meta) for meta in (stage.get_outputs_meta() if metas is None else metas)]
 
 
-def find_input_grad_shapes(stage: Any, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return meta tensors like the input gradients that a stage sends.
+def find_input_grad_shapes(stage: Any, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return meta tensors like the gradients that a stage sends, None for an input that gets none.
 
     Args:
         stage: The stage.
-        inputs: Like its inputs; torch 2.11 sends a gradient for each.
+        inputs: Meta tensors like those that it receives; torch 2.11 sends a gradient for each.
     """
-    metas = getattr(getattr(stage, "_stage_meta", None), "input_grads", None)
-    if metas is None:
-        return [shape for shape in inputs if shape is not None]
-    return [_shape_of_meta(meta) for meta in metas if meta is not None]
+    find_meta = getattr(stage, "_get_grad_send_meta", None)
+    if find_meta is None:
+        return list(inputs)
+    metas = [None if shape is None else find_meta(place) for place, shape in enumerate(inputs)]
+    return [None if meta is None else _shape_of_meta(meta) for meta in metas]
 
 
 def _shape_of_meta(meta: Any) -> Tensor:
@@ -118,11 +119,3 @@ def defers_wait(schedule: Any) -> bool:
 def limits_sends(schedule: Any) -> bool:
     """Tell whether the script limits how many sends are under way."""
     return getattr(schedule, "_max_outstanding_sends", None) is not None
-
-
-def forget_unsharded(schedule: Any) -> None:
-    """Have stock forget stages that a call without a reduction left unsharded, as their parameters tell that."""
-    deferred = getattr(schedule, "_deferred_stages", None)
-    if deferred:
-        schedule.unsharded_stages -= deferred
-        deferred.clear()

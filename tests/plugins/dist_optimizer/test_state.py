@@ -303,6 +303,8 @@ def unreadable() -> list[bool]:
                 raise MemoryError("not really")
 
         source._write_back_param = keep_made
+        for state in opt.state.values():  # so that the next step looks at it
+            state["exp_avg"].sum()
         with pytest.raises(MemoryError):
             step(model, opt, 4)
         del source._write_back_param
