@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
-
-from torch import Tensor
+from typing import Any, Final
 
 
 @dataclass
@@ -19,11 +17,11 @@ class BackwardWaits:
 
     Attributes:
         launch_inside: Called inside a backward, before it waits for a collective.
-        launch_before: Called with the outputs of a graph, before the gradients of these are waited for.
+        launch_before: Called with the autograd nodes of a graph's outputs, before their gradients are waited for.
     """
 
     launch_inside: Callable[[], None] | None = None
-    launch_before: Callable[[Sequence[Tensor]], None] | None = None
+    launch_before: Callable[[Sequence[Any]], None] | None = None
 
 
 BACKWARD_WAITS: Final = BackwardWaits()

@@ -21,7 +21,7 @@ from ovpatch_plugins.dist_optimizer import sharded_grads, takeover
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.shard_peers import shard_norms
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, updating_shards
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, make_shard_params, replaced_params
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, attach_shards, detach_shards, replaced_params
 
 Place = tuple[ShardedGrads, int]  # the sharded gradients of a model, and the index of a parameter there
 
@@ -286,10 +286,13 @@ def wrap_unscale(original: Unscale) -> Unscale:
 def _lazy_as_shards(optimizer: Optimizer, params: Sequence[ShardedParam]) -> Iterator[None]:
     """Show an optimizer this rank's shards of lazy gradients; those that were read are scaled whole."""
     lazy = [one for one in params if one.shards.is_lazy(one.index)]
-    shard_params = make_shard_params(lazy)
-    with replaced_params(optimizer, {id(one.param): shown for one, shown in zip(lazy, shard_params, strict=True)}):
-        yield
-        for one, shown in zip(lazy, shard_params, strict=True):
-            reduced = one.shards.reduced_shard(one.index)
-            if shown.grad is not None and shown.grad.dtype != reduced.dtype:  # then it was a copy
-                reduced.copy_(shown.grad)
+    try:
+        attach_shards(lazy)
+        with replaced_params(optimizer, {id(one.param): one.shard_param for one in lazy}):
+            yield
+            for one in lazy:
+                reduced, grad = one.shards.reduced_shard(one.index), one.shard_param.grad
+                if grad is not None and grad.dtype != reduced.dtype:  # then it was a copy
+                    reduced.copy_(grad)
+    finally:
+        detach_shards(lazy)

@@ -20,7 +20,7 @@ from ovpatch.overlap.data_parallel.bucket import SMALL, GradBucket, make_sparse_
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, Source
 from ovpatch.overlap.tensors.metadata_ops import grad_of
-from ovpatch.overlap.tensors.ownership import find_freeable_grads, is_shared
+from ovpatch.overlap.tensors.ownership import contiguous_strides, find_freeable_grads, is_shared
 from ovpatch.overlap.tensors.shard import flat_view
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 
@@ -109,6 +109,13 @@ class ShardedGradBucket(GradBucket):
         coalesced = set(self._coalesced)
         self._alone = dict.fromkeys(i for i in self._sharded if i not in coalesced)
         self._large = [i for i in self._large if i not in coalesced]
+        # Whose chunks along the first dimension are the ranks' shards, as a contiguous gradient lies in memory.
+        self._is_chunked = [
+            self._strides[i] == contiguous_strides(params[i].shape)
+            and params[i].dim() > 0
+            and len(params[i]) % world == 0
+            for i in self._coalesced
+        ]
         self._row = sum(self._sizes[i] for i in self._coalesced)
         self._freeable_nbytes = sum(numels[i] for i in self._sharded) * self.dtype.itemsize
         self._zeros = lazy_tensor.expanded_zeros([params[i] for i in self._sharded])
@@ -151,20 +158,21 @@ class ShardedGradBucket(GradBucket):
         summed = dtype is torch.float32 and params[0].dtype is not dtype
         rows = []
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for i in self._coalesced:
-                grad = params[i].grad
+            grads = map(_GRAD, [params[i] for i in self._coalesced])
+            for i, is_chunked, grad in zip(self._coalesced, self._is_chunked, grads, strict=True):
                 if (
                     type(grad) is Tensor
-                    and self._is_even[i]
                     and not (summed or self._rows)
                     and grad.layout is torch.strided
-                    and grad.is_contiguous()
+                    and grad.dtype is dtype
                     and grad.stride() == strides[i]
+                    and is_chunked
                 ):
-                    rows.append(grad.view(world, -1))
+                    rows.append(grad)
                 else:
-                    rows.append(self._rows[i] if i in self._rows else self._make_rows(i, grad))
-            torch.cat(rows, 1, out=self._input.view(world, -1))
+                    row = self._rows[i] if i in self._rows else self._make_rows(i, grad)
+                    rows.append(row.to(dtype))
+            torch._chunk_cat(rows, 0, world, out=self._input.view(world, -1))
             if divisor != 1 and dtype is self.dtype:
                 self._input.mul_(1.0 / divisor)
         return self._input

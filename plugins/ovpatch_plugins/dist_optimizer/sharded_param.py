@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
+
+_CONTIGUOUS: Final = (1,)
 
 
 @dataclass(eq=False)
@@ -33,39 +35,55 @@ class ShardedParam:
 
     def __post_init__(self) -> None:
         self.shard = self.shards.local_range(self.index)
-        self.strides = self.param.stride()
-        self.is_padded = self.shard.numel < self.shard.size
+        self.size, self.strides = (self.shard.numel,), self.param.stride()
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self.nothing = self.param.new_empty(0)
+            # What Parameter() does, which read_hooks.py wraps.
+            self.shard_param: Parameter = torch.Tensor._make_subclass(Parameter, self.nothing, True)
+        self.reduced = self.grad = self.nothing  # the shard of the gradient, and what the optimizer is given for it
 
 
-def make_shard_params(params: Sequence[ShardedParam]) -> list[Parameter]:
-    """Return this rank's shards of parameters, as parameters with gradients.
+def attach_shards(params: Sequence[ShardedParam]) -> list[Parameter]:
+    """Return this rank's shards of parameters, as parameters with gradients, until :func:`detach_shards`.
 
-    The parameters themselves do not change: another thread, which saves a checkpoint, must not find shards.
+    They are the same objects in every step, over the memory that the parameters have now. The parameters themselves do
+    not change: another thread, which saves a checkpoint, must not find shards.
 
     Raises:
         RuntimeError: A parameter's elements lie in another order than when its model was wrapped.
     """
-    make: Callable[[type[Parameter], Tensor, bool], Parameter] = torch.Tensor._make_subclass
-    shard_params = []
+    attached = []
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for one in params:
-            param, shards = one.param, one.shards
-            data, grad = param.data, param.grad
-            if data.stride() != one.strides:
-                shards.check_layout(one.index)
-            elements = data.as_strided((one.shard.numel,), (1,), data.storage_offset() + one.shard.begin)
-            # What Parameter() does, which read_hooks.py wraps.
-            shard_param = make(Parameter, elements, param.requires_grad)
+            param, shard_param, grad = one.param, one.shard_param, one.param.grad
+            if param.stride() != one.strides:
+                one.shards.check_layout(one.index)
+            if param.dtype is not shard_param.dtype:
+                one.nothing = shard_param.data = param.new_empty(0)
+            shard_param.set_(param.untyped_storage(), param.storage_offset() + one.shard.begin, one.size, _CONTIGUOUS)
+            if type(grad) is LazyTensor and grad.__dict__.get("source") is one.shards:
+                reduced, shard = one.shards.reduced[one.index], one.grad
+                # A tensor object of its own, since an optimizer may give it other memory.
+                if one.reduced is not reduced or shard.data_ptr() != reduced.data_ptr():
+                    one.reduced, one.grad = reduced, reduced[: one.shard.numel]
+                    shard = one.grad
+            elif grad is not None:
+                shard = one.shards.local_shard(one.index, grad)
             if grad is not None:
-                if type(grad) is LazyTensor and grad.__dict__.get("source") is shards:
-                    shard = shards.reduced[one.index]
-                    # A new object, since an optimizer may give it other memory.
-                    shard = shard[: one.shard.numel] if one.is_padded else shard.detach()
-                else:
-                    shard = shards.local_shard(one.index, grad)
-                shard_param.grad = shard if shard.dtype is data.dtype else shard.to(data.dtype)
-            shard_params.append(shard_param)
-    return shard_params
+                shard_param.grad = shard if shard.dtype is param.dtype else shard.to(param.dtype)
+            attached.append(shard_param)
+    return attached
+
+
+def detach_shards(params: Sequence[ShardedParam]) -> None:
+    """Take memory and gradients from the shards again.
+
+    A parameter is pending only while no other tensor shares its memory; and where a script moves a parameter elsewhere,
+    its memory is freed.
+    """
+    for one in params:
+        one.shard_param.data = one.nothing
+        one.shard_param.grad = None
 
 
 @contextmanager
@@ -80,12 +98,7 @@ def replaced_params(optimizer: Optimizer, by: Mapping[int, Parameter | None]) ->
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     try:
         for group, params in groups:
-            shown = []
-            for param in params:
-                other = by.get(id(param), param)
-                if other is not None:
-                    shown.append(other)
-            group["params"] = shown
+            group["params"] = [one for one in map(by.get, map(id, params), params) if one is not None]
         yield
     finally:
         for group, params in groups:

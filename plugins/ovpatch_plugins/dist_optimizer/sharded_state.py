@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+import itertools
+import operator
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from ovpatch.overlap.tensors.param_state import weak_method
 from ovpatch.overlap.tensors.shard import Shard, flat_view, shard_view
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, make_shard_params
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, attach_shards, detach_shards
 from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 States = dict[Any, dict[Any, Any]]  # an optimizer's ``state``
@@ -94,6 +96,7 @@ class ShardedState(abc.ABC):
         self._read_after = -1  # how many backwards there were at the last read since the last step
         self._changed = threading.Condition()
         self._earlier: dict[int, dict[Key, Tensor]] = {}  # shards that loading has replaced, by version
+        self._kept: KeptState | None = None
         self._topic = f"state of {turn.name}, of {shards.identity}"
         serving = _serving.setdefault(shards, weakref.WeakValueDictionary())
         if turn.name in serving:  # this rank alone has made its optimizer anew
@@ -170,7 +173,7 @@ class ShardedState(abc.ABC):
             held = [lazy for lazy in self._lazy.values() if id(lazy) not in now and self._is_own(lazy)]
             lazy_tensor.materialize(held)
         self._earlier[self._versions.version] = self._local
-        self._local = dict(self._local)
+        self._local, self._kept = dict(self._local), None
         while len(self._earlier) > _MAX_EARLIER:
             del self._earlier[next(iter(self._earlier))]
         self._versions.begin_update()
@@ -355,6 +358,95 @@ class LostContent:
         raise RuntimeError(self._message) from self._cause
 
 
+class KeptState:
+    """The shards behind what a step has left in an optimizer's state, as long as nobody reads or replaces that.
+
+    It keeps neither parameters nor lazy tensors: a script that holds one of these would keep the model alive.
+
+    Args:
+        source: Of the lazy tensors.
+        shown: By what the optimizer is given for a parameter, its state with this rank's shards.
+        left: The state of these parameters between steps, in the same order, with the same names.
+
+    Attributes:
+        shown: See there.
+    """
+
+    def __init__(
+        self, source: ShardedState, shown: dict[Parameter, dict[Any, Any]], left: Sequence[Mapping[Any, Any]]
+    ) -> None:
+        self._source, self.shown = weakref.ref(source), shown
+        self._ids = list(map(id, itertools.chain.from_iterable(shown.items())))  # of what is kept here
+        self._shards = _values(shown.values())
+        self._names = _names(left)
+        values = _values(left)
+        self._types = list(map(type, values))
+        self._is_lazy = [kind is LazyTensor for kind in self._types]
+        self._keys = [vars(lazy).get("key") for lazy in itertools.compress(values, self._is_lazy)]
+        # Others, such as the number of steps, are the same objects in both; what stays whole is not, so it is noticed.
+        self._is_shared = [not is_lazy for is_lazy in self._is_lazy]
+        self._shared = list(itertools.compress(self._shards, self._is_shared))
+        self._in_step: list[Tensor] = []  # lazy tensors, while the optimizer works on the shards
+
+    @classmethod
+    def of(
+        cls, source: ShardedState, swapped: Swapped, states: States, shown: Mapping[Parameter, dict[Any, Any] | None]
+    ) -> KeptState | None:
+        """Return what a step has left; None if the next one has to look at each tensor."""
+        left = [state for one, _ in swapped if (state := states.get(one.param)) is not None]
+        made = {shard_param: state for shard_param, state in shown.items() if state is not None}
+        if len(left) != len(swapped) or _names(left) != _names(made.values()):
+            return None
+        return cls(source, made, left)
+
+    def begin_step(self, swapped: Swapped, states: States) -> bool:
+        """Return whether the parameters' state still is what the last step has left."""
+        left = [states.get(one.param) for one, _ in swapped]
+        if [id(shard_param) for _, shard_param in swapped] != self._ids[::2]:
+            return False
+        if None in left or _names(left) != self._names:
+            return False
+        values = _values(left)
+        if list(map(type, values)) != self._types:
+            return False
+        if not all(map(operator.is_, itertools.compress(values, self._is_shared), self._shared)):
+            return False
+        lazy = list(itertools.compress(values, self._is_lazy))
+        try:
+            is_own = list(map(_KEY, lazy)) == self._keys and list(map(_SOURCE, lazy)).count(self._source()) == len(lazy)
+        except AttributeError:  # another thread reads one at this moment
+            return False
+        self._in_step = lazy if is_own else []
+        return is_own
+
+    def end_step(self, states: States) -> bool:
+        """Take the shards out of the state; return false, and leave all in place, if some are not where they were."""
+        lazy, self._in_step = self._in_step, []
+        if list(map(type, lazy)).count(LazyTensor) != len(lazy):
+            return False  # another thread has read one
+        values = _values(self.shown.values())
+        if len(values) != len(self._shards) or not all(map(operator.is_, values, self._shards)):
+            return False
+        made = [states.popitem() for _ in self.shown][::-1]  # they came last
+        if list(map(id, itertools.chain.from_iterable(made))) == self._ids:
+            return True
+        states.update(made)
+        return False
+
+
+_KEY: Final = operator.attrgetter("key")
+_SOURCE: Final = operator.attrgetter("source")
+_VALUES: Final = operator.methodcaller("values")
+
+
+def _names(states: Iterable[Any]) -> list[Any]:
+    return list(itertools.chain.from_iterable(states))
+
+
+def _values(states: Iterable[Any]) -> list[Any]:
+    return list(itertools.chain.from_iterable(map(_VALUES, states)))
+
+
 class ElementwiseState(ShardedState):
     """The state of an element-wise optimizer: each rank keeps a shard of every tensor that has its parameter's shape.
 
@@ -366,11 +458,25 @@ class ElementwiseState(ShardedState):
         """Return whether a parameter is sharded, and ask for its gradient by shards."""
         return shards.request_sharding(index)
 
+    @contextmanager
+    def swapped_in(self, params: Sequence[ShardedParam], states: States) -> Iterator[Shown]:
+        """Put this rank's shards in place for the time of a step; see :class:`ShardedState`."""
+        try:
+            with super().swapped_in(params, states) as shown:
+                yield shown
+        finally:
+            detach_shards(params)
+
     def _choose_shown(self, params: Sequence[ShardedParam]) -> tuple[Shown, Swapped]:
-        swapped = list(zip(params, make_shard_params(params), strict=True))
+        swapped = list(zip(params, attach_shards(params), strict=True))
         return {id(one.param): shard_param for one, shard_param in swapped}, swapped
 
     def _swap_in(self, swapped: Swapped, states: States) -> None:
+        kept = self._kept
+        if kept is not None and kept.begin_step(swapped, states):
+            states.update(kept.shown)
+            return
+        self._kept = None
         local = self._local
         for one, shard_param in swapped:
             state = states.get(one.param)
@@ -384,6 +490,17 @@ class ElementwiseState(ShardedState):
                 elif isinstance(value, Tensor) and value.shape == shape:  # what the script has put there
                     self._shard_tensor((index, name), value, state)
                     shown[name] = local[index, name]
+
+    def _write_back(self, swapped: Swapped, states: States) -> None:
+        kept, self._kept = self._kept, None  # whatever raises, the next step looks at each tensor
+        if kept is not None and kept.end_step(states):
+            swapped.clear()
+        else:
+            updated = list(swapped)
+            shown = {shard_param: states.get(shard_param) for _, shard_param in swapped}
+            super()._write_back(swapped, states)
+            kept = KeptState.of(self, updated, states, shown)
+        self._kept = kept
 
     def _write_back_param(self, one: ShardedParam, shown: Parameter, states: States) -> None:
         made = states.pop(shown, None)

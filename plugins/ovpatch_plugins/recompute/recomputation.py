@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
@@ -98,7 +98,7 @@ class Recomputation:
         tensors = list(find_tensors([args, kwargs]))
         self._random, self._autocast, self._buffers = RandomState(tensors), Autocast(tensors), Buffers(block)
         self._params: Params | None = None  # until the forward has ended
-        self.previous = _find_call(tensors)
+        self.previous = _find_call(tensor.grad_fn for tensor in tensors)
 
     # --- forward ---
 
@@ -262,15 +262,15 @@ def launch_inside() -> None:
         _launch_ahead(previous)
 
 
-def make_launch_before(ahead: int) -> Callable[[Sequence[Tensor]], None]:
+def make_launch_before(ahead: int) -> Callable[[Sequence[Any]], None]:
     """Return a function that computes the last blocks of a graph again, before the gradients of its outputs are there.
 
     Args:
         ahead: Number of blocks.
     """
 
-    def launch_before(outputs: Sequence[Tensor]) -> None:
-        call = _find_call(outputs)()
+    def launch_before(nodes: Sequence[Any]) -> None:
+        call = _find_call(nodes)()
         for _ in range(ahead):
             if call is None:
                 return
@@ -286,10 +286,9 @@ def _launch_ahead(call: Recomputation) -> None:
         COUNTERS.launched_ahead += 1
 
 
-def _find_call(tensors: Sequence[Tensor]) -> Callable[[], Recomputation | None]:
-    """Return a weak reference to the call of a block that made one of these tensors."""
-    for tensor in tensors:
-        node: Any = tensor.grad_fn
+def _find_call(nodes: Iterable[Any]) -> Callable[[], Recomputation | None]:
+    """Return a weak reference to the call of a block that made the tensor of one of these nodes."""
+    for node in nodes:
         found: weakref.ref[Recomputation] | None = None if node is None else node.metadata.get(_KEY)
         if found is not None:
             return found

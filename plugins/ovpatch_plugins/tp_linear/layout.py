@@ -49,6 +49,17 @@ def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
     return rows.view(first, *before, *behind, rows.shape[-1]).movedim(0, dim).contiguous()
 
 
+def make_result(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
+    """Return fresh rows as a linear's output that is no view, as F.linear's is none; arguments as of :func:`from_rows`.
+
+    Autograd refuses to write into a view that a function has returned, as Megatron's cross-entropy does.
+    """
+    result = from_rows(rows, shape, dim)
+    if result._is_view():
+        result = torch.ops.aten._unsafe_view.default(rows, result.shape)
+    return result
+
+
 def make_output(rows: Tensor, features: int, shape: torch.Size, dim: int) -> Tensor:
     """Return memory for a linear's output, a contiguous activation; arguments as of :func:`from_rows`."""
     others = prod(shape[:dim]) * prod(shape[dim + 1 : -1])
