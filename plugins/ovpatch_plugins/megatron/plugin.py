@@ -23,16 +23,9 @@ def ovpatch_feature() -> Feature:
         summary="Megatron-Core: linears whose collectives hide, reductions in one order, no stale parameters.",
         options=OPTIONS,
         reorders_products=True,
+        distributed=True,
         work=("calls", "reductions", "gathers"),
     )
-
-
-@hookimpl
-def ovpatch_reasons_against() -> Sequence[str]:
-    """Return why the feature cannot run here."""
-    import torch
-
-    return [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]
 
 
 @hookimpl
