@@ -1,7 +1,7 @@
 """Train a small GPT of Megatron-Core on Python's own documentation, over tensor, sequence and pipeline parallelism.
 
-    torchrun --nproc-per-node 4 examples/train_megatron.py                     # gloo on the CPU, NCCL with GPUs
-    torchrun --nproc-per-node 2 examples/train_megatron.py --pp 1
+    OVPATCH=+megatron torchrun --nproc-per-node 4 examples/train_megatron.py   # gloo on the CPU, NCCL with GPUs
+    OVPATCH=+megatron torchrun --nproc-per-node 2 examples/train_megatron.py --pp 1
     OVPATCH=0 torchrun --nproc-per-node 4 examples/train_megatron.py           # stock
 
 It is written as Megatron's own examples are: the local specification, its DistributedDataParallel, its pipeline

@@ -136,8 +136,7 @@ def test_the_package_in_a_fresh_process(tmp_path):
     assert {"version", "torch", "python", "pid", "rank", "features", "patches"} == set(report)
     states = {feature["name"]: feature["state"] for feature in report["features"]}
     experts = "pending" if importlib.util.find_spec("transformers") else "skipped"
-    megatron = "pending" if importlib.util.find_spec("megatron") else "skipped"
-    waiting = {"megatron": megatron, "pipe_experts": experts, "tp_linear": "pending"}
-    off = dict.fromkeys(("dist_optimizer", "pipeline", "recompute"), "disabled")
+    waiting = {"pipe_experts": experts, "tp_linear": "pending"}
+    off = dict.fromkeys(("dist_optimizer", "megatron", "pipeline", "recompute"), "disabled")
     assert states == {"ddp": "applied", **off, **waiting}
     assert state == "disabled"

@@ -22,6 +22,7 @@ def ovpatch_feature() -> Feature:
         name="megatron",
         summary="Megatron-Core: linears whose collectives hide, reductions in one order, no stale parameters.",
         options=OPTIONS,
+        default=False,
         reorders_products=True,
         distributed=True,
         work=("calls", "reductions", "gathers"),
