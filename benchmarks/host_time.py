@@ -1,13 +1,14 @@
 """Host time of a training step per parameter, beyond stock's own: what Python costs where the host is the limit.
 
     python -m benchmarks.host_time                              # 200 and 2,000 parameters
-    python -m benchmarks.host_time --parameters 200 10000 --rounds 5
+    python -m benchmarks.host_time --parameters 200 2000 10000 --rounds 5
     python -m benchmarks.host_time --arms "ddp + dist_optimizer" --profile
 
 Arms are stock DDP, ``ddp``, ``ddp`` with ``dist_optimizer``, and FSDP2, with AdamW, on models of linears with 256
 weights and 16 biases each. On the CPU two gloo ranks train, each with one thread. Where there is a GPU, one rank of
 eight trains alone, its collectives faked as in ``zero_alone``. A figure is the median over rounds of rank 0's CPU time
-per step, all its threads, gloo's included; each round starts every arm anew. Wall-clock time is told beside it.
+per step: that of the thread that trains, and of all its threads, gloo's included. Each round starts every arm anew.
+Wall-clock time is told beside it. Time per arm is limited: large models have fewer steps (``--seconds``).
 
 ``--profile`` prints where the time goes by function, in microseconds per parameter and step, cProfile's own overhead
 included. ``--json`` appends the result to a file, as one line with date, versions and command.
@@ -42,8 +43,12 @@ from benchmarks.runs import CUDA, described
 ARMS: Final = ("stock", "ddp", "ddp + dist_optimizer", "FSDP2")
 OPTIONS: Final = {"dist_optimizer": {"min_param_numel": 1}}
 _BLOCK = 10  # linears in a block, the unit that FSDP2 gathers
-_WARM_STEPS = 36  # flags of all ranks take effect every 16 steps
+_WARM_STEPS = 4  # in the first 16, flags of all ranks take effect in the next step
+_MIN_STEPS = 5
 _FAKED_WORLD = 8
+
+
+_CLOCKS: Final = ("main ms", "cpu ms", "wall ms")
 
 
 def make_step(
@@ -90,14 +95,19 @@ def joined(rank: int, arm: str, folder: str) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def run(rank: int, arm: str, parameters: int, steps: int, profiled: bool, folder: str) -> None:
+def run(rank: int, arm: str, parameters: int, steps: int, seconds: float, profiled: bool, folder: str) -> None:
     """Time warm steps of one arm; rank 0 writes the result."""
     with joined(rank, arm, folder):
         if arm in ARMS[1:3]:
             ovpatch.apply(*arm.split(" + "), options=OPTIONS if "+" in arm else {})
         step = make_step(arm, parameters // 2)
+        begin = time.perf_counter()
         for _ in range(_WARM_STEPS):
             step()
+        limit = torch.tensor([_WARM_STEPS * seconds / (time.perf_counter() - begin)])
+        if not CUDA:
+            dist.broadcast(limit, 0)  # all ranks make the same number of steps
+        steps = max(_MIN_STEPS, min(steps, int(limit)))
         gc.collect()
         gc.disable()
         result: Any = profile(step, steps, parameters) if profiled and not rank else clock(step, steps)
@@ -106,14 +116,15 @@ def run(rank: int, arm: str, parameters: int, steps: int, profiled: bool, folder
 
 
 def clock(step: Callable[[], object], steps: int) -> dict[str, float]:
-    """Return the medians of CPU and wall-clock time of a step, in milliseconds."""
-    cpu, wall = [], []
+    """Return the medians of CPU time, of this thread and of all, and wall-clock time of a step, in milliseconds."""
+    main, cpu, wall = [], [], []
     for _ in range(steps):
-        used, begin = time.process_time(), time.perf_counter()
+        alone, used, begin = time.thread_time(), time.process_time(), time.perf_counter()
         step()
         wall.append(1e3 * (time.perf_counter() - begin))
         cpu.append(1e3 * (time.process_time() - used))
-    return {"cpu ms": statistics.median(cpu), "wall ms": statistics.median(wall)}
+        main.append(1e3 * (time.thread_time() - alone))
+    return {name: statistics.median(times) for name, times in zip(_CLOCKS, (main, cpu, wall), strict=True)}
 
 
 def profile(step: Callable[[], object], steps: int, parameters: int) -> list[tuple[str, float, float, float]]:
@@ -131,22 +142,21 @@ def profile(step: Callable[[], object], steps: int, parameters: int) -> list[tup
     return sorted(rows, key=lambda row: -row[2])
 
 
-def measure(arm: str, parameters: int, steps: int, *, profiled: bool = False) -> Any:
+def measure(arm: str, parameters: int, steps: int, seconds: float, *, profiled: bool = False) -> Any:
     """Return the result of :func:`run` in new processes."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (arm, parameters, steps, profiled, folder), nprocs=1 if CUDA else 2)
+        mp.spawn(run, (arm, parameters, steps, seconds, profiled, folder), nprocs=1 if CUDA else 2)
         return json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
 
 
 def show(rows: list[dict[str, Any]]) -> Table:
     """Return a table of the figures."""
-    table = Table("parameters", "arm", "CPU ms", "x stock", "beyond stock, us a parameter", "wall ms", "x stock")
+    table = Table(
+        "parameters", "arm", "main thread ms", "beyond, us", "all threads ms", "beyond, us", "x stock", "wall ms"
+    )
+    names = ("main ms", "main beyond us", "cpu ms", "beyond us", "cpu ratio", "wall ms")
     for row in rows:
-        table.add_row(
-            str(row["parameters"]),
-            row["arm"],
-            *(f"{row[name]:.2f}" for name in ("cpu ms", "cpu ratio", "beyond us", "wall ms", "wall ratio")),
-        )
+        table.add_row(str(row["parameters"]), row["arm"], *(f"{row[name]:.2f}" for name in names))
     return table
 
 
@@ -155,17 +165,18 @@ def summarize(found: dict[str, list[dict[str, float]]], parameters: int) -> list
     rows = []
     for arm, times in found.items():
         pairs = list(zip(times, found["stock"], strict=True))
+
+        def beyond(clock: str, pairs: Any = pairs) -> float:
+            return statistics.median(1e3 * (one[clock] - stock[clock]) / parameters for one, stock in pairs)
+
         rows.append(
-            {
-                "arm": arm,
-                "parameters": parameters,
-                "cpu ms": statistics.median(one["cpu ms"] for one in times),
-                "wall ms": statistics.median(one["wall ms"] for one in times),
+            {"arm": arm, "parameters": parameters}
+            | {clock: statistics.median(one[clock] for one in times) for clock in _CLOCKS}
+            | {
                 "cpu ratio": statistics.median(one["cpu ms"] / stock["cpu ms"] for one, stock in pairs),
                 "wall ratio": statistics.median(one["wall ms"] / stock["wall ms"] for one, stock in pairs),
-                "beyond us": statistics.median(
-                    1e3 * (one["cpu ms"] - stock["cpu ms"]) / parameters for one, stock in pairs
-                ),
+                "main beyond us": beyond("main ms"),
+                "beyond us": beyond("cpu ms"),
             }
         )
     return rows
@@ -178,6 +189,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help="timed steps of an arm in a round")
+    parser.add_argument("--seconds", type=float, default=10, help="about how long these may take")
     parser.add_argument("--profile", action="store_true", help="print where the time goes by function")
     parser.add_argument("--functions", type=int, default=40, help="how many functions a profile shows")
     parser.add_argument("--json", type=Path, help="append the result to this file, as benchmarks/results/*.jsonl")
@@ -187,14 +199,16 @@ def main() -> None:
         if args.profile:
             for arm in args.arms:
                 table = Table("function", "calls a step", "own us", "whole us", title=f"{arm}, {parameters} parameters")
-                for place, *figures in measure(arm, parameters, args.steps, profiled=True)[: args.functions]:
+                for place, *figures in measure(arm, parameters, args.steps, args.seconds, profiled=True)[
+                    : args.functions
+                ]:
                     table.add_row(place, *(f"{figure:.2f}" for figure in figures))
                 console.print(table)
             continue
         found: dict[str, list[dict[str, float]]] = {arm: [] for arm in dict.fromkeys(["stock", *args.arms])}
         for _ in range(args.rounds):
             for arm, times in found.items():
-                times.append(measure(arm, parameters, args.steps))
+                times.append(measure(arm, parameters, args.steps, args.seconds))
         rows += summarize(found, parameters)
     if rows:
         console.print(show(rows))

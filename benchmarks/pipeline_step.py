@@ -235,7 +235,7 @@ class StageAlone:
 
     def compute(self, mark: Callable[[str], None]) -> None:
         """Compute a microbatch; ``mark`` is called behind each part with its name."""
-        self.run.start_step()
+        self.run.start_step(finalizes=True)
         with self.run.deferring():
             mark("")
             out = self.run.run_forward(0, (self.x,), {}, False)

@@ -212,6 +212,10 @@ class StageRun:
                     set_buffers(items, [self._make(shape) for shape in kept[microbatch]])
         self._inputs, self._grads = {}, {}
 
+    def forget_sizes(self) -> None:
+        """Make the next messages in the shapes of the first step."""
+        self._sizes.clear()
+
     def count_inputs(self, microbatch: int) -> int:
         """Return how many tensors the message has that F reads."""
         return sum(shape is not None for shape in self._inputs[microbatch])

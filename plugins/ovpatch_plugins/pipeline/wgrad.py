@@ -309,6 +309,7 @@ class WeightGradQueue:
             leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
             grads = [grad.to(leaf.dtype) for leaf, grad in zip(leaves, products, strict=False) if grad is not None]
             accumulate_grads(leaves, grads)
+            del products, grads  # else the next product gets other memory, which is not in the cache
             self.computed += 1
 
     def clear(self) -> None:

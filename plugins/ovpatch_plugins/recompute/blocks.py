@@ -51,12 +51,19 @@ def _walk(
 
 
 def _list_members(module: nn.Module) -> set[str]:
-    """Return the names of a list's members, if these are blocks."""
+    """Return the names of a list's members, if these are blocks.
+
+    Members without parameters are none: a pipeline's stage has such in the places of other stages' blocks.
+    """
     if not isinstance(module, _LISTS) or len(module) < 2:
         return set()
-    children = [unwrap(child) for child in module.children()]
-    is_one_class = len({type(child) for child in children}) == 1
-    return set(module._modules) if is_one_class and _has_parts(children[0]) else set()
+    children = {key: unwrap(child) for key, child in module.named_children() if _has_params(child)}
+    is_one_class = len({type(child) for child in children.values()}) == 1
+    return set(children) if is_one_class and _has_parts(next(iter(children.values()))) else set()
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _has_parts(module: nn.Module) -> bool:
@@ -65,7 +72,9 @@ def _has_parts(module: nn.Module) -> bool:
 
 
 def _matches(module: nn.Module, path: tuple[str, ...], patterns: Sequence[str]) -> bool:
-    return any(_matches_name(path, pattern) or _class_name(module) == pattern for pattern in patterns)
+    return _has_params(module) and any(
+        _matches_name(path, pattern) or _class_name(module) == pattern for pattern in patterns
+    )
 
 
 def _matches_name(path: tuple[str, ...], pattern: str) -> bool:

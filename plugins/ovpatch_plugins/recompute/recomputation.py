@@ -168,7 +168,7 @@ class Recomputation:
         if changed := self._params.find_changed(self._block):
             raise RecomputeError(
                 f"parameter {changed} of block {self._name} was changed in place between its forward and its backward. "
-                "Change parameters behind the backward, as optimizer.step() there does, or set OVPATCH_RECOMPUTE=0."
+                "Change parameters after the backward, or set OVPATCH_RECOMPUTE=0."
             )
         COUNTERS.recomputations += 1
         args, kwargs = self._read_inputs()

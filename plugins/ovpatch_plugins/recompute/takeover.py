@@ -30,15 +30,59 @@ _MARK: Final = "_ovpatch_recompute"
 """Attribute of a block: granularity, names of further operators to keep, the block's name, and the class whose forward
 is wrapped for it. Plain text, so that a pickled model loads without ovpatch."""
 
+_LAYER_FORWARD: Final = "forward_with_checkpointing"
+"""Name of the forward that transformers gives to layers, in its code."""
+
 Mark = tuple[str, tuple[str, ...], str, str]
+
+
+class _WrappedForward:
+    """The forward of a class while it is wrapped.
+
+    Layers of transformers have a forward that checkpoints the model's own if it is told to, and only if their class has
+    that very function. So the one inside of it is wrapped, in the cell from which it is read.
+
+    Args:
+        owner: The class.
+    """
+
+    def __init__(self, owner: type[nn.Module]) -> None:
+        self._owner = owner
+        self._stock: Callable[..., Any] = vars(owner)["forward"]
+        self._cell = _find_cell(self._stock)
+        if self._cell is not None:
+            self._stock = self._cell.cell_contents
+        self._wrapped = wrap_forward(self._stock, f"{owner.__module__}.{owner.__qualname__}")
+        self._write(self._wrapped)
+
+    def restore(self) -> None:
+        """Give the class its own forward, unless somebody has wrapped ours, which does nothing without marks."""
+        now = vars(self._owner).get("forward") if self._cell is None else self._cell.cell_contents
+        if now is self._wrapped:
+            self._write(self._stock)
+
+    def _write(self, forward: Callable[..., Any]) -> None:
+        if self._cell is None:
+            self._owner.forward = forward
+        else:
+            self._cell.cell_contents = forward
+
+
+def _find_cell(forward: Callable[..., Any]) -> Any:
+    """Return the cell from which a layer of transformers reads the model's own forward, None for other forwards."""
+    code = getattr(forward, "__code__", None)
+    cells: Any = getattr(forward, "__closure__", None)
+    if code is None or code.co_name != _LAYER_FORWARD or "forward" not in code.co_freevars:
+        return None
+    return cells[code.co_freevars.index("forward")]
 
 
 @dataclass
 class _Taken:
-    """What was taken over: blocks, and classes with the forward that they had."""
+    """What was taken over: blocks, and the forwards of their classes."""
 
     blocks: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    classes: dict[type[nn.Module], tuple[Any, Any]] = field(default_factory=dict)
+    classes: dict[type[nn.Module], _WrappedForward] = field(default_factory=dict)
 
 
 _taken: Final = _Taken()
@@ -141,7 +185,8 @@ def take_over(model: nn.Module, blocks: Sequence[Block], granularity: str, keep:
                 note_left(reason)
             continue
         owner = _find_owner(block.module)
-        _wrap_class(owner)
+        if owner not in _taken.classes:
+            _taken.classes[owner] = _WrappedForward(owner)
         mark: Mark = granularity, tuple(keep), block.name, f"{owner.__module__}.{owner.__qualname__}"
         block.module.__dict__[_MARK] = mark
         COUNTERS.blocks += block.module not in _taken.blocks
@@ -174,14 +219,6 @@ def _find_owner(module: nn.Module) -> type[nn.Module]:
     return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
 
 
-def _wrap_class(owner: type[nn.Module]) -> None:
-    if owner not in _taken.classes:
-        stock = vars(owner)["forward"]
-        wrapped = wrap_forward(stock, f"{owner.__module__}.{owner.__qualname__}")
-        _taken.classes[owner] = stock, wrapped
-        owner.forward = wrapped
-
-
 def give_back_all() -> None:
     """Give all blocks and their classes back to stock."""
     for block in list(_taken.blocks):
@@ -194,9 +231,7 @@ def give_back_all() -> None:
 def _restore_classes(used: set[type[nn.Module]]) -> None:
     """Restore the forwards of all classes but those used."""
     for owner in set(_taken.classes) - used:
-        stock, wrapped = _taken.classes.pop(owner)
-        if vars(owner).get("forward") is wrapped:  # else somebody wrapped it again, and it does nothing without marks
-            owner.forward = stock
+        _taken.classes.pop(owner).restore()
 
 
 def _give_back(block: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ovpatch
 from ovpatch_plugins.pipeline.stage_run import list_stages
-from tests.plugins.pipeline.cases import Case, differences, make_schedule
+from tests.plugins.pipeline.cases import Case, differences, feature_report, make_schedule
 from tests.plugins.pipeline.models import WIDTH, Autocast, Block, Part
 
 STEPS = ((12, 2), (12, 5), (7, 3), (5, 2), (12, 2))
@@ -211,3 +211,17 @@ def test_a_failed_step_of_other_shapes_leaves_clean_queues(ranks: Any, where: st
             is_done = where == "B" and rank > victim and not text  # such a rank may have its step
             assert is_done or "planted" in text, (rank, text)
             assert after == [""], after
+
+
+def _choose() -> tuple[list[str], str]:
+    options = {"schedule": "auto", "variable_seq_lengths": True}
+    ovpatch.apply("pipeline", options={"pipeline": options})
+    schedule, _ = make_schedule(Case(microbatches=4))
+    errors = [_step(schedule, step) for step in (0, 1, 2, 3, 4, 1, 2, 0)]
+    return errors, " ".join(feature_report().remarks)
+
+
+def test_costs_are_measured_between_steps_of_other_shapes(ranks: Any, tmp_path: Any) -> None:
+    for errors, remarks in ranks(2)(_choose, env={"OVPATCH_CACHE_DIR": str(tmp_path)}):
+        assert errors == [""] * 8
+        assert "schedule=auto" in remarks

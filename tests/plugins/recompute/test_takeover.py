@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -249,3 +250,44 @@ def _in_ddp() -> int:
 
 def test_names_inside_of_ddp(ranks: Any) -> None:
     assert ranks(2)(_in_ddp) == [2, 2]
+
+
+# --- layers of transformers ---
+
+
+def _train_layers(kwargs: dict[str, bool] | None, patched: bool) -> tuple[list[Any], dict[str, int]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    before = COUNTERS.as_dict()
+    options = {"recompute": {"blocks": "model.layers.[01]"}}
+    with ovpatch.applied("recompute", options=options) if patched else contextlib.nullcontext():
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=32, attention_dropout=0.1, **sizes)).train()
+        if kwargs is not None:
+            model.gradient_checkpointing_enable(kwargs)
+        optimizer = _sgd(model)
+        ids = torch.arange(12).view(2, 6)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    counts = {name: value - before[name] for name, value in COUNTERS.as_dict().items()}
+    return record(model), counts
+
+
+def _compare_layers() -> dict[str, tuple[int, dict[str, int]]]:
+    found = {}
+    for kwargs in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+        stock, _ = _train_layers(kwargs, patched=False)
+        patched, counts = _train_layers(kwargs, patched=True)
+        found[str(kwargs)] = count_differences(stock, patched), counts
+    return found
+
+
+def test_layers_of_transformers_are_not_checkpointed_twice(ranks: Any) -> None:
+    """With a cache, as by default; and where the script asks transformers to checkpoint, its way stays."""
+    pytest.importorskip("transformers")
+    (found,) = ranks(1)(_compare_layers, timeout=120)
+    for name, (changed, counts) in found.items():
+        assert not changed, name
+        assert counts["calls"] == (2 if name == "None" else 0), name
+        assert bool(counts["stock_calls"]) == (name != "None"), name
