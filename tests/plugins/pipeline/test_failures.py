@@ -158,7 +158,8 @@ def test_gradients_of_a_failed_step_do_not_stay_in_fsdp(ranks: Any, where: str, 
     for policy in policies:
         for rank, results in enumerate(ranks(4)(_fail_in_fsdp, where, victim, policy)):
             for wrong, text in results:
-                assert text.count("out of memory, for a test"), rank
+                # A last stage has ended its step when a B of the first one fails.
+                assert "out of memory, for a test" in text or (where, victim, rank // 2) == ("B", 0, 1), rank
                 assert not wrong, f"rank {rank}: {wrong[:4]}"
 
 
