@@ -1,5 +1,6 @@
 # make demo   trains examples/train_gpt.py on 2 processes (or on all GPUs), stock and patched, and compares
 # make test   ruff, mypy --strict and all tests
+# make docs   the documentation site, in build/site
 #
 # Both set .venv up by themselves. A torch >= 2.11 that $(PYTHON) can import is reused; otherwise $(TORCH) is installed.
 
@@ -9,19 +10,25 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-# How many processes share the tests, file by file; 0: one after the other in this one. GPUs are for one test at a time.
-WORKERS ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 0 || echo 2)
+# How many processes share the tests, file by file; 0: one after the other in this one. Three keep two cores busy, as
+# tests wait for half of the time. GPUs are for one test at a time.
+WORKERS ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 0 || echo 3)
+VERSIONS_ARGS ?=
 
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test test-versions lint docs tables figures clean
 
 help:
 	@echo "make demo    train a small GPT stock and patched, side by side (DEMO_ARGS=--quick: half a minute)"
 	@echo "make test    lint, then all tests (PYTEST_ARGS='-k name -x'), WORKERS=0 for one at a time"
+	@echo "make test-versions   the core of the tests on every torch from 2.11 on and every Python here (VERSIONS_ARGS=--help)"
 	@echo "make lint    ruff, and mypy --strict on ovpatch/ and plugins/"
+	@echo "make docs    the documentation site in build/site; a warning or a broken link is an error"
+	@echo "make tables  the tables of README.md, docs/ and benchmarks/NOTES.md, from benchmarks/results"
+	@echo "make figures the pictures in docs/pictures, from benchmarks/results"
 	@echo "make setup   only the environment $(VENV), which the others make as well"
 	@echo "make clean   remove $(VENV) and everything that was built"
 	@echo
@@ -42,6 +49,24 @@ lint: $(READY)
 test: lint
 	@echo "== pytest $(PYTEST_ARGS)"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-versions: $(READY)
+	@$(BIN)/python tools/test_versions.py $(VERSIONS_ARGS)
+
+$(VENV)/.docs: $(READY)
+	@echo "== installing what builds the documentation"
+	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+tables: $(READY)
+	@$(BIN)/python -m benchmarks.tables
+
+figures: $(READY)
+	@$(BIN)/python -m benchmarks.figures
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,11 +1,12 @@
-"""Build entry point; all metadata is in setup.cfg. Here stands how `pip install -e .` finds the two packages."""
+"""Build entry point; all metadata is in setup.cfg. Here stands what it cannot say: where the two packages are found."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).resolve().parent
@@ -36,4 +37,14 @@ class EditableWheel(editable_wheel):
         return PathFile(f"{name}-{tag}")
 
 
-setup(cmdclass={"editable_wheel": EditableWheel})
+def read_me() -> str:
+    """Return README.md for a package index, on which its links to other files of the repository would lead nowhere."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"\[([^\]]*)\]\((?![a-z]+:)[^)]*\)", r"\1", text)
+
+
+setup(
+    long_description=read_me(),
+    packages=[*find_packages(include=["ovpatch", "ovpatch.*"]), *find_packages("plugins")],
+    cmdclass={"editable_wheel": EditableWheel},
+)

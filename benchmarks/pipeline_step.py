@@ -6,10 +6,14 @@
 
 With several processes, arms alternate; each is built anew, warmed up and timed while its steps follow each other; the
 slowest rank counts. ``limit`` is m(F + B + W) by stock: all microbatches of a step one after the other, every rank
-alone with its own stage. With one process, a stage alone is timed: F, B and W with weight gradients deferred, and F and
-the backward as stock computes them; time of the device, time in which the host issues them, and memory.
+alone with its own stage. Beside each order of the feature stands the time of a step that the simulator expects from the
+costs that the engine measured in the same steps; transfers cost nothing there.
 
-On gloo, choose a width whose F takes much longer than a message, and no more ranks than the machine has cores.
+With one process, a stage alone is timed: F, B and W with weight gradients deferred, and F and the backward as stock
+computes them; time of the device, time in which the host issues them, and memory.
+
+On gloo, choose a width whose F takes much longer than a message, and no more ranks than the machine has cores; or have
+steps timed by ``--clock cpu``, as if each rank had a core of its own, see ``benchmarks.message_clock``.
 """
 
 from __future__ import annotations
@@ -32,8 +36,14 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.checkpoint import checkpoint
 
 import ovpatch
+from benchmarks.message_clock import time_steps
 from benchmarks.models import Block
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, described, device, running, start, timed
+from ovpatch_plugins.pipeline.actions import Kind
+from ovpatch_plugins.pipeline.clock import HostClock
+from ovpatch_plugins.pipeline.orders import build_order, convert_torch_order, split_backwards
+from ovpatch_plugins.pipeline.report import list_schedules
+from ovpatch_plugins.pipeline.simulator import Costs, simulate
 from ovpatch_plugins.pipeline.stage_run import list_stages
 
 # Name of the arm: class, stages per rank, order of the feature or None for stock.
@@ -108,6 +118,8 @@ def chained(step: Callable[[], object], steps: int) -> list[float]:
     """Return the times in ms of ``steps`` steps that follow each other without a barrier; those of the slowest rank."""
     if CUDA:
         return running(step, steps)
+    if HostClock.read is time.thread_time:
+        return time_steps(step, steps)
     dist.barrier()
     times = []
     for _ in range(steps):
@@ -147,27 +159,55 @@ def measure_schedule(args: argparse.Namespace, arm: tuple[str, int, str | None])
         if arm[2] == "auto":
             timed(step, _STEPS_TO_CHOOSE)
         found = clocked(step, args, chained)
+        if arm[2] is not None and arm[2] != "auto":
+            found["predicted_ms"] = predict(schedule, arm)
         found["remarks"] = next((list(f.remarks) for f in ovpatch.report().features if f.name == "pipeline"), [])
         return found
     finally:
         ovpatch.revert()
 
 
+def predict(schedule: Any, arm: tuple[str, int, str | None]) -> float:
+    """Return the ms of a step that the simulator expects from the costs of all ranks, which call this together."""
+    times, stages = list_schedules()[-1].times, list_stages(schedule)
+    mine = {}
+    for stage in times.stages():
+        backward = times.mean(stage, Kind.B) or times.mean(stage, Kind.BW)
+        mine[stage] = (times.mean(stage, Kind.F), backward, times.mean(stage, Kind.W))
+    shared: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shared, mine)
+    costs = dict(sorted((stage, cost) for part in shared for stage, cost in part.items()))
+    forward, backward, weight = (tuple(column) for column in zip(*costs.values(), strict=True))
+    if arm[1] == 1:
+        own = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}[arm[0]]
+        name = own if arm[2] in (None, "as-given") else str(arm[2])
+        orders = build_order(name, ranks=len(costs), microbatches=schedule._n_microbatches)
+    else:
+        orders = convert_torch_order(schedule.pipeline_order)
+    ranks = stages[0].stage_index_to_group_rank
+    placement = [ranks[stage] for stage in range(len(costs))]
+    return 1000 * simulate(split_backwards(orders), placement, Costs(forward, backward, weight)).step
+
+
 def compare_schedules(args: argparse.Namespace) -> None:
     """Measure all arms and print how much longer than the limit each takes."""
     medians: defaultdict[str, list[float]] = defaultdict(list)
+    ratios: defaultdict[str, list[float]] = defaultdict(list)
 
     def measure(name: str) -> dict[str, Any]:
         gc.collect()  # schedules and stages form cycles
         found = measure_limit(args) if name == LIMIT else measure_schedule(args, ARMS[name])
         medians[name] += found["ms"]
+        if "predicted_ms" in found:
+            ratios[name].append(found["predicted_ms"] / statistics.median(found["ms"]))
         return {"arm": name, **found}
 
     alternate("pipeline_step", [LIMIT, *args.arms], measure, args)
     if dist.get_rank() == 0 and LIMIT in medians:
         limit = statistics.median(medians[LIMIT])
         for name, times in medians.items():
-            print(f"{name:36}{statistics.median(times) / limit:11.3f} of m(F+B+W)")
+            expected = f", {statistics.median(ratios[name]):.3f} of it simulated" if name in ratios else ""
+            print(f"{name:36}{statistics.median(times) / limit:11.3f} of m(F+B+W){expected}")
 
 
 # --- one process: a stage alone ---
@@ -195,7 +235,7 @@ class StageAlone:
 
     def compute(self, mark: Callable[[str], None]) -> None:
         """Compute a microbatch; ``mark`` is called behind each part with its name."""
-        self.run.start_step()
+        self.run.start_step(finalizes=True)
         with self.run.deferring():
             mark("")
             out = self.run.run_forward(0, (self.x,), {}, False)
@@ -311,6 +351,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--context", type=int, default=1024 if CUDA else 64)
     made.add_argument("--blocks", type=int, default=8 if CUDA else 2, help="blocks of a rank")
     made.add_argument("--microbatches", type=int, default=12)
+    made.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="on gloo: cpu, as if cores were not shared"
+    )
     made.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="with several processes")
     made.add_argument("--stage-arms", nargs="+", default=list(STAGE_ARMS), choices=STAGE_ARMS, help="with one process")
     add_timing(made, rounds=2)
@@ -320,6 +363,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Measure schedules, or in one process a stage alone."""
     args = parser().parse_args()
+    if args.clock == "cpu":
+        HostClock.read = staticmethod(time.thread_time)
     with process_group():
         if dist.get_world_size() == 1:
             compare_stages(args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import json
 import os
@@ -126,7 +127,7 @@ def merged(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
         "median_ms": round(statistics.median(times), 2),
         "round_medians_ms": [round(statistics.median(row["ms"]), 2) for row in mine],
         "worst_ms": round(max(times), 2),
-        "peak_gib": round(max(row["peak_gib"] for row in mine), 2),
+        "peak_gib": round(max(row["peak_gib"] for row in mine), 3),
     }
 
 
@@ -150,6 +151,7 @@ def add_timing(parser: argparse.ArgumentParser, *, rounds: int) -> None:
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--arm-timeout", type=float, default=900, help="seconds; a rank that hangs prints its stacks")
     parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
 
 
@@ -174,12 +176,19 @@ def alternate(
     failed: dict[str, str] = {}
 
     def run(name: str) -> None:
+        if dist.get_rank() == 0:
+            print(f"{name:36}", end=" ", flush=True)  # before its result, so that an arm that hangs is known
+        faulthandler.dump_traceback_later(args.arm_timeout, exit=True)
+        started = time.perf_counter()
         try:
             rows.append(measure(name))
         except (RuntimeError, ValueError, AssertionError, ImportError) as error:  # a peer that cannot is a result
             failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         if dist.get_rank() == 0:
-            print(f"{name:36}", failed.get(name) or f"{statistics.median(rows[-1]['ms']):9.3f} ms", flush=True)
+            found = failed.get(name) or f"{statistics.median(rows[-1]['ms']):9.3f} ms"
+            print(f"{found}   ({time.perf_counter() - started:.0f} s)", flush=True)
 
     for name in filter(chooses, arms):
         run(name)

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and of the features' pages from ``benchmarks/results``.
+"""Writes the tables of README.md, of the features' pages and of the notes from ``benchmarks/results``: ``make tables``.
 
 python -m benchmarks.tables           # rewrite what lies between <!-- table NAME --> and <!-- /table -->
 python -m benchmarks.tables --check   # exit 1 if a page is not up to date
@@ -19,7 +19,11 @@ from benchmarks.peaks import PEAK_TFLOPS
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FEATURES = ("ddp", "dist_optimizer", "tp_linear", "pipe_experts")
-PAGES = [ROOT / "README.md", *(ROOT / "plugins" / "ovpatch_plugins" / name / "README.md" for name in FEATURES)]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "benchmarks" / "NOTES.md",
+    *(ROOT / "docs" / "features" / f"{name}.md" for name in FEATURES),
+]
 
 TP_ARMS = {
     "limit": "no communication",
@@ -56,6 +60,88 @@ ALONE_ARMS = ZERO_ARMS | {
 }
 
 
+def summary() -> str:
+    """Return the table of README.md: for each kind of run the best stock setting, ovpatch, and their memory."""
+    rows = [
+        *(_summary_row(runs, "ovpatch", "ddp") for runs in group_runs("ddp_step")),
+        *(
+            _summary_row(runs, arm, features)
+            for runs in group_runs("zero_step_2_h100")
+            for arm, features in (("ovpatch, ddp alone", "ddp"), ("ovpatch", "ddp, dist_optimizer"))
+        ),
+    ]
+    return _summary_table(["run", "best stock setting, ms", "ovpatch, ms", "peak GiB"], rows)
+
+
+def ddp_summary() -> str:
+    """Return the short table of feature ``ddp``."""
+    rows = [_summary_row(runs, "ovpatch", "") for runs in group_runs("ddp_step")]
+    rows += [_summary_row(runs, "ovpatch, ddp alone", "") for runs in group_runs("zero_step_2_h100")]
+    return _summary_table(["run", "best stock setting, ms", "ovpatch, ms", "peak GiB"], rows)
+
+
+def zero_summary() -> str:
+    """Return the short table of feature ``dist_optimizer``, with FSDP2 in the same runs."""
+    rows = []
+    for name in ("zero_step", "zero_step_2_h100"):
+        for runs in group_runs(name):
+            cells = _summary_row(runs, "ovpatch", "")
+            arms = [{row["arm"]: row for row in run["summary"]} for run in runs]
+            peers = [found["FSDP2, ZeRO-2"] for found in arms if "FSDP2, ZeRO-2" in found]
+            memory = f", FSDP2 {max(row['peak_gib'] for row in peers):.1f}" if peers else ""
+            rows.append([*cells[:2], _spread(peers) if peers else "", cells[2], cells[3] + memory])
+    return _summary_table(["run", "best stock setting, ms", "FSDP2 (ZeRO-2), ms", "ovpatch, ms", "peak GiB"], rows)
+
+
+def group_runs(name: str) -> list[list[dict[str, Any]]]:
+    """Return the runs of a file with both a stock setting and ours, those of the same kind together."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for result in _results(name):
+        arms = {row["arm"] for row in result["summary"]}
+        if "ovpatch" in arms and any(arm.startswith("stock") for arm in arms):
+            kind = f"{name_run(result)}, {result['world']} {result['device'].split()[1]}"
+            groups.setdefault(kind, []).append(result)
+    return list(groups.values())
+
+
+def pick_best(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the summary of a run's fastest stock setting."""
+    return min((row for row in run["summary"] if row["arm"].startswith("stock")), key=lambda row: row["median_ms"])
+
+
+def _summary_row(runs: list[dict[str, Any]], arm: str, features: str) -> list[str]:
+    """Return a row over all runs of one kind; the baseline is the fastest stock setting of each run."""
+    best = [pick_best(run) for run in runs]
+    ours = [row for run in runs for row in run["summary"] if row["arm"] == arm]
+    rounds = sum(len(row["round_medians_ms"]) for row in ours)
+    kind = f"{name_run(runs[0])}, {runs[0]['world']} {runs[0]['device'].split()[1]}"
+    times = f"{rounds} rounds" if rounds > 1 else "1 round"
+    if len(runs) > 1:
+        times += f" in {len(runs)} runs"
+    ratio = _middle(ours) / _middle(best) - 1
+    return [
+        f"{kind}{f', `{features}`' if features else ''} ({times})",
+        _spread(best),
+        f"{_spread(ours)}, {ratio:+.1%}",
+        f"{max(row['peak_gib'] for row in best):.1f} → {max(row['peak_gib'] for row in ours):.1f}",
+    ]
+
+
+def _middle(rows: list[dict[str, Any]]) -> float:
+    return statistics.median(row["median_ms"] for row in rows)
+
+
+def _spread(rows: list[dict[str, Any]]) -> str:
+    """Return the median of runs, and the range of their rounds."""
+    rounds = [ms for row in rows for ms in row["round_medians_ms"]]
+    middle = f"{_middle(rows):.1f}"
+    return middle if len(rounds) == 1 else f"{middle} ({min(rounds):.1f} to {max(rounds):.1f})"
+
+
+def _summary_table(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join([_row(header), _row(["---"] * len(header)), *(_row(row) for row in rows)])
+
+
 def ddp_step() -> str:
     """Return the table of ``benchmarks/ddp_step.py``: one row per run, stock's best setting beside our default."""
     results = _results("ddp_step")
@@ -67,9 +153,9 @@ def ddp_step() -> str:
     return "\n".join(lines) + (
         f"\n\nMilliseconds per training step, median, the slowest rank counts; {newest['device']}, torch "
         f"{newest['torch']}, fp32 weights under bf16 autocast, fused AdamW, 4 sequences of 1024 tokens per GPU and "
-        f"microbatch, random data, arms alternating in one run, {newest['date']}. TFLOP/s per GPU and MFU are "
+        f"microbatch, random data, settings by turns in one run, {newest['date']}. TFLOP/s per GPU and MFU are "
         "ovpatch's. Stock's settings: 25, 100, 200 and 400 MiB buckets, with and without `gradient_as_bucket_view`, as "
-        "far as the run has them. Raw data, with worst cases and more arms: `benchmarks/results/ddp_step.jsonl`."
+        "far as the run has them. Raw data, with worst cases and more settings: `benchmarks/results/ddp_step.jsonl`."
     )
 
 
@@ -81,7 +167,7 @@ def _ddp_row(result: dict[str, Any]) -> str:
     against = ours["median_ms"] / best["median_ms"] - 1
     return _row(
         [
-            _ddp_name(result),
+            name_run(result),
             str(result["world"]),
             _ms(arms["no sync"]),
             _ms(arms["stock"]),
@@ -111,7 +197,7 @@ def zero_step() -> str:
         lines.append(
             _row(
                 [
-                    _ddp_name(result),
+                    name_run(result),
                     str(result["world"]),
                     *(_ms(arms[arm]) if arm in arms else "" for arm in columns),
                     f"{ours['median_ms'] / limit['median_ms']:.2f}",
@@ -125,9 +211,9 @@ def zero_step() -> str:
     newest = results[-1]
     return "\n".join(lines) + (
         f"\n\nMilliseconds per training step, median, the slowest rank counts; {newest['device']}, torch "
-        f"{newest['torch']}, fused AdamW, 4 sequences of 1024 tokens per GPU and microbatch, random data, arms "
-        f"alternating in one run, {newest['date']}. Stock in the ratios is the best of its settings in the run. "
-        "TFLOP/s per GPU and MFU are ovpatch's. Raw data, with worst cases and more arms: "
+        f"{newest['torch']}, fused AdamW, 4 sequences of 1024 tokens per GPU and microbatch, random data, settings "
+        f"by turns in one run, {newest['date']}. Stock in the ratios is the best of its settings in the run. "
+        "TFLOP/s per GPU and MFU are ovpatch's. Raw data, with worst cases and more settings: "
         "`benchmarks/results/zero_step.jsonl`."
     )
 
@@ -142,7 +228,7 @@ def zero_alone() -> str:
         arms = {row["arm"]: row for row in result["summary"]}
         cells = [f"{_ms(arms[arm])}, {arms[arm]['peak_gib']:.1f} GiB" if arm in arms else "" for arm in columns]
         against = arms["ovpatch, NCCL"]["median_ms"] / arms["limit, fp32"]["median_ms"]
-        lines.append(_row([_ddp_name(result), str(result["world"]), *cells, f"{against:.3f}"]))
+        lines.append(_row([name_run(result), str(result["world"]), *cells, f"{against:.3f}"]))
     newest = results[-1]
     return "\n".join(lines) + (
         f"\n\nMilliseconds per training step, median, and peak of memory of one rank on one {newest['device']}, whose "
@@ -211,14 +297,14 @@ def moe_layer() -> str:
     return "\n".join(lines) + (
         f"\n\nMilliseconds, median, the slowest rank counts; {newest['device']}, torch {newest['torch']}, bf16, random "
         f"data, 4096 tokens a rank unless said, balanced routing unless said, {newest['date']}. Raw data, with worst "
-        "cases and more arms: `benchmarks/results/moe_layer.jsonl`."
+        "cases and more settings: `benchmarks/results/moe_layer.jsonl`."
     )
 
 
 def ablation() -> str:
     """Return the table of ``benchmarks/ablation.py``: one row per run and arm."""
     results = _results("ablation")
-    header = ["model", "mesh", "arm", "ms", "TFLOP/s per GPU", "MFU", "over stock", "over no overlap", "peak GiB"]
+    header = ["model", "mesh", "run", "ms", "TFLOP/s per GPU", "MFU", "over stock", "over no overlap", "peak GiB"]
     header += ["what came under compute"]
     lines = [_row(header), _row(["---"] * len(header))]
     for result in results:
@@ -226,7 +312,7 @@ def ablation() -> str:
     newest = results[-1]
     return "\n".join(lines) + (
         f"\n\nMilliseconds per training step, median, the slowest rank counts; {newest['device']}, torch "
-        f"{newest['torch']}, fused AdamW, random data, arms alternating in one run, {newest['date']}. MFU is of the "
+        f"{newest['torch']}, fused AdamW, random data, settings by turns in one run, {newest['date']}. MFU is of the "
         "989 dense bf16 TFLOP/s that the maker states. No overlap: all features on, each with its overlap off. Raw "
         "data, with worst cases, losses and counters: `benchmarks/results/ablation.jsonl`."
     )
@@ -260,7 +346,7 @@ OVERLAPPED = {
 
 
 def _overlapped(features: dict[str, dict[str, Any]]) -> str:
-    """Return the hidden share of each feature's collectives, and features that stood down."""
+    """Return the hidden share of each feature's collectives, and features that stayed stock."""
     found = [f"{name} {how['state']}" for name, how in features.items() if how["state"] != "applied"]
     for name, (hidden, whole, what) in OVERLAPPED.items():
         counters = features.get(name, {}).get("counters", {})
@@ -350,7 +436,8 @@ def _ms(row: dict[str, Any]) -> str:
     return f"{row['median_ms']:.1f}"
 
 
-def _ddp_name(result: dict[str, Any]) -> str:
+def name_run(result: dict[str, Any]) -> str:
+    """Return the name of a run of ``ddp_step`` or ``zero_step``: the model and what is special."""
     settings = result["settings"]
     size = {"3.8b": "GPT 3.8B", "1b": "GPT 1B", "tiny": "tiny GPT, host-bound"}[settings["size"]]
     more = [f"{settings['accumulate']} microbatches"] if settings["accumulate"] > 1 else []
@@ -363,6 +450,9 @@ def _ddp_name(result: dict[str, Any]) -> str:
 TABLES = {
     "ablation": ablation,
     "ddp_step": ddp_step,
+    "ddp_summary": ddp_summary,
+    "summary": summary,
+    "zero_summary": zero_summary,
     "zero_alone": zero_alone,
     "zero_step": zero_step,
     "moe_layer": moe_layer,

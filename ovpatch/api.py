@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 from ovpatch.session import workers
 from ovpatch.session.plan import FeatureError
-from ovpatch.session.report import Report
+from ovpatch.session.report import Report, explain_old_torch
 from ovpatch.session.session import Session
 
 __all__ = ["FeatureError", "applied", "apply", "report", "revert", "session"]
@@ -27,6 +28,8 @@ def apply(*features: str, options: Mapping[str, Mapping[str, Any]] | None = None
     mentioned keeps its value, and a feature whose options change is reverted and applied again. The call creates no
     thread, socket or CUDA context, and prints nothing.
 
+    A torch that is older than 2.11 gives a warning.
+
     The environment overrides the call, and off always wins: ``OVPATCH=0`` makes this call do nothing, without an error.
 
     Args:
@@ -43,6 +46,7 @@ def apply(*features: str, options: Mapping[str, Mapping[str, Any]] | None = None
     """
     _import_torch()
     report = session.apply(features, options, strict)
+    _warn_of_old_torch(report)
     workers.start_reporting(session.report)
     return report
 
@@ -63,6 +67,7 @@ def applied(
     """
     _import_torch()
     with session.applied(features, options, strict) as report:
+        _warn_of_old_torch(report)
         workers.start_reporting(session.report)
         yield report
 
@@ -95,3 +100,9 @@ def report() -> Report:
 def _import_torch() -> None:
     """Import torch outside the session's lock: with ``OVPATCH_AUTO=1`` that import calls :func:`apply` itself."""
     import torch  # noqa: F401
+
+
+def _warn_of_old_torch(report: Report) -> None:
+    """Warn if features are on under a torch that is not supported."""
+    if any(feature.state != "disabled" for feature in report.features) and (problem := explain_old_torch()):
+        warnings.warn(problem, stacklevel=3)

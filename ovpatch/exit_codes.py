@@ -9,22 +9,22 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit code of a subcommand; the rows of the table in ``docs/settings.md``.
+    """Exit code of a subcommand; the rows of the table in ``docs/settings.md`` and in each ``--help``.
 
     ``run`` and ``timeline`` return the exit code of the command if that fails.
     """
 
-    OK = 0, "fine; for verify: the same results; for bench: it was measured, whatever came out"
+    OK = 0, "no problem; verify: the same results; bench: it was measured, faster or not"
     PROBLEM = (
         1,
         (
-            "a problem was found: verify found different results, a patched run failed, no process was patched, or "
-            "doctor or list has something to complain about"
+            "a problem; verify: different results; run: no process was patched, or a patched run failed; list, doctor: "
+            "something is wrong on this machine"
         ),
     )
     USAGE = 2, "a mistake in the command line or in a setting; nothing was run"
-    UNDECIDED = 3, "nothing can be concluded: the script fails under stock PyTorch as well, or made no step"
-    NOT_EXECUTABLE = 126, "the command exists and cannot be executed"
+    UNDECIDED = 3, "no conclusion: the script fails under stock PyTorch too, or made no step"
+    NOT_EXECUTABLE = 126, "the command cannot be executed"
     NOT_FOUND = 127, "the command does not exist"
     INTERRUPTED = 130, "interrupted by Ctrl-C or a signal"
 

@@ -59,6 +59,7 @@ class Feature:
             ``untested``; they are not refused.
         reorders_products: Whether it sums matrix products in another order than stock, which rounds differently;
             ``ovpatch verify`` then measures the tolerance.
+        distributed: Whether it needs ``torch.distributed``, which some builds of torch lack; there it is skipped.
         work: Counters of real work, such as ``("steps",)``, without those that count objects taken over. By default all
             but ``stock_…``.
     """
@@ -71,6 +72,7 @@ class Feature:
     default: bool = True
     torch: str = ">=2.11,<2.16"
     reorders_products: bool = False
+    distributed: bool = False
     work: tuple[str, ...] = ()
 
 

@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with torch's own tests: the last file of a run that two share should be a short one."""
+    """Begin with torch's own tests: the last file of a run that several share should be a short one."""
     items.sort(key=lambda item: item.path.parent.name != "torch_suite")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import moe_layer, suite
+from benchmarks.message_clock import replay
 from benchmarks.suite import SHORT, SUITE, Row, run
 
 
@@ -101,3 +102,14 @@ def test_one_rank_of_eight_is_measured_alone(tmp_path):
     assert fp32["loss"] == row["loss"], "they work on different numbers"
     assert counters["state_bytes"] * 8 == counters["state_bytes_whole"] > 0
     assert min(counters[name] for name in ("grads_sharded", "gathers_overlapped")) > 0
+
+
+def test_a_rank_waits_for_messages_on_the_clock_of_their_sender():
+    message, answer = (0, 1, 0), (1, 0, 0)
+    first = [("step", None, 5.0), ("send", message, 7.0), ("post", answer, 7.0), ("wait for message", answer, 7.5)]
+    second = [("step", None, 1.0), ("post", message, 2.0), ("wait for message", message, 2.0), ("send", answer, 5.0)]
+    first += [("step", None, 8.5)]
+    second += [("wait for receiver", answer, 5.0), ("step", None, 6.0)]
+    assert replay([first, second]) == [[0.0, 6.0], [0.0, 6.0]]
+    with pytest.raises(RuntimeError, match="nobody sends"):
+        replay([first, second[:3]])

@@ -8,11 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 import ovpatch
+from ovpatch import api
 from ovpatch.cli import doctor, main
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import launch
@@ -179,6 +181,19 @@ def test_a_folder_of_results_that_cannot_be_made_is_a_mistake(command, tmp_path,
     assert err.rstrip().endswith(("Name another.", "Name a folder that can be written."))
 
 
+@pytest.mark.parametrize("subcommand", ["", *main.COMMANDS])
+def test_help_has_examples_and_the_exit_codes(capsys, monkeypatch, subcommand):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main.main([*filter(None, [subcommand]), "--help"])
+    out = capsys.readouterr().out
+    for code in ExitCode:
+        assert f"\n  {code.value:<4} {code.meaning[:40]}" in out
+    for example in main.COMMANDS[subcommand].examples if subcommand else ("list",):
+        assert f"\n  ovpatch {example}\n" in out
+        main._parser(example.split()[0]).parse_args(example.split())
+
+
 def test_the_documented_exit_codes_are_those_there_are():
     documented = (Path(__file__).parent.parent / "docs" / "settings.md").read_text(encoding="utf-8")
     for code in ExitCode:
@@ -274,6 +289,22 @@ def test_doctor_says_why_autoload_cannot_work(command, monkeypatch):
     code, out, _ = command("doctor", "--json")
     assert code == 1
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in json.loads(out)["problems"][0]
+
+
+def test_a_torch_that_is_too_old_is_a_problem_and_a_warning(command, monkeypatch):
+    problem = "torch 2.9 is older than 2.11"
+    monkeypatch.setattr(doctor, "explain_old_torch", lambda: problem)
+    code, out, _ = command("doctor")
+    assert (code, out.splitlines()[-1]) == (1, f"PROBLEM: {problem}")
+    monkeypatch.setattr(api, "explain_old_torch", lambda: problem)
+    monkeypatch.setattr(api, "session", doctor.session)
+    with pytest.warns(UserWarning, match=problem):
+        ovpatch.apply()
+    monkeypatch.setenv("OVPATCH", "0")
+    doctor.session.revert(())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ovpatch.apply()
 
 
 def test_doctor_names_a_duplicate_that_was_left_out(command, site):

@@ -22,21 +22,24 @@ import torch.distributed as dist
 from torch import nn
 
 import ovpatch
+from benchmarks import figures, tables
 from ovpatch.cli import main
 from ovpatch.session.plugins import Plugins, find_plugins
 from ovpatch.session.session import Session
 from ovpatch.settings.options import list_variables
 from ovpatch.settings.settings import RESERVED, make_variable_name, suggest_variable
 from tests.support.environment import clean
+from tools import docs_site
 
 ROOT = Path(__file__).resolve().parent.parent
-FEATURE_PAGES = "plugins/ovpatch_plugins"
+FEATURE_PAGES = "docs/features"
 PAGES = sorted(
     page
-    for pattern in ("*.md", "docs/*.md", "plugins/*/*/README.md", "examples/**/*.md", "benchmarks/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md")
     for page in ROOT.glob(pattern)
 )
-DDP = ROOT / FEATURE_PAGES / "ddp"
+
+FEATURES = ("ddp", "dist_optimizer", "megatron", "pipe_experts", "pipeline", "recompute", "tp_linear")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
@@ -85,7 +88,7 @@ def broken_links(page: Path) -> list[str]:
 
 def test_the_pages_are_there():
     names = {page.relative_to(ROOT).as_posix() for page in PAGES}
-    wanted = {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", f"{FEATURE_PAGES}/ddp/README.md", "docs/README.md"}
+    wanted = {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", f"{FEATURE_PAGES}/ddp.md", "docs/README.md"}
     assert wanted | {f"docs/{name}.md" for name in ("quick-start", "cluster", "how-it-works", "settings")} <= names
 
 
@@ -104,8 +107,53 @@ def test_a_broken_link_is_noticed(tmp_path, monkeypatch):
 def test_the_index_names_every_page():
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     pages = {page.relative_to(ROOT).as_posix() for page in PAGES}
-    for page in [page for page in pages if page.startswith(("docs/", "plugins/")) and page != "docs/README.md"]:
+    for page in [page for page in pages if page.startswith("docs/") and page != "docs/README.md"]:
         assert f"({os.path.relpath(page, 'docs')})".replace(os.sep, "/") in index
+
+
+# --- the site ---
+
+
+@pytest.mark.parametrize("uri", docs_site.OUTSIDE)
+def test_links_of_pages_outside_of_docs_lead_to_pages_of_the_site(uri):
+    source = ROOT / docs_site.OUTSIDE[uri]
+    text = docs_site.rewrite_links(source.read_text(encoding="utf-8"), source, uri)
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", prose(text))]
+    inside = [target for target in targets if target and not re.match(r"[a-z]+:", target)]
+    assert all((ROOT / "docs" / target).exists() or target in docs_site.OUTSIDE for target in inside)
+
+
+def test_a_link_between_two_pages_is_rewritten_for_the_site():
+    text = "[`a` b](../CONTRIBUTING.md#c) [code](../ovpatch/api.py) [x](settings.md)\n```\n[y](gone.md)\n```\n"
+    expected = "[`a` b](../contributing.md#c) code [x](../settings.md)\n```\n[y](gone.md)\n```\n"
+    assert docs_site.rewrite_links(text, ROOT / "docs" / "verify.md", "deep/verify.md") == expected
+    with pytest.raises(ValueError, match=r"docs/verify\.md: there is no gone\.md"):
+        docs_site.rewrite_links("[y](gone.md)", ROOT / "docs" / "verify.md", "verify.md")
+
+
+def test_the_navigation_has_every_page():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    named = set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert named == (pages - {"README.md"}) | set(docs_site.OUTSIDE)
+
+
+# --- length ---
+
+
+def words(page: Path) -> int:
+    """Return the number of words of a page, without code blocks and tables that are made from result files."""
+    text = re.sub(r"<!-- table \w+ -->.*?<!-- /table -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return sum(re.search(r"\w", word) is not None for word in re.sub(r"^```.*?^```", "", text, flags=FENCED).split())
+
+
+FENCED = re.DOTALL | re.MULTILINE
+SHORT = {"README.md": 700} | {f"{FEATURE_PAGES}/{feature}.md": 600 for feature in FEATURES}
+
+
+@pytest.mark.parametrize("page", SHORT)
+def test_a_page_is_short(page):
+    assert words(ROOT / page) <= SHORT[page], "move detail to the feature's reference, numbers to benchmarks/NOTES.md"
 
 
 # --- names ---
@@ -144,13 +192,13 @@ def test_every_note_that_the_documentation_names_is_in_the_code():
         assert not named - notes
 
 
-# --- plugins/ovpatch_plugins/*/README.md ---
-
-FEATURES = ("ddp", "dist_optimizer", "pipe_experts", "pipeline", "tp_linear")
+# --- docs/features ---
 
 
 def test_no_feature_is_forgotten_here():
-    assert sorted(FEATURES) == sorted(path.parent.name for path in (ROOT / FEATURE_PAGES).glob("*/plugin.py"))
+    assert sorted(FEATURES) == sorted(
+        path.parent.name for path in (ROOT / "plugins" / "ovpatch_plugins").glob("*/plugin.py")
+    )
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -166,7 +214,7 @@ def test_the_options_table_is_the_codes(feature):
         ]
         for option in options
     ]
-    assert cells(part(ROOT / FEATURE_PAGES / feature / "README.md", "options"))[2:] == expected
+    assert cells(part(ROOT / FEATURE_PAGES / f"{feature}-reference.md", "options"))[2:] == expected
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -174,7 +222,7 @@ def test_the_counters_are_all_explained(feature):
     Counters = importlib.import_module(f"ovpatch_plugins.{feature}.report").Counters
 
     text = (
-        (ROOT / FEATURE_PAGES / feature / "README.md")
+        (ROOT / FEATURE_PAGES / f"{feature}-reference.md")
         .read_text(encoding="utf-8")
         .partition("## Counters")[2]
         .partition("\n## ")[0]
@@ -182,7 +230,7 @@ def test_the_counters_are_all_explained(feature):
     assert [row[0].strip("`") for row in cells(text)[2:]] == list(Counters().as_dict())
 
 
-# --- plugins/ovpatch_plugins/ddp/README.md ---
+# --- docs/features/ddp-reference.md ---
 
 
 def test_every_reason_for_the_stock_reducer_is_listed_and_no_other():
@@ -192,7 +240,8 @@ def test_every_reason_for_the_stock_reducer_is_listed_and_no_other():
     returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
     reasons = {value.value for value in returned if isinstance(value, ast.Constant) and value.value}
     assert len(reasons) > 3
-    text = (DDP / "README.md").read_text(encoding="utf-8").partition("## What stays")[2].partition("\n## ")[0]
+    page = ROOT / FEATURE_PAGES / "ddp-reference.md"
+    text = page.read_text(encoding="utf-8").partition("## What stays")[2].partition("\n## ")[0]
     rows = {row[0] for row in cells(text) if row[0] != "Reason in the report" and row[0].strip("- ")}
     assert rows == reasons | set(plugin._NEEDS_STOCK.values())
 
@@ -221,13 +270,42 @@ def test_the_quoted_error_is_the_one_that_is_raised():
     assert f"> {_missing('ddp', [1], 20.0, '')}\n" in (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 
 
+# --- tables ---
+
+
+def test_tables_are_those_of_the_result_files():
+    for page in tables.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert "<!-- table " in text
+        assert tables.fill(text) == text, f"{page.name}: run make tables"
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_pictures_are_those_of_the_result_files(tmp_path, name):
+    made = figures.draw(name, tmp_path).read_text(encoding="utf-8")
+    kept = (figures.PICTURES / f"{name}.svg").read_text(encoding="utf-8")
+    texts = re.findall(r"<text [^>]*>([^<]+)</text>", made)
+    assert len(texts) > 5
+    assert re.findall(r"<text [^>]*>([^<]+)</text>", kept) == texts, "run make figures"
+
+
 # --- code ---
+
+
+def test_shell_scripts_in_the_documentation_can_be_parsed():
+    scripts = [code for page in PAGES for code in blocks(page, "bash")]
+    assert len(scripts) >= 3
+    for code in scripts:
+        done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, timeout=10)
+        assert done.returncode == 0, done.stderr
 
 
 #: Pages whose blocks define what others call: they are imported as modules; those of the rest are run as they stand.
 MODULES = (
-    f"{FEATURE_PAGES}/pipe_experts/README.md",
-    f"{FEATURE_PAGES}/tp_linear/README.md",
+    f"{FEATURE_PAGES}/pipe_experts.md",
+    f"{FEATURE_PAGES}/pipe_experts-reference.md",
+    f"{FEATURE_PAGES}/pipeline.md",
+    f"{FEATURE_PAGES}/tp_linear.md",
     "CONTRIBUTING.md",
     "docs/write-a-plugin.md",
 )
@@ -249,10 +327,15 @@ def called(page: str) -> list[tuple[int, ...]]:
         x, up, down = (torch.randn(*shape, requires_grad=True) for shape in ((3, 2, 4), (5, 4), (4, 5)))
         outs = [names["mlp"](x, up, down, dist.group.WORLD)]
     elif "Block" in names:
-        block = names["wrapped"](names["Block"](8, 4, 4), [], None)
+        block = names["Block"](8, 4, 4)
         experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
         x, index, weights = torch.randn(6, 8), torch.randint(4, (6, 2)), torch.rand(6, 2)
         outs = [block(torch.randn(6, 8)), names["home_made"](experts, x, index, weights)]
+    elif "wrapped" in names:
+        outs = [names["wrapped"](nn.Linear(8, 8), [], None)(torch.randn(6, 8))]
+    elif "Model" in names:
+        state = names["train"](names["Model"](), torch.randn(8, 8), torch.randn(8, 8), dist.group.WORLD)
+        outs = [value for name, value in state.items() if name.endswith("weight")]
     elif "total" in names:
         outs = [names["total"](5)]
     else:
@@ -264,8 +347,10 @@ def called(page: str) -> list[tuple[int, ...]]:
 
 
 SHAPES = {
-    f"{FEATURE_PAGES}/pipe_experts/README.md": [(6, 8), (6, 8)],
-    f"{FEATURE_PAGES}/tp_linear/README.md": [(3, 2, 4)],
+    f"{FEATURE_PAGES}/pipe_experts.md": [(6, 8), (6, 8)],
+    f"{FEATURE_PAGES}/pipe_experts-reference.md": [(6, 8)],
+    f"{FEATURE_PAGES}/pipeline.md": [(8, 8), (8, 8)],
+    f"{FEATURE_PAGES}/tp_linear.md": [(3, 2, 4)],
     "CONTRIBUTING.md": [(1,)],
     "docs/write-a-plugin.md": [],  # which tests/test_cli.py installs
 }
@@ -294,7 +379,7 @@ for number, code in enumerate({codes!r}):
 """
 
 
-RUN = ("docs/quick-start.md", "docs/settings.md", "examples/README.md")
+RUN = ("docs/quick-start.md", "docs/settings.md", f"{FEATURE_PAGES}/recompute.md", "examples/README.md")
 
 
 def test_python_in_the_documentation_runs(tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +17,9 @@ from ovpatch.session.report import (
     FeatureReport,
     Report,
     did_work,
+    explain_old_torch,
     format_report,
+    summarise_report,
     to_plain_data,
 )
 from ovpatch.session.workers import merge_reports
@@ -123,6 +127,48 @@ def test_the_table_shows_options_that_are_not_the_default():
     text = Report("0.1", "2.13", "3.11", 1, None, (feature(options=options),)).table(width=200)
     assert "size=25 (environment OVPATCH_DDP_SIZE)" in text
     assert "other" not in text
+
+
+def test_a_notebook_shows_the_report_as_html():
+    text = Report("0.1", "2.13", "3.11", 1, None, (feature(reason="a < b\nthen", counters={"n": 3}),))._repr_html_()
+    assert text.startswith("<table>")
+    assert "a &lt; b<br>then<br>n 3" in text
+
+
+def test_the_end_of_a_run_has_six_lines_at_most():
+    counters = {"stock_models": 1, "models": 2, "recovered": 0}
+    features = [feature(name, counters=counters, remarks=("M keeps the stock reducer: why",)) for name in "abcde"]
+    features += [
+        feature("f", "failed", "boom"),
+        feature("g", "skipped", "no GPU"),
+        feature("h", remarks=(NEVER_CALLED,)),
+    ]
+    lines = summarise_report(report(*features), 2, width=2000).splitlines()
+    assert [line.split()[0] for line in lines] == ["ovpatch", "a", "b", "others", "stock", "not"]
+    assert lines[0] == "ovpatch 0.1, torch 2.13: 2 processes reported"
+    assert lines[1].split(maxsplit=1)[1] == "models 2", "what is 0, or was left to stock, is no work"
+    assert lines[3].endswith("c, d, e")
+    assert "a: M keeps the stock reducer: why" in lines[4]
+    assert "f is failed: boom" in lines[4]
+    assert lines[5].endswith(f"g (no GPU), h ({NEVER_CALLED})")
+    assert all(len(line) <= 60 for line in summarise_report(report(*features), 2, width=60).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [
+        ("2.10.1", True),
+        ("1.13", True),
+        ("2.11.0a0+5228986", False),
+        ("2.13.0+cpu", False),
+        ("3.0", False),
+        ("git", False),
+    ],
+)
+def test_a_torch_that_is_too_old_is_named_with_the_remedy(monkeypatch, version, old):
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=version))
+    said = f"torch {version} is older than 2.11, and features may be unavailable. Install torch >= 2.11."
+    assert explain_old_torch() == (said if old else "")
 
 
 # --- several processes ---

@@ -136,6 +136,8 @@ def test_the_package_in_a_fresh_process(tmp_path):
     assert {"version", "torch", "python", "pid", "rank", "features", "patches"} == set(report)
     states = {feature["name"]: feature["state"] for feature in report["features"]}
     experts = "pending" if importlib.util.find_spec("transformers") else "skipped"
-    waiting = {"pipe_experts": experts, "tp_linear": "pending"}
-    assert states == {"ddp": "applied", "dist_optimizer": "disabled", "pipeline": "disabled", **waiting}
+    megatron = "pending" if importlib.util.find_spec("megatron") else "skipped"
+    waiting = {"megatron": megatron, "pipe_experts": experts, "tp_linear": "pending"}
+    off = dict.fromkeys(("dist_optimizer", "pipeline", "recompute"), "disabled")
+    assert states == {"ddp": "applied", **off, **waiting}
     assert state == "disabled"

@@ -4,12 +4,13 @@
 #   PYTHON       interpreter to build on (python3)
 #   VENV         where (.venv)
 #   TORCH        what to install if PYTHON has no torch >= 2.11 (torch==2.13.0)
+#   EXTRAS       of setup.cfg: what is installed beside ovpatch (test,integration)
 #   TORCH_INDEX  package index to take it from; by default pip's own if one is configured or there is an NVIDIA GPU,
 #                else the index of CPU builds, which are ten times smaller
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-PYTHON=${PYTHON:-python3} VENV=${VENV:-.venv} TORCH=${TORCH:-torch==2.13.0} TORCH_INDEX=${TORCH_INDEX:-}
+PYTHON=${PYTHON:-python3} VENV=${VENV:-.venv} TORCH=${TORCH:-torch==2.13.0} TORCH_INDEX=${TORCH_INDEX:-} EXTRAS=${EXTRAS:-test,integration}
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # The environment may be one in which an unfinished ovpatch is installed: importing torch must not load it here.
@@ -94,10 +95,10 @@ else
     torch_version=$("$VENV/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')
 fi
 
-say "installing ovpatch, its test tools and the libraries of the integration tests"
+say "installing ovpatch with its extras $EXTRAS"
 printf 'torch==%s\n' "$torch_version" >"$VENV/constraints.txt" # whatever happens, pip leaves torch as it is
-pip install --quiet --constraint "$VENV/constraints.txt" --editable '.[test,integration]' ||
-    fail "pip could not install ovpatch with its test tools and the libraries of the integration tests" \
+pip install --quiet --constraint "$VENV/constraints.txt" --editable ".[$EXTRAS]" ||
+    fail "pip could not install ovpatch with its extras $EXTRAS" \
         "see its message above; without a network, give pip a mirror (PIP_INDEX_URL) or wheels (PIP_FIND_LINKS)"
 
 TORCH_DEVICE_BACKEND_AUTOLOAD=1 "$VENV/bin/python" -c 'import ovpatch, torch' ||

@@ -3,16 +3,18 @@
     python tools/docs_table.py docs/settings.md docs/write-a-plugin.md
 
 A generated part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. A name is ``variables`` (the table
-of all environment variables) or the path of a file, relative to the page, which becomes a code block.
+of all environment variables), ``versions`` (the table of ``versions.json`` beside the page) or the path of a file,
+relative to the page, which becomes a code block.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ovpatch.hookspecs import Feature, Option
 from ovpatch.session.plugins import Plugins, find_plugins
@@ -32,6 +34,10 @@ def make_variables_table(features: Iterable[Feature] | None = None) -> str:
         )
         rows += [_option_row(feature.name, option) for option in feature.options]
     lines = [("Variable", "Values", "Default", "Meaning"), ("---",) * 4, *rows]
+    return _table(lines)
+
+
+def _table(lines: Iterable[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
@@ -48,6 +54,16 @@ def _option_row(feature: str, option: Option) -> tuple[str, str, str, str]:
     return f"`{make_variable_name(feature, option.name)}`", values, shown, " ".join(option.help.split()) + also
 
 
+def make_versions_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the Markdown table of the runs that ``tools/test_versions.py`` has recorded."""
+    lines = [("torch", "Python", "Passed", "Failed", "Skipped", "Date"), ("---",) * 6]
+    for row in rows:
+        failed = "; ".join(f"`{name.rpartition('.')[2]}`" for name in row["failed"]) or "none"
+        counts = ("", row["problem"], "") if row["problem"] else (str(row["passed"]), failed, str(row["skipped"]))
+        lines.append((row["torch"], row["python"], *counts, row["date"]))
+    return _table(lines)
+
+
 def refresh_page(page: str, folder: Path) -> str:
     """Return a page with its generated parts updated; paths of files are relative to the page's folder."""
     return _PART.sub(lambda match: match[1] + _generate(match[2], folder) + match[3], page)
@@ -56,6 +72,8 @@ def refresh_page(page: str, folder: Path) -> str:
 def _generate(name: str, folder: Path) -> str:
     if name == "variables":
         return make_variables_table()
+    if name == "versions":
+        return make_versions_table(json.loads((folder / "versions.json").read_text(encoding="utf-8")))
     path = folder / name
     return f"```{path.suffix.lstrip('.').replace('py', 'python')}\n{path.read_text(encoding='utf-8')}```\n"
 

@@ -18,7 +18,10 @@ from ovpatch.settings.settings import SettingsError
 def add_features(parser: argparse.ArgumentParser) -> None:
     """Declare ``--features``."""
     parser.add_argument(
-        "--features", metavar="LIST", help="what OVPATCH would say when patched: a,b or all or +c; --features=-c"
+        "--features",
+        metavar="LIST",
+        help="which features are on, as in OVPATCH: ddp,tp_linear (only these), all, +pipeline (the defaults and this "
+        "one), or --features=-ddp (the defaults without this one)",
     )
 
 
@@ -29,7 +32,7 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
         type=parse_positive,
         default=600.0,
         metavar="S",
-        help="seconds without a step, after which a run counts as hung and is ended (600)",
+        help="end a run as hung after so many seconds without a step (600)",
     )
 
 

@@ -19,7 +19,7 @@ from ovpatch.api import session
 from ovpatch.exit_codes import ExitCode
 from ovpatch.session import plugins
 from ovpatch.session.plan import FeatureRecord
-from ovpatch.session.report import TROUBLE, Report, render_table, to_plain_data, wants_colour
+from ovpatch.session.report import TROUBLE, Report, explain_old_torch, render_table, to_plain_data, wants_colour
 from ovpatch.settings import settings
 from ovpatch.settings.options import list_variables
 
@@ -156,9 +156,9 @@ def _autoload() -> str:
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return "TORCH_DEVICE_BACKEND_AUTOLOAD is set to something other than 1; unset it"
     if not hasattr(sys.modules["torch"], "_import_device_backends"):
-        return "this torch does not load record points of the group torch.backends; call ovpatch.apply() instead"
+        return "this torch does not load entry points of the group torch.backends; call ovpatch.apply() instead"
     if all(not one.value.startswith("ovpatch.autoload") for one in entry_points(group="torch.backends")):
-        return "the record point torch.backends is not installed; install the package instead of using PYTHONPATH"
+        return "the entry point torch.backends is not installed; install the package instead of using PYTHONPATH"
     return ""
 
 
@@ -201,8 +201,9 @@ def _problems(records: Mapping[str, FeatureRecord], report: Report, autoload: st
     ]
     problems += [f"{name}: {record.found.remark}" for name, record in records.items() if record.found.remark]
     if not records:
-        problems.append(f"no record points of the group {plugins.GROUP!r}: install the package with pip")
+        problems.append(f"no entry points of the group {plugins.GROUP!r}: install the package with pip")
     problems += settings.find_near_misses(os.environ)
+    problems += filter(None, [explain_old_torch()])
     if autoload and settings.read_environment().auto:
         problems.append(f"OVPATCH_AUTO is on and cannot work: {autoload}")
     return problems

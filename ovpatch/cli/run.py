@@ -19,7 +19,7 @@ from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import launch
 from ovpatch.session import workers
-from ovpatch.session.report import IDLE, did_work, format_report, wants_colour
+from ovpatch.session.report import IDLE, did_work, format_report, summarise_report, wants_colour
 
 _say: Final = partial(command_line.say, "run")
 
@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report", metavar="FILE", type=Path, help="write the report, merged over the workers, as JSON"
     )
+    parser.add_argument("--full", action="store_true", help="print all of the report at the end, not six lines")
     command_line.add_features(parser)
     command_line.add_command(parser)
 
@@ -46,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="ovpatch-", ignore_cleanup_errors=True) as directory:
         environment[workers.REPORT_DIR] = directory
         code = _run(command, environment, Path(directory))
-        return _conclude(code, Path(directory), arguments.report)
+        return _conclude(code, Path(directory), arguments.report, full=arguments.full)
 
 
 def _run(command: list[str], environment: Mapping[str, str], directory: Path) -> int:
@@ -64,12 +65,15 @@ def _run(command: list[str], environment: Mapping[str, str], directory: Path) ->
         return job.wait_for_exit(look)
 
 
-def _conclude(code: int, directory: Path, file: Path | None) -> int:
+def _conclude(code: int, directory: Path, file: Path | None, *, full: bool) -> int:
     """Merge the reports of the workers, write and print the result, and return the exit code."""
     failures, reports = (workers.read_reports(directory, kind) for kind in ("failed", "worker"))
     merged = workers.merge_reports(reports) if reports else None
     if merged is not None:
-        _say(f"{len(reports)} process(es) reported\n{format_report(merged, colour=wants_colour(sys.stderr))}")
+        if full:
+            _say(f"{len(reports)} process(es) reported\n{format_report(merged, colour=wants_colour(sys.stderr))}")
+        else:
+            print(summarise_report(merged, len(reports)), file=sys.stderr)
         if not _did_anything(merged):
             _say(_NO_WORK)
     if file is not None:
@@ -94,9 +98,8 @@ def _did_anything(merged: Mapping[str, Any]) -> bool:
 
 
 _NO_WORK: Final = (
-    "nothing was accelerated: no feature that is on did any work. The script wrapped no model that these features take "
-    "over (DistributedDataParallel on several ranks, parallelize_module, experts of transformers), or the details "
-    "above say why it was left to stock."
+    "nothing was accelerated: the script used nothing that a feature takes over (DistributedDataParallel on several "
+    "ranks, parallelize_module, experts of transformers), or it was left to stock. --full shows the reasons"
 )
 
 _NO_REPORT: Final = (

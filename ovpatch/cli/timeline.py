@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ovpatch.cli import command_line
+from ovpatch.cli import command_line, perfetto
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.timeline.output import Output
 from ovpatch.insight.timeline.summary import Recording, make_run, read_recording
@@ -35,14 +35,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--step", type=int, default=5, metavar="K", help="first step to record, 2 at least (default: 5)")
     add("--steps", type=int, default=3, metavar="N", help="how many steps to record (default: 3)")
-    add("--compare", action="store_true", help="run the command stock, too; of traces: two folders, stock first")
+    add("--compare", action="store_true", help="run the command stock too; with traces: give two folders, stock first")
     command_line.add_features(parser)
-    add("--out", type=Path, default=Path("ovpatch-timeline"), metavar="DIR", help="default: ./ovpatch-timeline")
+    add(
+        "--out",
+        type=Path,
+        default=Path("ovpatch-timeline"),
+        metavar="DIR",
+        help="where the files go (./ovpatch-timeline)",
+    )
     add("--no-stop", action="store_true", help="let the command run to its end after the last recorded step")
     add("--operators", action="store_true", help="on GPUs, record torch's operators beside kernels; costs more")
     add("--no-picture", action="store_true", help="draw no picture, which needs matplotlib")
+    add("--open", action="store_true", help="show the trace in a browser, by ui.perfetto.dev, which reads it from here")
     command_line.add_timeout(parser)
-    add("--communication", metavar="REGEX", help="kernels whose names match communicate, beside those that are known")
+    add("--communication", metavar="REGEX", help="further kernels that count as communication, by name")
     add("rest", nargs=argparse.REMAINDER, metavar="-- command… | trace.json…", help="what to run, or what to read")
 
 
@@ -63,6 +70,8 @@ def main(arguments: argparse.Namespace) -> int:
         for remark in recording.remarks:
             _say(remark)
     _say(f"written: {', '.join(map(str, output.written))}")
+    if arguments.open:
+        _say(perfetto.show(output.trace))
     return code
 
 

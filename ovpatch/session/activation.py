@@ -69,7 +69,7 @@ class ActiveFeatures:
                 self._withdraw(name)
 
     def turn_on(self, plan: FeaturePlan) -> None:
-        """Register all planned features, patch, activate; a feature that fails stands down in the plan."""
+        """Register all planned features, patch, activate; a feature that fails is off in the plan."""
         for name in self.active:
             plan.records[name].state = "applied"
             plan.records[name].remarks = self.active[name].remarks

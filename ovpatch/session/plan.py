@@ -51,7 +51,7 @@ def find_dependents(name: str, features: Mapping[str, Feature]) -> list[str]:
 
 
 def find_conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection[str]]) -> dict[str, str]:
-    """Return the features that cannot run together, each with the reason why it stands down.
+    """Return the features that cannot run together, each with the reason why it stays off.
 
     ``ranking`` has groups of names, the strongest first. Of two features in conflict the one in the stronger group
     stays on; two of the same group both stand down.
@@ -229,7 +229,7 @@ def _start(one: FoundPlugin, request: FeatureRequest, active: Mapping[str, Featu
 
 
 def _load(plan: FeaturePlan, plugins: Plugins) -> None:
-    """Block plugins that are off, load the others, and stand down those that are off by default."""
+    """Block plugins that are off, load the others, and leave out those that are off by default."""
     for name, record in plan.records.items():
         (plugins.unblock_plugin if record.state == PLANNED else plugins.block_plugin)(name)
     for record in plan.records.values():
@@ -243,7 +243,7 @@ def _load(plan: FeaturePlan, plugins: Plugins) -> None:
 
 @contextmanager
 def _standing_down(record: FeatureRecord) -> Iterator[None]:
-    """Let a feature stand down if its plugin raises in the block."""
+    """Turn a feature off if its plugin raises in the block."""
     try:
         yield
     except PluginError as error:
@@ -285,5 +285,16 @@ def _ask(plan: FeaturePlan, plugins: Plugins, active: Mapping[str, FeatureRecord
             continue
         options = opts.get_values(record.options)
         with _standing_down(record):
-            if reasons := plugins.call_for_texts(name, "ovpatch_reasons_against", options=options):
+            reasons = _lacks_distributed(record.feature) or plugins.call_for_texts(
+                name, "ovpatch_reasons_against", options=options
+            )
+            if reasons:
                 record.stand_down("skipped", "; ".join(reasons))
+
+
+def _lacks_distributed(feature: Feature | None) -> list[str]:
+    if feature is None or not feature.distributed:
+        return []
+    import torch  # not for a plan without such features
+
+    return [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]

@@ -66,27 +66,23 @@ def _announced(installed: Iterable[Distribution]) -> Iterable[FoundPlugin]:
         text = distribution.read_text("entry_points.txt") or ""
         if f"[{GROUP}]" not in text.replace(" ", ""):  # all metadata files are scanned, few are parsed
             continue
-        name = _canonical(distribution)
+        metadata = distribution.metadata  # parsed at each access, which takes as long as importing a module
+        name = normalise_name(metadata["Name"] or "unknown").replace("_", "-").replace(".", "-")
         if name in seen:
             continue
         seen.add(name)
         for entry_point in dict.fromkeys(distribution.entry_points):
             if entry_point.group == GROUP:
-                yield _describe(distribution, name, entry_point)
+                yield _describe(distribution, name, metadata["Version"] or "unknown", entry_point)
 
 
-def _canonical(distribution: Distribution) -> str:
-    name: str | None = distribution.metadata["Name"]
-    return normalise_name(name or "unknown").replace("_", "-").replace(".", "-")
-
-
-def _describe(distribution: Distribution, owner: str, entry_point: EntryPoint) -> FoundPlugin:
+def _describe(distribution: Distribution, owner: str, version: str, entry_point: EntryPoint) -> FoundPlugin:
     name = normalise_name(entry_point.name)
     return FoundPlugin(
         name=name,
         target=entry_point.value,
         distribution=owner,
-        version=distribution.version or "unknown",
+        version=version,
         path=str(getattr(distribution, "_path", "") or distribution.locate_file("")),
         problem=_name_problem(name),
         entry_point=entry_point,

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TextIO
 
-from ovpatch._version import __version__
+from ovpatch._version import OLDEST_TORCH, __version__
 from ovpatch.patching import PatchStatus
 from ovpatch.patching.patch import explain_torch_mismatch
 from ovpatch.session.plan import FeatureRecord
@@ -24,6 +24,9 @@ STATES: Final = (*TROUBLE, "skipped", "pending", "disabled", "applied")
 NEVER_CALLED: Final = "applied, but not called so far"
 NO_WORK: Final = "applied and called, but it has done nothing so far"
 IDLE: Final = frozenset({NEVER_CALLED, NO_WORK})
+_HEADS: Final = ("feature", "state", "details")
+_MOST_WORKED: Final = 3
+_UNTESTED: Final = "untested with torch"
 _COLOURS: Final = {
     "applied": "green",
     "applied, idle": "yellow",
@@ -132,6 +135,14 @@ class Report:
     def __str__(self) -> str:
         return self.table()
 
+    def _repr_html_(self) -> str:
+        """Return the report as HTML, which Jupyter shows."""
+        data = self.to_json()
+        rows = [(f["name"], _shown_state(f), _details(f)) for f in data["features"]]
+        body = "".join(f"<tr>{''.join(f'<td>{_to_html(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        heads = "".join(f"<th>{head}</th>" for head in _HEADS)
+        return f"<table><caption>{_to_html(_title(data))}</caption><tr>{heads}</tr>{body}</table>"
+
 
 def did_work(counters: Mapping[str, int], work: Collection[str] = ()) -> bool:
     """Return whether a feature's counters show work: those of real work, by default all but ``stock_…``.
@@ -166,9 +177,52 @@ def format_report(data: Mapping[str, Any], *, colour: bool = False, width: int |
 
     ``data`` is the result of :meth:`Report.to_json` or of :func:`ovpatch.session.workers.merge_reports`.
     """
-    title = f"ovpatch {data['version']}, torch {data['torch']}, Python {data['python']}"
     rows = [(f["name"], _shown_state(f), _details(f)) for f in data["features"]]
-    return render_table(title, ("feature", "state", "details"), rows, colour=colour, width=width)
+    return render_table(_title(data), _HEADS, rows, colour=colour, width=width)
+
+
+def _title(data: Mapping[str, Any]) -> str:
+    return f"ovpatch {data['version']}, torch {data['torch']}, Python {data['python']}"
+
+
+def _to_html(text: str) -> str:
+    """Return text for a cell: `left` so that Jupyter does not align it to the right."""
+    import html  # only where a notebook shows a report
+
+    lines = "<br>".join(html.escape(line) for line in text.splitlines())
+    return f'<div style="text-align: left">{lines}</div>'
+
+
+def summarise_report(data: Mapping[str, Any], processes: int, *, width: int | None = None) -> str:
+    """Return a merged report in at most six lines: what each feature did, what was left to stock, what did nothing.
+
+    Args:
+        data: The result of :func:`ovpatch.session.workers.merge_reports`.
+        processes: How many processes reported.
+        width: Columns; those of the terminal by default. Longer lines are cut.
+    """
+    worked, stock, nothing = [], [], []
+    for one in data["features"]:
+        name, remarks = one["name"], [text for text in one["remarks"] if not text.startswith(_UNTESTED)]
+        if one["state"] == "applied" and did_work(one["counters"], one["work"]):
+            counts = (f"{key} {count}" for key, count in one["counters"].items() if count and key[:6] != "stock_")
+            worked.append((name, ", ".join(counts)))
+            if any(count for key, count in one["counters"].items() if key.startswith("stock_")):
+                stock += [f"{name}: {remark}" for remark in remarks if not remark.startswith(tuple(IDLE))]
+        elif one["state"] in TROUBLE:
+            stock.append(f"{name} is {one['state']}: {one['reason']}")
+        else:
+            why = one["reason"] or next(iter(remarks), "")
+            nothing.append(f"{name} ({why})" if why else name)
+    if len(worked) > _MOST_WORKED:
+        rest = worked[_MOST_WORKED - 1 :]
+        worked[_MOST_WORKED - 1 :] = [("others", ", ".join(name for name, _ in rest))]
+    rows = [*worked, ("stock", "; ".join(stock)), ("not active", ", ".join(nothing))]
+    plural = "es" if processes != 1 else ""
+    lines = [f"ovpatch {data['version']}, torch {data['torch']}: {processes} process{plural} reported"]
+    lines += [f"  {name:<15} {text}" for name, text in rows if text]
+    columns = width or shutil.get_terminal_size((120, 24)).columns
+    return "\n".join(line if len(line) <= columns else f"{line[: columns - 3]}..." for line in lines)
 
 
 def _shown_state(feature: Mapping[str, Any]) -> str:
@@ -249,6 +303,16 @@ def make_report(
 def get_torch_version() -> str:
     """Return the version of torch, if it is imported."""
     return str(getattr(sys.modules.get("torch"), "__version__", NOT_IMPORTED))
+
+
+def explain_old_torch() -> str:
+    """Return why the imported torch is too old, with the remedy; empty if it is not."""
+    torch = get_torch_version()
+    release = tuple(int(number) for number in torch.split(".")[:2] if number.isdigit())
+    if len(release) < 2 or release >= OLDEST_TORCH:
+        return ""
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    return f"torch {torch} is older than {oldest}, and features may be unavailable. Install torch >= {oldest}."
 
 
 def get_rank() -> int | None:
@@ -360,4 +424,4 @@ def _untested(record: FeatureRecord, torch: str) -> list[str]:
     if record.feature is None or not record.feature.torch or torch == NOT_IMPORTED:
         return []
     untested = explain_torch_mismatch(record.feature.torch) is not None
-    return [f"untested with torch {torch} (tested with {record.feature.torch})"] if untested else []
+    return [f"{_UNTESTED} {torch} (tested with {record.feature.torch})"] if untested else []

@@ -65,7 +65,8 @@ def _check_shape(feature: Feature) -> None:
     for option in feature.options:
         _check_all("the name of an option", (option.name,), str)
         _check_all(f"the aliases of option {option.name!r}", option.aliases, str)
-    for name, kind in (("summary", str), ("default", bool), ("torch", str), ("reorders_products", bool)):
+    kinds = {"summary": str, "default": bool, "torch": str, "reorders_products": bool, "distributed": bool}
+    for name, kind in kinds.items():
         value = getattr(feature, name)
         if not isinstance(value, kind):
             raise ValueError(f"{name}= of the feature is {value!r}, not a {kind.__name__}")

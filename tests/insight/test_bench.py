@@ -82,7 +82,7 @@ def test_a_script_of_which_nothing_is_patched_and_that_ends_early(bench):
     assert code == 0, texts.err
     assert [run["measured"]["taken"] for run in found["runs"]] == [10, 10]
     assert [len(run["measured"]["times"]) for run in found["runs"]] == [7, 7]
-    assert texts.out.startswith("ovpatch bench: nothing ran: the two arms are the same program\n")
+    assert texts.out.startswith("ovpatch bench: no feature did any work: both runs are the same program\n")
     assert "the script ended after 10 steps" in texts.out
 
 

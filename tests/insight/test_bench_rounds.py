@@ -171,7 +171,7 @@ def test_where_no_counter_moves_nothing_more_is_run(machine, bench):
     machine.counters = {"ddp": 0}
     code, texts, found = bench("--rounds", "3")
     assert (code, names(machine)) == (0, ["stock-1", "patched-1"])
-    assert found["verdict"] == "nothing ran: the two arms are the same program"
+    assert found["verdict"] == "no feature did any work: both runs are the same program"
     assert f"ovpatch bench: {found['verdict']}" in texts.out
     assert "ddp: applied (a remark)" in texts.out
 

@@ -6,11 +6,14 @@ import gzip
 import json
 import shutil
 import sys
+import threading
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from ovpatch.cli import main
+from ovpatch.cli import main, perfetto
 from ovpatch.insight.timeline import output
 from ovpatch.insight.timeline.trace import read_trace
 from tests.insight.programs import ALONE, FORKED, ROOT, TORCHRUN, address
@@ -109,6 +112,48 @@ def test_traces_of_a_run(timeline, tmp_path):
     summary = json.loads((tmp_path / "ovpatch-timeline" / "summary.json").read_text())
     assert summary["overlap_efficiency"] is None
     assert [rank["rank"] for rank in summary["runs"][0]["ranks"]] == [0, 1]
+
+
+class Browser:
+    """Fetches what a page is told to fetch, as Perfetto's page does."""
+
+    def __init__(self):
+        self.fetched = b""
+
+    def open(self, url):
+        page, _, address = url.partition("#!/?url=")
+        assert page == "https://ui.perfetto.dev/"
+
+        def fetch():
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(address.rpartition("/")[0] + "/summary.json", timeout=10)
+            with urllib.request.urlopen(urllib.request.Request(address, method="OPTIONS"), timeout=10) as answer:
+                assert answer.headers["Access-Control-Allow-Origin"] == perfetto.PAGE
+            with urllib.request.urlopen(address, timeout=10) as answer:
+                self.fetched = answer.read()
+
+        self.thread = threading.Thread(target=fetch)
+        self.thread.start()
+
+
+def test_a_trace_is_shown_in_the_browser(timeline, monkeypatch, tmp_path):
+    browser = Browser()
+    monkeypatch.setattr(perfetto, "PORT", 0)
+    monkeypatch.setattr(perfetto.webbrowser, "get", lambda: browser)
+    code, _, err = timeline("--no-picture", "--open", recorded("stock")[0])
+    browser.thread.join(10)
+    assert (code, browser.fetched) == (0, (tmp_path / "ovpatch-timeline" / "timeline.json.gz").read_bytes())
+    assert "shown at https://ui.perfetto.dev" in err
+
+
+def test_without_a_browser_the_file_is_named(timeline, monkeypatch):
+    def get():
+        raise perfetto.webbrowser.Error
+
+    monkeypatch.setattr(perfetto.webbrowser, "get", get)
+    code, _, err = timeline("--no-picture", "--open", recorded("stock")[0])
+    assert code == 0
+    assert "there is no browser here; open ovpatch-timeline/timeline.json.gz at https://ui.perfetto.dev by hand" in err
 
 
 def test_an_option_after_a_trace_starts_nothing_and_removes_nothing(timeline, tmp_path):

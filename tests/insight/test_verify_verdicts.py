@@ -256,7 +256,7 @@ def test_steps_in_one_run_only_are_a_difference(verify):
 @pytest.mark.parametrize(
     ("ends", "verdict", "said"),
     [
-        ({"stock": {"code": 130, "interrupted": True}}, Conclusion.INTERRUPTED, "while the arm 'stock' ran"),
+        ({"stock": {"code": 130, "interrupted": True}}, Conclusion.INTERRUPTED, "while the run 'stock' ran"),
         (
             {"stock": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}},
             Conclusion.SCRIPT_FAILS,
@@ -295,7 +295,7 @@ def test_without_its_noise_a_difference_is_not_decided(verify, far, arm):
     ends, logs = {arm: {"code": 1}}, {arm: LOG["reordered"]}
     result, text = verify(["a"], values(patched=1.0 + far, **{arm: None}), ends=ends, logs=logs)
     assert (result.verdict, result.verdict.code, result.blamed) == (Conclusion.UNDECIDED, 3, [])
-    end = f"the arm '{arm}' failed after step 0 with exit code 1 by AssertionError, and stock did not"
+    end = f"the run '{arm}' failed after step 0 with exit code 1 by AssertionError, and stock did not"
     assert text.startswith("cannot decide: 1 of 2 values moved, by up to ")
     assert end in text.splitlines()[0]
     assert "1 values are not bitwise equal, noise not measured" in text
@@ -309,7 +309,7 @@ def test_an_arm_that_hangs_measures_no_noise(verify):
     ends = {"reordered": {"code": 143, "timed_out": True}}
     result, text = verify(["a"], values(patched=1.5, reordered=None), ends=ends)
     assert result.verdict is Conclusion.UNDECIDED
-    assert "the arm 'reordered' hung after step 0" in text
+    assert "the run 'reordered' hung after step 0" in text
 
 
 def test_equal_bits_need_no_noise(verify):
@@ -329,7 +329,7 @@ def test_a_further_arm_that_fails_leaves_a_difference_open(verify):
     moving = values(patched=1.9, reordered=1.1, reordered_2=None)
     result, text = verify(["a"], moving, ends={"reordered-2": {"code": 1}})
     assert result.verdict is Conclusion.UNDECIDED
-    assert "the arm 'reordered-2' failed" in text
+    assert "the run 'reordered-2' failed" in text
 
 
 @pytest.mark.parametrize("arm", ["rerun", "reordered"])
@@ -338,7 +338,7 @@ def test_an_interruption_leaves_the_noise_unmeasured(verify, arm):
     assert (result.verdict, result.verdict.code) == (Conclusion.INTERRUPTED, 130)
     assert "1 values are not bitwise equal, noise not measured" in text
     assert "by more than noise" not in text
-    assert "yardstick   not measured" in text
+    assert "noise       not measured" in text
 
 
 # --- features that did nothing, or less than all ---

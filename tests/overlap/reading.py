@@ -106,6 +106,8 @@ class Scale(torch.autograd.Function):
         return grad * weight, (grad * x).sum().view_as(weight)
 
 
+apply_scale = Scale.apply  # as scripts do it, before anything is patched
+
 # --- modules ---
 
 
@@ -232,6 +234,7 @@ READERS["unknown container"] = Kind(linear, lambda m: torch.stack(Bag([m.weight,
 READERS["operator"] = Kind(linear, lambda m: torch.ops.aten.mul.Tensor(m.weight, 2))
 READERS["foreach"] = Kind(linear, lambda m: torch._foreach_norm([m.weight, m.bias]))
 READERS["function"] = Kind(lambda: nn.PReLU(), lambda m: [trained(Applied(m), X)])
+READERS["function by a name of its own"] = Kind(lambda: nn.PReLU(), lambda m: [trained(Applied(m, apply_scale), X)])
 READERS["functional call"] = Kind(linear, lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (X,)))
 READERS["func.grad"] = Kind(linear, lambda m: torch.func.grad(lambda w: F.linear(X, w).sum() + w.norm())(m.weight))
 READERS["func.grad, captured"] = Kind(linear, lambda m: torch.func.grad(lambda x: F.linear(x, m.weight).sum())(X))
@@ -249,12 +252,12 @@ class Bag(list):  # type: ignore[type-arg]
 
 
 class Applied(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, apply: Callable[..., Any] | None = None) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.apply_function = inner, apply
 
     def forward(self, x: Tensor) -> Any:
-        return Scale.apply(x, self.inner.weight)
+        return (self.apply_function or Scale.apply)(x, self.inner.weight)
 
 
 def per_sample(model: nn.Module) -> Any:

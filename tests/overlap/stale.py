@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ovpatch.overlap.tensors.pending_param import is_pending, mark_pending, mark_ready, without_modes
-from ovpatch.overlap.tensors.read_hooks import READ_HOOKS
+from ovpatch.overlap.tensors.read_hooks import APPLIES_IN_C, READ_HOOKS, ContextHook
 from ovpatch.patching import PatchManager
 
 GARBAGE = 1e4
@@ -59,7 +59,9 @@ def entrances() -> Iterator[None]:
         patches.register_patch(
             entrance.target, wrap=entrance.wrap, feature="pending", why=entrance.why, optional=entrance.optional
         )
-    with patches.applied("pending"):
+    with patches.applied("pending"), contextlib.ExitStack() as stack:
+        if APPLIES_IN_C:
+            stack.callback(ContextHook().remove)
         yield
 
 

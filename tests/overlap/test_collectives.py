@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,11 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.com
 
 def group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
+
+
+def for_each(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
+    """Call a function with each of some arguments: a call of the ranks for each costs more than what it tests."""
+    return [function(*call) for call in calls]
 
 
 def tensors(rank: int, sizes: list[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -40,23 +46,16 @@ def summed(sizes: list[tuple[int, ...]], dtype: torch.dtype) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_many_tensors_are_summed_in_place_by_one_launch(ranks, world, dtype):
-    sizes = [(5,), (2, 3), (), (0,), (40, 50)]
-    expected = [sum(parts) for parts in zip(*(tensors(r, sizes, dtype) for r in range(world)), strict=True)]
-    for result in ranks(world)(summed, sizes, dtype):
-        assert all(torch.equal(got, want) for got, want in zip(result["sums"], expected, strict=True))
-        assert result["in place"]
-        assert result["works"] == 1
-        assert result["backend"] == "gloo"
-
-
-@pytest.mark.parametrize(("sizes", "works"), [([(4, 3)], 1), ([], 0)])
-def test_one_tensor_or_none(ranks, sizes, works):
-    for result in ranks(2)(summed, sizes, torch.float32):
-        assert result["works"] == works
-        for got, a, b in zip(result["sums"], *(tensors(r, sizes, torch.float32) for r in range(2)), strict=True):
-            assert torch.equal(got, a + b)
+def test_tensors_are_summed_in_place_by_one_launch(ranks, world):
+    many: list[tuple[int, ...]] = [(5,), (2, 3), (), (0,), (40, 50)]
+    calls = [*((many, dtype) for dtype in DTYPES), ([(4, 3)], torch.float32), ([], torch.float32)]
+    for results in ranks(world)(for_each, summed, calls):
+        for (sizes, dtype), result in zip(calls, results, strict=True):
+            expected = [sum(parts) for parts in zip(*(tensors(r, sizes, dtype) for r in range(world)), strict=True)]
+            assert all(torch.equal(got, want) for got, want in zip(result["sums"], expected, strict=True)), dtype
+            assert result["in place"]
+            assert result["works"] == bool(sizes)
+            assert result["backend"] == "gloo"
 
 
 def in_a_subgroup() -> torch.Tensor:
@@ -81,15 +80,17 @@ def scattered(sizes: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
     return parts
 
 
+CALLS = [(sizes, dtype) for sizes in ([4], [5, 1, 300]) for dtype in DTYPES]
+
+
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [[4], [5, 1, 300]])
-def test_each_rank_gets_its_parts_of_the_sums(ranks, world, dtype, sizes):
-    lengths = [(size * world,) for size in sizes]
-    wholes = [sum(ones) for ones in zip(*(tensors(r, lengths, dtype) for r in range(world)), strict=True)]
-    for rank, parts in enumerate(ranks(world)(scattered, sizes, dtype)):
-        for part, whole in zip(parts, wholes, strict=True):
-            assert torch.equal(part, whole.chunk(world)[rank])
+def test_each_rank_gets_its_parts_of_the_sums(ranks, world):
+    for rank, results in enumerate(ranks(world)(for_each, scattered, CALLS)):
+        for (sizes, dtype), parts in zip(CALLS, results, strict=True):
+            lengths = [(size * world,) for size in sizes]
+            wholes = [sum(ones) for ones in zip(*(tensors(r, lengths, dtype) for r in range(world)), strict=True)]
+            for part, whole in zip(parts, wholes, strict=True):
+                assert torch.equal(part, whole.chunk(world)[rank]), (sizes, dtype)
 
 
 def gathered(sizes: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -104,13 +105,12 @@ def gathered(sizes: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [[4], [5, 1, 300]])
-def test_everybody_gets_all_parts(ranks, world, dtype, sizes):
-    values = [tensors(r, [(size,) for size in sizes], dtype) for r in range(world)]
-    for wholes in ranks(world)(gathered, sizes, dtype):
-        for whole, parts in zip(wholes, zip(*values, strict=True), strict=True):
-            assert torch.equal(whole, torch.cat(parts))
+def test_everybody_gets_all_parts(ranks, world):
+    for results in ranks(world)(for_each, gathered, CALLS):
+        for (sizes, dtype), wholes in zip(CALLS, results, strict=True):
+            values = [tensors(r, [(size,) for size in sizes], dtype) for r in range(world)]
+            for whole, parts in zip(wholes, zip(*values, strict=True), strict=True):
+                assert torch.equal(whole, torch.cat(parts)), (sizes, dtype)
 
 
 def waited_for_twice() -> list[torch.Tensor]:

@@ -20,15 +20,12 @@ from ovpatch.overlap.tensors.shard import flat_view, shard_range
 from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
 from tests.overlap.reading import READERS
 from tests.overlap.stale import GARBAGE, entrances, same, tensors
+from tests.overlap.test_collectives import for_each, group
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 
 # How long the other ranks let rank 0 wait, so that whoever reads there without settling reads garbage.
 LATE = 0.01
-
-
-def group() -> dist.ProcessGroup:
-    return dist.distributed_c10d._get_default_group()
 
 
 def forget_the_others(params: list[nn.Parameter]) -> None:
@@ -69,18 +66,14 @@ def gathered(sizes: list[tuple[int, ...]], dtype: torch.dtype, memory_format: to
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_parameters_are_whole_again_where_they_were(ranks, world, dtype):
+def test_parameters_are_whole_again_where_they_were(ranks, world):
     sizes = [(6, 4), (7,), (2, 6, 4, 3), (13, 5), (12,)]
-    for result in ranks(world)(gathered, sizes, dtype, torch.channels_last):
-        if world > 1:
-            assert result == {"outcome": [("", True, True, False, False)] * 3, "same": True, "plain": True}
-
-
-@pytest.mark.parametrize("sizes", [[(6, 6)], [(7,)], [(5,), (1, 7)]])
-def test_one_parameter_or_none_that_divides(ranks, sizes):
-    for result in ranks(3)(gathered, sizes, torch.float32, torch.contiguous_format):
-        assert result == {"outcome": [("", True, True, False, False)] * 3, "same": True, "plain": True}
+    calls = [(sizes, dtype, torch.channels_last) for dtype in DTYPES]
+    # One parameter, or none, that divides.
+    calls += [(some, torch.float32, torch.contiguous_format) for some in ([(6, 6)], [(7,)], [(5,), (1, 7)])]
+    right = {"outcome": [("", True, True, False, False)] * 3, "same": True, "plain": True}
+    for results in ranks(world)(for_each, gathered, calls):
+        assert [call for call, result in zip(calls, results, strict=True) if result != right] == [] or world == 1
 
 
 def read_by_all(names: list[str]) -> list[str]:

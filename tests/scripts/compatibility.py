@@ -61,17 +61,17 @@ def row(
 def outcome(report: Mapping[str, Any] | None) -> str:
     """Say in a few words what feature ``ddp`` did in a run."""
     if report is None:
-        return "stood down: no process imported ovpatch"
+        return "left alone: no process imported ovpatch"
     ddp = next(one for one in report["features"] if one["name"] == "ddp")
     counters = ddp["counters"]
     if ddp["state"] != "applied":
-        return f"stood down: {ddp['reason'] or ddp['state']}"
+        return f"left alone: {ddp['reason'] or ddp['state']}"
     parts = []
     if counters["backwards"]:
         parts.append("reducer ran")
     if counters["stock_models"]:
         parts.append("stock reducer: " + "; ".join(ddp["remarks"]))
-    return ", ".join(parts) or "stood down: no model in DistributedDataParallel"
+    return ", ".join(parts) or "left alone: no model in DistributedDataParallel"
 
 
 def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:

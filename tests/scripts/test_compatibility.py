@@ -56,10 +56,10 @@ def test_a_program_that_no_test_runs_is_noticed():
     ("changes", "counters", "outcome"),
     [
         ({}, {}, "reducer ran"),
-        ({}, {"backwards": 0}, "stood down: no model in DistributedDataParallel"),
+        ({}, {"backwards": 0}, "left alone: no model in DistributedDataParallel"),
         ({"remarks": ["why"]}, {"backwards": 0, "stock_models": 1}, "stock reducer: why"),
         ({"remarks": ["why"]}, {"stock_models": 1}, "reducer ran, stock reducer: why"),
-        ({"state": "skipped", "reason": "why"}, {}, "stood down: why"),
+        ({"state": "skipped", "reason": "why"}, {}, "left alone: why"),
     ],
 )
 def test_the_row_says_what_ovpatch_did(changes, counters, outcome):

@@ -22,7 +22,7 @@ _DESTROYED: Final[deque[dist.ProcessGroup]] = deque(maxlen=4)  # the oldest has 
 
 
 class _OneThread(dist.ProcessGroupGloo):
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_later: object) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._devices, options._threads, options._timeout = [self.create_default_device()], 1, timeout
         super().__init__(store, rank, size, options)

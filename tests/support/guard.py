@@ -51,7 +51,7 @@ _HOOKS: Final = (
 
 # Written by torch or Python themselves while code runs.
 _VOLATILE: Final = frozenset(
-    {"_active_ddp_module", "___needs_generation_tag_patch"}
+    {"_active_ddp_module", "___needs_generation_tag_patch", "___has_generation_tag_patch"}
     | {"__annotations__", "__annotations_cache__", "__annotate_cache__", "__slotnames__"}
 )
 

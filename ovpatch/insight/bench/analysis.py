@@ -282,7 +282,7 @@ def _memory(runs: BenchRuns, kind: str) -> dict[str, int]:
     return {name: int(median(one.memory[name] for one in measured)) for name in measured[0].memory}
 
 
-NOTHING: Final = "nothing ran: the two arms are the same program"
+NOTHING: Final = "no feature did any work: both runs are the same program"
 
 
 _Column: TypeAlias = tuple[str, Callable[[ArmRow], str]]  # head and cell; left out if it is empty in all rows
@@ -327,7 +327,7 @@ def _table(runs: BenchRuns, figures: BenchFigures, colour: bool, width: int | No
 def _columns(figures: BenchFigures) -> list[_Column]:
     kinds = dict.fromkeys(kind for row in figures.rows for kind in row.memory)
     return [
-        ("arm", lambda row: row.kind),
+        ("run", lambda row: row.kind),
         ("ms/step", lambda row: format_number(row.ms.median)),
         ("p10 to p90", lambda row: f"{format_number(row.ms.p10)} to {format_number(row.ms.p90)}"),
         ("worst", lambda row: format_number(row.ms.worst)),

@@ -316,12 +316,16 @@ class _Counting(TorchDispatchMode):
             self._again[_dtype(args)] += int(cost)
 
 
+_RECOMPUTING: Final = ("torch.utils.checkpoint", "ovpatch_plugins.recompute.recomputation")
+"""Modules that run forwards again."""
+
+
 def _recomputes() -> bool:
-    """Whether this is a recomputed forward of torch's checkpointing, within backward."""
+    """Whether this is a forward that torch's checkpointing, or feature ``recompute``, runs again within backward."""
     if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+    while frame is not None and frame.f_globals.get("__name__") not in _RECOMPUTING:
         frame = frame.f_back
     return frame is not None
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ovpatch._version import __version__
 from ovpatch.exit_codes import ExitCode
-from ovpatch.insight.timeline import summary
+from ovpatch.insight.timeline import pipelines, summary
 from ovpatch.insight.timeline.summary import (
     Recording,
     TimelineRun,
@@ -65,7 +65,7 @@ def draw_picture(runs: Sequence[TimelineRun], paths: Sequence[Path]) -> None:
     """Draw one run, or a stock run above a patched one on the same scale, to files whose suffixes are their formats.
 
     A rank is a row: compute in its upper half, hidden communication below it, exposed communication over the whole
-    height.
+    height; in a pipeline, F, B and W, and waits between them.
     """
     check_matplotlib()
     from matplotlib import rc_context
@@ -81,9 +81,9 @@ def _figure(runs: Sequence[TimelineRun]) -> Figure:
     from matplotlib.figure import Figure
 
     tracks = sum(len(run.ranks) for run in runs)
-    height = 1.9 + 0.75 * len(runs) + (0.62 if tracks <= 8 else 0.36) * tracks
-    figure = Figure(figsize=(14, height), layout="constrained", facecolor="white")
-    figure.suptitle(format_headline(runs), fontsize=21, fontweight="bold", color=INK, x=0.01, ha="left")
+    height = 2.1 + 0.75 * len(runs) + (0.62 if tracks <= 8 else 0.36) * tracks
+    figure = Figure(figsize=(10, height), layout="constrained", facecolor="white")
+    figure.suptitle(format_headline(runs), fontsize=15, fontweight="bold", color=INK, x=0.01, ha="left")
     ratios = [len(run.ranks) + 0.4 for run in runs]
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     width = max(_window(run)[1] - _window(run)[0] for run in runs)
@@ -95,15 +95,24 @@ def _figure(runs: Sequence[TimelineRun]) -> Figure:
 
 
 def format_headline(runs: Sequence[TimelineRun]) -> str:
-    """Return the result in one line: the exposed communication of the worst rank, before and after."""
+    """Return the result in one line, before and after: the bubble, or the worst rank's exposed communication."""
     worst = [run.find_worst_rank(run.shown)[1] for run in runs]
+    if pipelines.has_pipeline(runs):
+        sides = [
+            f"{format_percent(pipelines.measure_bubble(run))} of {format_ms(part.step)} ms"
+            for run, part in zip(runs, worst, strict=True)
+        ]
+        return "Pipeline bubble: " + "  →  ".join(_name_sides(runs, sides))
     if not any(parts.exposed or parts.hidden for parts in worst):
         return "No communication was recorded"
     sides = [f"{format_ms(parts.exposed)} of {format_ms(parts.step)} ms" for parts in worst]
     if len(runs) == 1:
         return f"Exposed communication: {sides[0]} per step"
-    named = [f"{run.name} {side}" for run, side in zip(runs, sides, strict=True)]
-    return "Exposed communication: " + "  →  ".join(named)
+    return "Exposed communication: " + "  →  ".join(_name_sides(runs, sides))
+
+
+def _name_sides(runs: Sequence[TimelineRun], sides: Sequence[str]) -> list[str]:
+    return [f"{run.name} {side}" if len(runs) > 1 else side for run, side in zip(runs, sides, strict=True)]
 
 
 def _drawn(run: TimelineRun) -> tuple[int, ...]:
@@ -126,13 +135,19 @@ def _window(run: TimelineRun) -> Span:
 
 def _panel(axes: Axes, run: TimelineRun, width: int) -> None:
     start, _ = _window(run)
+    is_pipeline = pipelines.has_pipeline([run])
     for row, tracks in enumerate(run.ranks):
-        _draw_rank(axes, tracks, len(run.ranks) - 1 - row, _stretch(run, tracks), start, width)
+        draw = pipelines.draw_rank if is_pipeline else _draw_rank
+        draw(axes, tracks, len(run.ranks) - 1 - row, _stretch(run, tracks), start, width)
     worst, parts = run.find_worst_rank(run.shown)
     where = f"rank {worst.rank}, step {run.shown}"
     numbers = f"{format_ms(parts.exposed)} of {format_ms(parts.step)} ms exposed ({where})"
     hidden = f"{format_percent(parts.hidden_share)} of the communication is hidden"
-    axes.set_title(f"{run.name}: {numbers}, {hidden}", loc="left", fontsize=13, color=INK, pad=18)
+    title = f"{run.name}: {numbers}, {hidden}"
+    if is_pipeline:
+        bubble = format_percent(pipelines.measure_bubble(run))
+        title = f"{run.name}: {bubble} of {format_ms(parts.step)} ms is bubble (step {run.shown}, mean of ranks)"
+    axes.set_title(title, loc="left", fontsize=12, color=INK, pad=18)
     axes.set_yticks([len(run.ranks) - 1 - row for row in range(len(run.ranks))])
     axes.set_yticklabels([f"rank {tracks.rank}" for tracks in run.ranks], fontsize=12)
     axes.set_ylim(-0.55, len(run.ranks) - 0.45)
@@ -212,6 +227,9 @@ def _coarse(intervals: Intervals, finest: int) -> Intervals:
 def _legend(figure: Figure, runs: Sequence[TimelineRun]) -> None:
     from matplotlib.patches import Patch
 
+    if pipelines.has_pipeline(runs):
+        figure.legend(handles=pipelines.make_legend(), loc="outside lower left", ncols=3, fontsize=11, frameon=False)
+        return
     handles = [
         Patch(facecolor=EXPOSED, label="EXPOSED communication: nothing computes"),
         Patch(facecolor=HIDDEN, label="communication hidden under compute"),
@@ -220,7 +238,7 @@ def _legend(figure: Figure, runs: Sequence[TimelineRun]) -> None:
     ]
     if any(tracks.copies for run in runs for tracks in run.ranks):
         handles.append(Patch(facecolor=COPIES, label="copies only"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=5, fontsize=11, frameon=False)
+    figure.legend(handles=handles, loc="outside lower left", ncols=3, fontsize=11, frameon=False)
 
 
 _Json = dict[str, Any]
@@ -287,8 +305,9 @@ def _tracks(run: TimelineRun, tracks: RankTracks, zero: int, names: _UniqueIds, 
         ("exposed", [("exposed communication", tracks.exposed)]),
         ("hidden", [("hidden communication", tracks.communication & tracks.compute)]),
         ("idle", [("idle", busy.find_gaps(start, end))]),
+        ("pipeline", [(one.name, Intervals(((one.start, one.end),))) for one in tracks.actions]),
     ]
-    for title, slices in rows:
+    for title, slices in rows if tracks.actions else rows[:-1]:
         tid = names.get_id(owner, "ovpatch", title)
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": title}}
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
@@ -344,6 +363,11 @@ class Output:
         self.written: list[Path] = []
         self._check()
 
+    @property
+    def trace(self) -> Path:
+        """The merged trace."""
+        return self.folder / _MERGED
+
     def _check(self) -> None:
         if self._picture:
             check_matplotlib()
@@ -392,9 +416,9 @@ class Output:
         if self._picture:
             self.written = [self.folder / name for name in _PICTURES]
             draw_picture(runs, self.written)
-        write_merged_trace(runs, self.folder / _MERGED)
+        write_merged_trace(runs, self.trace)
         write_json(self.folder / _SUMMARY, _summary(recordings))
-        self.written += [self.folder / _MERGED, self.folder / _SUMMARY]
+        self.written += [self.trace, self.folder / _SUMMARY]
         costs = [f"{one.run.name}: {one.cost}" for one in recordings if one.cost is not None]
         return "\n".join([summary.format_tables(runs, colour=colour), *costs])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
+from ovpatch.insight.timeline.pipelines import has_pipeline, list_parts, measure_bubble, parts_to_json
 from ovpatch.insight.timeline.trace import TraceError
 from ovpatch.insight.timeline.tracks import (
     Communication,
@@ -179,10 +180,12 @@ def _step_to_json(tracks: RankTracks, step: Step) -> dict[str, Any]:
         **vars(parts),
         "hidden_share": parts.hidden_share,
         "collectives": [vars(group) for group in group_communications(tracks, step)],
+        **parts_to_json(tracks, step),
     }
 
 
 _HEADS = ("run", "rank", "step", "compute", "hidden", "exposed", "copies", "idle", "hidden share")
+_PIPELINE_HEADS = ("run", "rank", "F", "B", "W", "other compute", "waits", "bubble")
 _GROUP_HEADS = ("run", "collective", "launched by", "calls", "hidden", "exposed")
 
 
@@ -201,7 +204,9 @@ def format_percent(share: float | None) -> str:
 
 def format_tables(runs: Sequence[TimelineRun], *, colour: bool = False) -> str:
     """Return the tables and the verdict of one run, or of a stock and a patched one."""
+    pipeline = "Milliseconds of a step in the pipeline, by rank"
     tables = [
+        *([render_table(pipeline, _PIPELINE_HEADS, _pipeline_rows(runs), colour=colour)] * has_pipeline(runs)),
         render_table("Milliseconds of a step, by rank", _HEADS, _rows(runs), colour=colour),
         render_table("Communication of the rank that exposes most", _GROUP_HEADS, _group_rows(runs), colour=colour),
     ]
@@ -214,6 +219,13 @@ def _rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
         for tracks in run.ranks:
             mark = " <- most exposed" if tracks is worst and len(run.ranks) > 1 else ""
             yield run.name, f"{tracks.rank}{mark}", *_cells(run.get_parts(tracks, run.shown))
+
+
+def _pipeline_rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
+    for run in runs:
+        for tracks, parts in list_parts(run):
+            times = (parts.F, parts.B, parts.W, parts.other, parts.wait)
+            yield run.name, str(tracks.rank), *map(format_ms, times), format_percent(parts.bubble)
 
 
 def _cells(parts: StepParts) -> tuple[str, ...]:
@@ -233,6 +245,8 @@ def list_conclusions(runs: Sequence[TimelineRun]) -> Iterator[str]:
     """Yield the conclusions, a line each, with the definition of each ratio."""
     for run in runs:
         yield f"{run.name}: {_exposure(run)}{_spread(run)}"
+        if has_pipeline([run]):
+            yield f"{run.name}: {format_percent(measure_bubble(run))} of step {run.shown} is bubble, the mean of ranks"
     if len(runs) == 2:
         yield f"overlap efficiency: {_efficiency(*runs)} (1 - exposed {runs[1].name} / exposed {runs[0].name})"
     yield "hidden share: communication under compute / all communication; compute + exposed + copies + idle = step"

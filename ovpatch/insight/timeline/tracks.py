@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Final
 
+from ovpatch.insight.timeline.pipelines import PipelineAction, find_actions
 from ovpatch.insight.timeline.trace import (
     DEVICE,
     DeviceTimeKind,
@@ -22,6 +23,7 @@ from ovpatch.insight.timeline.trace import (
     classify_event,
     find_cpu_compute,
     find_cpu_labels,
+    find_training_thread,
     name_collective,
     name_cpu_collective,
     read_trace,
@@ -67,6 +69,7 @@ class RankTracks:
     first: int  # start of the first event of the trace, nanoseconds since the epoch
     remarks: tuple[str, ...] = ()  # remarks about how the trace was read
     moved: int = 0  # nanoseconds by which these times are later than those in the trace
+    actions: tuple[PipelineAction, ...] = ()  # computations of a pipeline, by start
 
     @property
     def communication(self) -> Intervals:
@@ -90,6 +93,7 @@ def shift_tracks(tracks: RankTracks, by: int, remark: str) -> RankTracks:
         first=tracks.first + by,
         remarks=(*tracks.remarks, remark),
         moved=tracks.moved + by,
+        actions=tuple(replace(one, start=one.start + by, end=one.end + by) for one in tracks.actions),
     )
 
 
@@ -230,7 +234,16 @@ def _build_device_tracks(
         drop_empty_steps(steps, mine),
         trace.first,
         (*remarks, *filter(None, [how])),
+        actions=find_actions(trace, _find_compute_stream(computing)),
     )
+
+
+def _find_compute_stream(computing: Sequence[TraceEvent]) -> tuple[int | str, int | str]:
+    """Return the device and the stream with most compute."""
+    spent: dict[tuple[int | str, int | str], int] = {}
+    for event in computing:
+        spent[event.pid, event.tid] = spent.get((event.pid, event.tid), 0) + event.end - event.start
+    return max(spent, key=spent.__getitem__, default=("", ""))
 
 
 def _busiest(events: Sequence[TraceEvent]) -> tuple[int | str, list[TraceEvent], list[str]]:
@@ -262,6 +275,7 @@ def _build_cpu_tracks(trace: Trace, rank: int) -> RankTracks:
         drop_empty_steps(steps or make_single_step(trace.events), trace.events),
         trace.first,
         (how,) if how else (),
+        actions=find_actions(trace, find_training_thread(trace)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ovpatch.insight import steps
 from ovpatch.insight.steps import run_at_exit
 from ovpatch.logs import logger
-from ovpatch.overlap.comm.streams import profiler_label
+from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.patching import PatchManager
 from ovpatch.session.workers import Orders, write_json
 
@@ -132,6 +132,28 @@ class ProfilerSession:
         return end
 
 
+def _label_stages(patches: PatchManager) -> None:
+    """Have stock's stages of a pipeline label their computations as feature ``pipeline`` does."""
+    methods = {"F": "forward_one_chunk", "B": "backward_one_chunk", "W": "backward_weight_one_chunk"}
+    for kind, name in methods.items():
+        patches.register_patch(
+            f"torch.distributed.pipelining.stage._PipelineStageBase.{name}",
+            wrap=partial(_wrap_stage, kind=kind),
+            why="stock's labels have no stage, and those of a schedule with one stage per rank span its waits",
+        )
+    patches.apply()
+
+
+def _wrap_stage(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    @wraps(original)
+    def compute(stage: Any, *args: Any, **kwargs: Any) -> Any:
+        microbatch = [*args, *kwargs.values()][0]
+        with profiler_span(profiler_label("pipeline", kind, f"{stage.stage_index}{kind}{microbatch}")):
+            return original(stage, *args, **kwargs)
+
+    return compute
+
+
 #: Cold steps at the start of a run, which are not timed.
 COLD: Final = 2
 
@@ -160,6 +182,7 @@ class _Session:
         self._timed = {COLD, before - count, before, self._first - 1, self._last, after, self._end}
         self._stop = bool(orders.details["stop"])
         self._recorder = ProfilerSession(operators=bool(orders.details["operators"]))
+        _label_stages(self._recorder.patches)
         self._arrived: dict[int, int] = {}  # nanoseconds at each border, before the work here
         self._left: dict[int, int] = {}  # and after it
         self._recorded: list[int] = []

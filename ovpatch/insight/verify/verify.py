@@ -319,7 +319,7 @@ class _Verifier:
         )
         self.outcomes[arm.name] = outcome
         if outcome.interrupted:
-            raise _Decided(Conclusion.INTERRUPTED, f"while the arm '{arm.name}' ran")
+            raise _Decided(Conclusion.INTERRUPTED, f"while the run '{arm.name}' ran")
         return recording.read_recorded(outcome.folder, cut=outcome.timed_out or outcome.code != 0)
 
     def _stock(self) -> RecordedRun:
@@ -384,7 +384,7 @@ class _Verifier:
             if outcome.timed_out
             else f"failed {_describe_end(outcome)}"
         )
-        self.failed.append(f"the arm '{name}' {end}")
+        self.failed.append(f"the run '{name}' {end}")
         self.measured = False
         return end
 
@@ -547,7 +547,7 @@ def _lines(result: Verification) -> Iterator[str]:
     if compared.processes:
         yield f"compared    {_scope(compared)}"
         yield f"bits        {_bits(result)}"
-        yield f"yardstick   {_yardstick(result)}"
+        yield f"noise       {_yardstick(result)}"
     if result.blamed:
         yield f"because of  {', '.join(result.blamed)}"
     for feature, counters in result.counters.items():
@@ -557,7 +557,7 @@ def _lines(result: Verification) -> Iterator[str]:
         yield f"{feature:<11} {', '.join(f'{name} {count}' for name, count in counters.items())}"
         for remark in result.remarks[feature]:
             yield f"{'':<11} {remark}"
-    yield f"arms        {', '.join(f'{name} {outcome.seconds:.1f} s' for name, outcome in result.outcomes.items())}"
+    yield f"runs        {', '.join(f'{name} {outcome.seconds:.1f} s' for name, outcome in result.outcomes.items())}"
     for note in result.notes:
         yield f"note        {note}"
 
@@ -579,7 +579,8 @@ def _bits(result: Verification) -> str:
 def _yardstick(result: Verification) -> str:
     if result.noise:
         measured = "; ".join(f"{name}: {amount}" for name, amount in result.noise.items())
-        return f"stock against itself, {measured}. Allowed is twice what its like moved, one element four times"
+        allowed = "twice what values of the same kind moved, four times for one element"
+        return f"stock against itself, {measured}. Allowed is {allowed}"
     if result.compared.findings:
         return "not measured"
     return "not needed: nothing differs (--noise measures it)"
@@ -620,8 +621,8 @@ def _show_end(outcome: Outcome, console: Console) -> None:
     ranks = arms.read_ranks(outcome.folder)
     for pid, stacks in outcome.stacks.items():
         process = f"rank {ranks[pid]} (process {pid})" if pid in ranks else f"process {pid}"
-        console.print(Text(f"\nstacks of {process} in the arm '{outcome.arm.name}':\n{stacks}"), soft_wrap=True)
+        console.print(Text(f"\nstacks of {process} in the run '{outcome.arm.name}':\n{stacks}"), soft_wrap=True)
     for failure in outcome.failures:
         console.print(Text(f"\nprocess {failure['pid']} (rank {failure['rank']}): {failure['error']}"), soft_wrap=True)
     log = outcome.log.read_text(encoding="utf-8", errors="replace")
-    console.print(Text(f"\nhow the arm '{outcome.arm.name}' ended:\n{find_failure(log)}\n"), soft_wrap=True)
+    console.print(Text(f"\nhow the run '{outcome.arm.name}' ended:\n{find_failure(log)}\n"), soft_wrap=True)

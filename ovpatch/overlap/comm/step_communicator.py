@@ -47,7 +47,7 @@ def step_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.Pr
     return group if found is None else found
 
 
-def close_communicators(group: dist.ProcessGroup | None = None) -> None:
+def close_step_communicators(group: dist.ProcessGroup | None = None) -> None:
     """Shut down the communicators of one group, or all, after their collectives. All ranks call this.
 
     Does nothing if an exception ends this process: collectives in flight may wait for peers that are gone.

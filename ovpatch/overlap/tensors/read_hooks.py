@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import ClassMethodDescriptorType, CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from ovpatch.overlap.comm.side_streams import record_numbered_switches, record_switches
 from ovpatch.overlap.tensors.pending_param import PENDING, any_dtensors, wait_for_all, wait_for_args, wait_for_param
@@ -35,9 +36,9 @@ class ReadHook(NamedTuple):
     [Note: module calls] Kernels that read raw memory (scripted functions, C++ extensions) are called in modules, so a
     module's call waits for its own parameters. A global module hook would do, but torch warns about it under
     ``torch.compile``, and Dynamo guards on it; a wrapped ``Module._call_impl`` would add two frames a level to every
-    traceback and to Python's recursion depth. ``_call_impl`` first calls ``torch._C._get_tracing_state``, in eager mode
-    only, and no guard looks at that. Its frame is looked up only while something is pending. Dynamo leaves our frame
-    alone (ovpatch/patching/stack.py, [Note: skipped frames]).
+    traceback and to Python's recursion depth. ``_call_impl`` first asks C++ whether it is traced, in eager mode only,
+    and no guard looks at that. Its frame is looked up only while something is pending. Dynamo leaves our frame alone
+    (ovpatch/patching/stack.py, [Note: skipped frames]).
 
     Attributes:
         target: Its dotted path.
@@ -88,7 +89,7 @@ def waiting_for_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def waiting() -> Any:
         if torch.compiler.is_compiling():
-            return None  # what Dynamo takes it to be: it knows the original by its place, where it no longer is
+            return None  # false: what Dynamo takes it to be: it knows the original by its place, where it no longer is
         if PENDING:
             module = _variable_of_caller("_call_impl", "self", sys._getframe(1))
             if isinstance(module, nn.Module):
@@ -96,6 +97,36 @@ def waiting_for_module(original: Callable[..., Any]) -> Callable[..., Any]:
         return original()
 
     return waiting
+
+
+class ContextHook:
+    """Waits where C++ applies an ``autograd.Function`` of which a script took ``apply`` before it was wrapped.
+
+    That is a built-in method, which no wrapper sees; but for each call it makes a context, whose class is Python's. The
+    arguments are not known there, so all parameters are waited for.
+    """
+
+    def __init__(self) -> None:
+        BackwardCFunction.__init__ = _wait_for_unseen  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        """Stop to wait."""
+        del BackwardCFunction.__init__
+
+
+def _wait_for_unseen(_context: Any) -> None:
+    if PENDING and not torch.compiler.is_compiling() and not _is_below(_WAITING, sys._getframe(1)):
+        wait_for_all()
+
+
+def _is_below(code: CodeType, frame: FrameType | None) -> bool:
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def waiting_for_compiled_code(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,6 +210,28 @@ _OF_STREAMS: Final = (
     ),
 )
 
+_WAITING: Final = waiting_for_args(len).__code__
+
+# Which function of C++ a module's call asks first, and whether C++ applies functions, depends on the version of torch.
+_TRACED: Final = "_is_tracing" if "_is_tracing" in nn.Module._call_impl.__code__.co_names else "_get_tracing_state"
+
+#: Whether ``autograd.Function.apply`` is a built-in method, so that :class:`ContextHook` is needed.
+APPLIES_IN_C: Final = isinstance(vars(torch.autograd.Function).get("apply"), ClassMethodDescriptorType)
+
+_OF_FUNCTIONS: Final = (
+    ReadHook(
+        "torch.autograd.function.Function.apply",
+        waiting_for_args,
+        "gets the arguments of every autograd.Function, whose kernels may read memory; below it is C++",
+    )
+    if APPLIES_IN_C
+    else ReadHook(
+        "torch._functorch.utils.unwrap_dead_wrappers",
+        waiting_for_args,
+        "sees the arguments of every autograd.Function, whose kernels may read memory",
+    )
+)
+
 #: Where to wait on behalf of readers that do not ask.
 READ_HOOKS: Final = (
     *(_OF_STREAMS if hasattr(torch._C, "_cuda_setStream") else ()),  # builds without CUDA have no streams
@@ -189,7 +242,7 @@ READ_HOOKS: Final = (
         "their guards compare classes",
     ),
     ReadHook(
-        "torch._C._get_tracing_state",
+        f"torch._C.{_TRACED}",
         waiting_for_module,
         "is what every module call in eager mode calls first; scripted functions and extensions read the memory of the "
         "module's parameters, and a global hook makes compiled modules warn",
@@ -213,11 +266,7 @@ READ_HOOKS: Final = (
     ReadHook(
         "torch.accelerator.graphs.Graph.replay", waiting_for_graphs, "as torch.cuda.graphs.CUDAGraph", optional=True
     ),
-    ReadHook(
-        "torch._functorch.utils.unwrap_dead_wrappers",
-        waiting_for_args,
-        "sees the arguments of every autograd.Function, whose kernels may read memory",
-    ),
+    _OF_FUNCTIONS,
     ReadHook(
         "torch._functorch.eager_transforms._wrap_tensor_for_grad",
         waiting_for_args,

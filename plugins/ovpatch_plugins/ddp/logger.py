@@ -84,6 +84,7 @@ class StockOnly(StockFace):
     """The methods that only torch's C++ reducer has."""
 
     _autograd_hook = needs_stock("_autograd_hook")
+    _finalize_backward_manual = needs_stock("_finalize_backward_manual")
     _get_zeros_like_grad_buckets = needs_stock("_get_zeros_like_grad_buckets")
     _push_all_rebuilt_params = needs_stock("_push_all_rebuilt_params")
     _run_allreduce_hook = needs_stock("_run_allreduce_hook")
@@ -92,7 +93,11 @@ class StockOnly(StockFace):
     _set_mixed_precision_param_dtype = needs_stock("_set_mixed_precision_param_dtype")
     _set_optimizer_in_backward = needs_stock("_set_optimizer_in_backward")
     _set_sparse_metadata = needs_stock("_set_sparse_metadata")
+    _should_finalize_after_backward = needs_stock("_should_finalize_after_backward")
     get_backward_stats = needs_stock("get_backward_stats")
+
+    def _set_manual_finalization_required(self, _required: bool) -> None:
+        """Stay with backwards that finalize themselves: before others, the wrapper brings the C++ reducer back."""
 
 
 # As C++ names what has another name in Python.

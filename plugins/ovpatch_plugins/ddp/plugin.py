@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ _NEEDS_STOCK = {
     "_register_builtin_comm_hook": "a communication hook is registered, which reduces buckets of the C++ reducer",
     "_register_fused_optim": "an optimizer is fused into the reduction",
     "_set_sparse_metadata": "sparse metadata is set, which the C++ reducer uses",
+    "_check_manual_backward_finalization_supported": "the script finalizes its backwards, which takes the C++ reducer",
     "join": "join() shadows the collectives of the C++ reducer",
     "join_hook": "Join([...]) shadows the collectives of the C++ reducer",
 }
@@ -31,20 +31,9 @@ def ovpatch_feature() -> Feature:
         name="ddp",
         summary="Our gradient reducer inside stock DistributedDataParallel: flat buckets, reduced under backward.",
         options=OPTIONS,
+        distributed=True,
         work=("backwards",),
     )
-
-
-@hookimpl
-def ovpatch_reasons_against() -> Sequence[str]:
-    """Return why the feature cannot run here."""
-    import torch
-
-    if not torch.distributed.is_available():
-        return ["this build of torch has no torch.distributed"]
-    if importlib.util.find_spec("torch.nn.parallel.distributed") is None:
-        return ["this build of torch has no DistributedDataParallel"]
-    return []
 
 
 @hookimpl

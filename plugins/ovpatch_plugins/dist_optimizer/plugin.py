@@ -23,16 +23,9 @@ def ovpatch_feature() -> Feature:
         options=OPTIONS,
         requires=("ddp",),
         default=False,
+        distributed=True,
         work=("steps",),
     )
-
-
-@hookimpl
-def ovpatch_reasons_against() -> Sequence[str]:
-    """Return why the feature cannot run here."""
-    import torch
-
-    return [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]
 
 
 @hookimpl
@@ -41,7 +34,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from ovpatch.overlap.tensors.pending_param import wrap_unflatten
-    from ovpatch.overlap.tensors.read_hooks import READ_HOOKS
+    from ovpatch.overlap.tensors.read_hooks import APPLIES_IN_C, READ_HOOKS, ContextHook
     from ovpatch_plugins.dist_optimizer.clip_grad import wrap_clip, wrap_clip_grad_norm, wrap_norm, wrap_unscale
     from ovpatch_plugins.dist_optimizer.supported_optimizers import list_step_classes
     from ovpatch_plugins.dist_optimizer.takeover import StepPatches, wrap_destroy, wrap_zero_grad
@@ -49,6 +42,12 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     if options["overlap_param_gather"]:
         for target, wrap, why, optional in READ_HOOKS:
             patches.register_patch(target, wrap=wrap, optional=optional, why=why)
+        if APPLIES_IN_C:
+            patches.register_hook(
+                "autograd function",
+                ContextHook,
+                why="sees calls of autograd.Function whose apply() a script took before it was patched",
+            )
         patches.register_patch(
             "torch.distributed.tensor.parallel.ddp._unflatten_tensor",
             wrap=wrap_unflatten,
@@ -135,7 +134,7 @@ def ovpatch_deactivate() -> None:
     if optimizers is not None:
         optimizers.release_all()
     if communicators is not None:
-        communicators.close_communicators()
+        communicators.close_step_communicators()
     if copies is not None:
         copies.forget()
 

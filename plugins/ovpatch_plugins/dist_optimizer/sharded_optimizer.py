@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -30,8 +30,8 @@ from ovpatch_plugins.dist_optimizer.step_log import Turn
 Inner = Callable[..., Any]
 
 LOCAL = (
-    "it stepped with gradients that DistributedDataParallel had not reduced (no_sync(), or a forward around the "
-    "wrapper), so ranks may want to differ"
+    "a rank stepped it with gradients that DistributedDataParallel had not reduced (no_sync(), or a forward around the "
+    "wrapper), or stepped another optimizer over its parameters alone, so ranks may want to differ"
 )
 
 LEFT = (
@@ -42,6 +42,11 @@ LEFT = (
 IN_BACKWARD = (
     "it stepped inside of a backward, as in a hook on a parameter, where gradients are this rank's own, so ranks may "
     "want to differ"
+)
+
+_BESIDE = (
+    "ovpatch: {0} steps beside a new {0} over the same parameters, which went on in its place, for the other ranks "
+    "step one of them alone. Make and step the same optimizers on every rank, or turn dist_optimizer off."
 )
 
 _TOO_LATE = (
@@ -107,6 +112,8 @@ class ShardedOptimizer:
         self._sync, self._state_type, self._stand_down, self._quiet = sync, state_type, stand_down, quiet
         self._stepping = self._compared = False
         self.is_sharded = True
+        self._apart = False  # this rank alone stepped another optimizer over these parameters
+        self._replaced = False  # by a new one on this rank alone, see [Note: the same everywhere]
         self._turns: dict[ShardedGrads, Turn] = {}  # agreed on before the first step
         self._updating = threading.RLock()  # while the optimizer has this rank's shards
         self._params: list[ShardedParam] = []  # those whose update can be divided, as of the last step
@@ -210,12 +217,16 @@ class ShardedOptimizer:
         if not self._compared:
             self._compared = True
             return self._agree(optimizer)
+        if self._replaced:
+            self._stay_away(models)
+            raise RuntimeError(_BESIDE.format(type(self._optimizer()).__name__))
         for shards in models:
             state = self._states.get(shards)
             if state is not None:
                 shards.step_log.record(shards.backwards, state.next_turn())
         is_local = False
         for shards in models:
+            shards.local |= self._apart
             shards.agree_if_local()
             is_local |= shards.local
         if is_local:
@@ -244,30 +255,45 @@ class ShardedOptimizer:
         if any(shards.local for shards in names):  # it waits for no other rank
             for shards in names:
                 shards.step_log.record(shards.backwards, Turn("", LOCAL))
-            self._leave_together(names, told=any(map(self._older, names)))
+            self._leave_together({shards: self._older(shards) for shards in names}, told=any(map(self._older, names)))
             return LOCAL
         logs = {shards.step_log: (shards.backwards, turn) for shards, turn in self._turns.items()}
         reason, agreed, is_older = step_log.agree(optimizer, logs, adopts=not all(shards.tells for shards in names))
+        older = {shards: self._older(shards) for shards in names}
         if reason:
-            self._leave_together(names, told=is_older)
+            meant = {shards: agreed.get(shards.step_log) for shards in names}
+            going = {shards: [one for one in older[shards] if one._is(shards, meant[shards])] for shards in names}
+            for shards in names:
+                for one in older[shards]:
+                    one._apart |= one not in going[shards] and one._shares_params(optimizer)
+            self._leave_together(going, told=is_older)
             return reason
         self._turns = {shards: agreed[shards.step_log] for shards in names}
+        for shards, turn in self._turns.items():
+            for one in older[shards]:
+                one._replaced |= one._is(shards, turn)
         COUNTERS.optimizers += 1
         if is_older:  # whose ranks tell each other in every step
             for shards in names:
                 shards.agree_if_local()
         return LOCAL if any(shards.local for shards in names) else ""
 
-    def _leave_together(self, models: Iterable[ShardedGrads], *, told: bool) -> None:
+    def _leave_together(self, older: Mapping[ShardedGrads, Sequence[ShardedOptimizer]], *, told: bool) -> None:
         """Have ranks that go on with an older optimizer leave it stock, if they can be told, and leave it so here."""
-        for shards in models if told else ():
-            older = self._older(shards)
-            if not (older or shards.tells):
-                self._stay_away([shards])  # none that other ranks could mean
+        for shards, of_model in older.items() if told else ():
+            self._stay_away([shards])
             shards.local = True
             shards.agree_if_local()
-            for one in older:
+            for one in of_model:
                 one.stand_down(LOCAL)
+
+    def _is(self, shards: ShardedGrads, turn: Turn | None) -> bool:
+        """Return whether other ranks mean this optimizer by a turn."""
+        return turn is not None and self._states[shards].turn.name == turn.name
+
+    def _shares_params(self, optimizer: Optimizer) -> bool:
+        own = {id(one.param) for one in self._params}
+        return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
 
     def _older(self, shards: ShardedGrads) -> list[ShardedOptimizer]:
         return [one for one in _optimizers_over.get(shards, ()) if one is not self and one.is_sharded]

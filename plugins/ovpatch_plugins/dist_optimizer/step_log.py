@@ -72,7 +72,7 @@ class StepLog:
     what they step in the same turn. A rank answers when it comes to that turn, or to a further backward. If all bring
     a new one with the same class and parameters, that is agreed. If some go on with an older one, both are left stock
     where ranks tell each other before each step (:meth:`ShardedGrads.agree_if_local`); elsewhere a new one on the same
-    terms goes on in the older one's place.
+    terms goes on in the older one's place, which must not step any more.
 
     Args:
         group: The process group of the model.

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm import step_communicator
-from ovpatch.overlap.comm.group_state import is_exiting_by_error
+from ovpatch.overlap.comm.group_state import group_values, is_exiting_by_error
+from ovpatch.overlap.peer_rpc import shutdown
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor, pending_param
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
@@ -59,10 +60,12 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         leaving = not is_exiting_by_error()
         copies = sys.modules.get("ovpatch.overlap.copy_engine.registry")
         if leaving:
+            for owner, _ in group_values(shutdown.BeforeBackward, ending):
+                shutdown.prepare_backward(owner)  # fetch the rest of what was read in part: there will be no other time
             if copies is not None:
                 copies.finish(ending)
             PeerRpc.shutdown_all(ending)
-            step_communicator.close_communicators(ending)
+            step_communicator.close_step_communicators(ending)
         original(group)
         if leaving and copies is not None:
             copies.forget(ending)  # not before: to give memory back is to wait for all that runs on the device

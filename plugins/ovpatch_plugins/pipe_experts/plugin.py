@@ -20,16 +20,9 @@ def ovpatch_feature() -> Feature:
         summary="Expert-parallel layers in chunks, whose all-to-alls hide under their experts.",
         options=OPTIONS,
         reorders_products=True,
+        distributed=True,
         work=("calls",),
     )
-
-
-@hookimpl
-def ovpatch_reasons_against() -> Sequence[str]:
-    """Return why the feature cannot run here."""
-    import torch
-
-    return [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]
 
 
 @hookimpl
@@ -77,7 +70,7 @@ def ovpatch_counters() -> Mapping[str, int]:
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
-    """Return what was chosen by measurement, what stood down, and why layers were left alone or not cut."""
+    """Return what was chosen by measurement, what stayed stock, and why layers were left alone or not cut."""
     from ovpatch_plugins.pipe_experts.report import write_remarks
 
     return write_remarks(_EP)

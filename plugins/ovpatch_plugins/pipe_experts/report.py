@@ -26,7 +26,7 @@ COUNTERS = Counters()
 
 
 def write_remarks(expert_parallel: str) -> list[str]:
-    """Return the measured choices, what stood down, and why layers were left alone or not cut.
+    """Return the measured choices, what stayed stock, and why layers were left alone or not cut.
 
     ``expert_parallel`` is the name of transformers' module of expert parallelism.
     """

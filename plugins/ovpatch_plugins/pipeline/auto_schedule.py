@@ -12,8 +12,6 @@ import itertools
 import json
 import math
 import platform
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +39,7 @@ from ovpatch_plugins.pipeline.measured_costs import (
 from ovpatch_plugins.pipeline.orders import Placement, ScheduleError, check_schedule
 from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program
+from ovpatch_plugins.pipeline.race import Race, StepTimer, Turn, Verdict, judge, merge_ranks
 from ovpatch_plugins.pipeline.report import ScheduleReport
 from ovpatch_plugins.pipeline.schedule_cache import ChosenOrder, ScheduleCache, write_orders
 from ovpatch_plugins.pipeline.transport import PeerToPeer
@@ -51,8 +50,8 @@ WARM_UP: Final = 2
 MEASURED: Final = 4
 """Steps of which costs are taken."""
 
-ROUNDS: Final = 2
-"""How often each order runs in the race."""
+PLAN_ROUNDS: Final = 2
+"""Rounds of the race of all orders, of which a plan shows the times."""
 
 _REMEDY: Final = (
     "With schedule=auto every rank of the job runs a pipeline, with the same calls. Set "
@@ -87,9 +86,9 @@ class AutoSchedule:
     """Runs an engine's steps, and finds the order for it on the way.
 
     [Note: steps of schedule=auto] The order as given runs for :data:`WARM_UP` steps and :data:`MEASURED` more, of which
-    costs are taken. Then the first rank of the job solves, and tells the others. Orders run in turns: one step to
-    settle, in which ranks get as far apart as the order has them, then timed ones. The fastest stays. Ranks count
-    calls, not successes: a rank that had finished a step before another one failed is at the same number.
+    costs are taken. Then the first rank of the job solves, and tells the others. Orders run in turns, lap by lap, until
+    one is the fastest beyond noise, or the order as given stays. Ranks count calls, not successes: a rank that had
+    finished a step before another one failed is at the same number.
 
     Args:
         engine: Runs the steps.
@@ -121,9 +120,8 @@ class AutoSchedule:
         self._calls = 0
         self._candidates: list[Candidate] = []
         self._programs: list[Program] = []
-        self._agenda: list[tuple[int, bool]] = []  # candidate of each step of the race, and whether it is timed
+        self._race: Race | None = None
         self._race_begins = 0
-        self._timers: dict[int, list[_StepTimer]] = {}
         self._measured: PipelineCosts | None = None
         self._cache: ScheduleCache | None = None
         self._kept: ChosenOrder | None = None
@@ -136,17 +134,17 @@ class AutoSchedule:
             RankMismatchError: A rank of the job does not take part in an agreement.
         """
         self._calls += 1
-        candidate = self._prepare_step(inputs)
-        if candidate is None:
+        turn = self._prepare_step(inputs)
+        if turn is None or self._race is None:
             self.engine.run(inputs)
             return
-        timer = _StepTimer(self._pipeline.device)
+        timer = StepTimer(self._pipeline.device)
         self.engine.run(inputs)
         timer.stop()
-        self._timers.setdefault(candidate, []).append(timer)
+        self._race.add_time(turn, timer)
 
-    def _prepare_step(self, inputs: StepInputs) -> int | None:
-        """Do what is due before a step; return the candidate whose time it counts for, if any."""
+    def _prepare_step(self, inputs: StepInputs) -> Turn | None:
+        """Do what is due before a step; return the turn that its time counts for, if any."""
         if self._calls == 1:
             self._look_up(inputs)
         if self.is_final:
@@ -157,15 +155,14 @@ class AutoSchedule:
         if self._calls == WARM_UP + MEASURED + 1:
             self._probe.remove()
             self._start_race()
-        if self.is_final or not self._agenda:
+        if self.is_final or self._race is None:
             return None
         place = self._calls - self._race_begins
-        if place == len(self._agenda):
-            self._choose()
+        if place == len(self._race.turns) and not self._race_on(self._race):
             return None
-        candidate, is_timed = self._agenda[place]
-        self.engine.program = self._programs[candidate]
-        return candidate if is_timed else None
+        turn = self._race.turns[place]
+        self.engine.program = self._programs[turn.candidate]
+        return turn if turn.is_timed else None
 
     # --- agreements ---
 
@@ -202,7 +199,9 @@ class AutoSchedule:
         except ScheduleError:
             return  # written by another version, or Fs draw random numbers now: all ranks see the same
         steps = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in choice.steps.items())
-        note = f"schedule=auto: {choice.name}, chosen in an earlier run ({steps})"
+        note = (
+            f"schedule=auto: {choice.name}, chosen in an earlier run ({steps or 'no order was expected to be faster'})"
+        )
         self._settle(choice.schedule, choice.name, [note])
 
     def _start_race(self) -> None:
@@ -233,11 +232,14 @@ class AutoSchedule:
         if len(self._candidates) < 2:
             self._finish_plan([math.nan] * len(self._candidates), 0)
             self._keep_as_given(told["remark"] or "no order is expected to be faster")
+            if not told["remark"]:
+                self._write_choice(0, {})
             return
         for candidate in self._candidates:
             self._check(candidate.schedule)
         self._programs = [self._make_program(candidate.schedule) for candidate in self._candidates]
-        self._agenda = _line_up(len(self._candidates), timed=2 if self._plan_file else 3)
+        laps = {"rounds": PLAN_ROUNDS, "laps": 1} if self._plan_file else {}
+        self._race = Race(len(self._candidates), pipeline.device, **laps)
         self._race_begins = self._calls
         names = " and ".join(candidate.name for candidate in self._candidates[1:])
         self._report.notes = [
@@ -257,22 +259,28 @@ class AutoSchedule:
         )
         return {"candidates": [one.to_json() for one in candidates], "remark": remark}
 
-    def _choose(self) -> None:
-        """Take the order that was fastest on the slowest rank."""
+    def _race_on(self, race: Race) -> bool:
+        """Add a lap where noise may have decided; else take the order that was fastest on the slowest rank."""
         if self._pipeline.device.type == "cuda":
             torch.cuda.synchronize(self._pipeline.device)
-        mine = [self._read_step(number) for number in range(len(self._candidates))]
-        columns = zip(*self._gather(mine), strict=True)
-        steps = [math.inf if None in column else max(column) for column in columns]
-        best = min(range(len(steps)), key=steps.__getitem__)
+        verdict = judge(merge_ranks(self._gather(race.read())))
+        if not verdict.is_sure and race.may_go_on:
+            race.add_lap()
+            return True
+        self._choose(verdict)
+        return False
+
+    def _choose(self, verdict: Verdict) -> None:
+        best, steps = verdict.best, verdict.steps
         chosen, given = self._candidates[best], self._candidates[0]
-        self._finish_plan(steps, best)
+        self._finish_plan(steps, verdict.fastest if self._plan_file else best)
         if not best:
             other = min(range(1, len(steps)), key=steps.__getitem__)
             rival = self._candidates[other]
+            doubt = "" if verdict.is_sure else "; times scatter too much to tell, and a later run races again"
             self._keep_as_given(
                 f"{1000 * steps[0]:.1f} ms a step against {1000 * steps[other]:.1f} ms of {rival.name} "
-                f"(predicted {1000 * given.predicted:.1f} and {1000 * rival.predicted:.1f})"
+                f"(predicted {1000 * given.predicted:.1f} and {1000 * rival.predicted:.1f}){doubt}"
             )
         else:
             text = (
@@ -281,14 +289,16 @@ class AutoSchedule:
                 f"{1000 * given.predicted:.1f}), with {chosen.memory:.2f}x the memory of 1F1B"
             )
             self._settle(chosen.schedule, chosen.name, [text])
-        if self._world.rank() == 0 and self._cache is not None and not self._plan_file and math.isfinite(steps[best]):
+        if verdict.is_sure:
             names = [candidate.name for candidate in self._candidates]
-            self._cache.write(ChosenOrder(chosen.name, chosen.schedule, dict(zip(names, steps, strict=True))))
+            self._write_choice(best, dict(zip(names, steps, strict=True)))
 
-    def _read_step(self, candidate: int) -> float | None:
-        """Return the seconds of a step of a candidate on this rank; None if none of its steps ended well."""
-        timers = self._timers.get(candidate)
-        return statistics.median(timer.seconds() for timer in timers) if timers else None
+    def _write_choice(self, best: int, steps: Mapping[str, float]) -> None:
+        """Keep a choice for later runs."""
+        if self._world.rank() == 0 and self._cache is not None and not self._plan_file:
+            chosen = self._candidates[best]
+            finite = {name: seconds for name, seconds in steps.items() if math.isfinite(seconds)}
+            self._cache.write(ChosenOrder(chosen.name, chosen.schedule, finite))
 
     # --- what is chosen ---
 
@@ -351,40 +361,6 @@ class AutoSchedule:
             "torch": str(torch.__version__),
             "ovpatch": importlib.metadata.version("ovpatch"),
         }
-
-
-class _StepTimer:
-    """The time of a step, from its call to its end on the device. It starts when it is made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begin, self._end = self._mark(), None
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def stop(self) -> None:
-        self._end = self._mark()
-
-    def seconds(self) -> float:
-        """Return the duration; on a device, all its work has ended before."""
-        if self._device.type != "cuda":
-            return float(self._end - self._begin)
-        return float(self._begin.elapsed_time(self._end)) / 1000
-
-
-def _line_up(count: int, *, timed: int) -> list[tuple[int, bool]]:
-    """Return the steps of a race: the candidate of each, and whether its time counts."""
-    agenda = []
-    for number in range(ROUNDS):
-        turn = range(count) if number % 2 == 0 else reversed(range(count))
-        for candidate in turn:
-            agenda += [(candidate, False), *[(candidate, True)] * timed]
-    return agenda
 
 
 def _list_tensors(value: Any) -> list[Tensor]:

@@ -34,6 +34,7 @@ from ovpatch_plugins.pipeline.stage_module import (
     find_shared_params,
     make_plans,
     make_subclass,
+    move_zeros,
     select_output,
 )
 from ovpatch_plugins.pipeline.stage_run import list_stages
@@ -140,6 +141,7 @@ def cut(
     parts, stages = [], []
     for stage, tree in trees.items():
         part: nn.Module = tree if home.type == "meta" else tree.to(where)
+        move_zeros(part, where)
         part = part if wrap is None else wrap(part)
         parts.append(part)
         stages.append(PipelineStage(part, stage, len(ranks), where, group=group))
@@ -419,7 +421,11 @@ class CutSchedule:
         ]
         run = super()._step_microbatches  # type: ignore[misc]
         if not schedule._has_backward:
-            run([()] * count, named, *rest, **options)
+            scale, schedule.scale_grads = schedule.scale_grads, False  # torch divides gradients of the last step again
+            try:
+                run([()] * count, named, *rest, **options)
+            finally:
+                schedule.scale_grads = scale
             return
         for shared in self._shared_grads:
             shared.start_step()

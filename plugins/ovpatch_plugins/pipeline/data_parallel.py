@@ -36,6 +36,9 @@ class LocalGradients:
     def reduce(self) -> None:
         """Called after the last W of a step, if gradients were deferred."""
 
+    def clear(self) -> None:
+        """Called after an interrupted step."""
+
     def computing_weight_grads(self, compute: Callable[[int], None], microbatch: int) -> None:
         """Compute the weight gradients of a microbatch without a reduction."""
         compute(microbatch)
@@ -95,14 +98,27 @@ class FullyShardedGradients(LocalGradients):
     def accumulate(self) -> None:
         """Move the gradients into those of ``reduce_dtype``: the next W would add in the dtype of the parameters."""
         if self._params is None:
-            wrapped: list[Any] = [module for module in self._module.modules() if is_fsdp2(module)]
-            states = (module._get_fsdp_state() for module in wrapped)
-            groups = (group for state in states for group in _list_param_groups(state))
-            self._params = [param for group in groups for param in group.fsdp_params if param.reduce_dtype is not None]
+            self._params = [param for param in self._list_params() if param.reduce_dtype is not None]
         for param in self._params:
-            if hasattr(param, "_unsharded_param"):
+            if hasattr(param, "_unsharded_param") and hasattr(param, "to_accumulated_grad_if_needed"):
                 param.accumulate_unsharded_grad_if_needed()
                 param.to_accumulated_grad_if_needed()
+
+    def clear(self) -> None:
+        """Drop gradients that were not reduced: ``zero_grad()`` does not reach them, and the next step adds to them."""
+        reset = getattr(self._module, "reset_iter_state", None)
+        if reset is not None:
+            reset()
+        for param in self._list_params():
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+            if "unsharded_accumulated_grad" in vars(param):
+                param.unsharded_accumulated_grad = None
+
+    def _list_params(self) -> list[Any]:
+        wrapped: list[Any] = [module for module in self._module.modules() if is_fsdp2(module)]
+        states = (module._get_fsdp_state() for module in wrapped)
+        return [param for state in states for group in _list_param_groups(state) for param in group.fsdp_params]
 
 
 def make_data_parallel(module: nn.Module) -> LocalGradients:

@@ -4,6 +4,10 @@
 goes on with the messages of the step: it reads those that come and sends zeros, so that no rank waits for it and all
 queues are empty at the end. Every rank that may have read such zeros looks into the store behind its last message,
 before gradients are reduced, and raises an error that names the rank.
+
+On a device a receive is a kernel that waits. CUDA may wait for running kernels before it loads another one or frees
+memory, and both come with a first step. A host that stops there behind a receive for which a peer needs its next
+computation stops for good. So :attr:`Engine.settling` starts each receive of that step when it is read.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS, StepTimes
 from ovpatch_plugins.pipeline.stage_run import StageRun
+from ovpatch_plugins.pipeline.torch_stage import defers_wait, finalizes_gradients
 from ovpatch_plugins.pipeline.transport import PeerToPeer
 
 
@@ -53,6 +58,7 @@ class Engine:
         group: The pipeline's group.
         stages: The rank's stages, by index.
         program: What the rank runs.
+        settling: What it runs until a step has ended well, where receives wait on the device; else None.
         transport: Its messages.
         times: Costs of the computations.
         clock: Measures them.
@@ -61,6 +67,8 @@ class Engine:
 
     Attributes:
         microbatches: Number of microbatches in a step.
+        program: What the rank runs.
+        settling: What it runs instead in its next step, or None.
         times: Costs of the computations.
     """
 
@@ -70,6 +78,7 @@ class Engine:
         group: dist.ProcessGroup,
         stages: Mapping[int, StageRun],
         program: Program,
+        settling: Program | None,
         transport: PeerToPeer,
         times: StepTimes,
         clock: Clock,
@@ -80,6 +89,7 @@ class Engine:
         self.schedule: Any = weakref.proxy(schedule)  # its owner is found by it, and lives as long
         self.stages: Final = dict(stages)
         self.program = program
+        self.settling = settling
         self.microbatches: int = schedule._n_microbatches
         self.times = times
         self._clock = clock
@@ -87,6 +97,7 @@ class Engine:
         self._transport = transport
         self._prediction = prediction
         self._by_perform = by_perform
+        self._defers_wait = defers_wait(schedule)
         takes_loss_kwargs = "loss_kwargs" in inspect.signature(schedule._maybe_compute_loss).parameters
         self._takes_loss_kwargs = takes_loss_kwargs
         self._arriving: dict[Receive, tuple[list[dist.Work], list[Tensor]]] = {}
@@ -105,23 +116,28 @@ class Engine:
         self._transport.start_step()
         self._posted.clear()
         self._last_sent, self._is_connected = None, True
-        number = 0
+        program, number = self.settling or self.program, 0
         try:
             with contextlib.ExitStack() as stack:
                 for stage in self.stages.values():
                     stage.take_buffers()
-                    stage.start_step()
+                    stage.start_step(finalizes=finalizes_gradients(self.schedule))
                     stack.enter_context(stage.deferring())
-                for number, step in enumerate(self.program.steps):  # noqa: B007 - read after an error
+                for number, step in enumerate(program.steps):  # noqa: B007 - read after an error
                     self._run_step(step, inputs)
-            for index in self.program.final_reshards:
+            for index in program.final_reshards:
                 self.stages[index].reshard()
+            if self._defers_wait:
+                self._finish_reductions()
             self._transport.finish()
             self._check_peers()
             self.schedule._update_losses([stage.stage for stage in self.stages.values()], inputs.losses)
         except BaseException as error:
-            self._recover(number, error)
+            self._recover(program.steps[number:], error)
+            if isinstance(error, Exception) and not isinstance(error, PipelineRankError):
+                self._blame_first(error)
             raise
+        self.settling = None
         self._clock.end_step()
         self._prediction.add_step(self.times)
         COUNTERS.steps += 1
@@ -145,6 +161,8 @@ class Engine:
         for receive in step.posts:
             self._post(receive)
         if step.receive is not None:
+            if step.receive.action.kind is not Kind.F:
+                self.stages[step.receive.action.stage].launch_before_backward(step.receive.action.microbatch)
             self._wait_for(step.receive)
             for peer, left in step.kept.items():
                 self._transport.release(peer, left)
@@ -204,15 +222,25 @@ class Engine:
     def _reduce(self, stage: StageRun) -> None:
         if stage.is_data_parallel:
             self._check_peers()  # zeros of a failed rank must not reach other replicas
-        stage.reduce(self.microbatches if self.schedule.scale_grads else 1, by_perform=self._by_perform)
+        if self._defers_wait:
+            self._finish_reductions()  # one is under way at most, as under stock
+        scale = self.microbatches if self.schedule.scale_grads else 1
+        stage.reduce(scale, by_perform=self._by_perform, waits=not self._defers_wait)
+
+    def _finish_reductions(self) -> None:
+        for stage in self.stages.values():
+            stage.finish_reduce()
 
     # --- messages ---
 
     def _post(self, receive: Receive) -> None:
         kind, index, microbatch = receive.action
-        buffers = self.stages[index].make_inputs(microbatch, kind)
+        stage, sizes = self.stages[index], None
         self._posted.add(receive)
         try:
+            if stage.varies and kind is Kind.F:
+                sizes = self._transport.receive_sizes(stage.count_inputs(microbatch), receive.sender)
+            buffers = stage.make_inputs(microbatch, kind, sizes)
             self._arriving[receive] = self._transport.receive(buffers, receive.sender), buffers
         except RuntimeError as error:
             raise self._make_transport_error(receive.sender, error) from error
@@ -230,10 +258,16 @@ class Engine:
         tensors = stage.list_outputs(step.action.microbatch, Kind.F if step.action.kind is Kind.F else Kind.B)
         self._last_sent = step
         try:
-            self._transport.send(tensors, step.receiver)
+            self._send_tensors(tensors, step, stage)
         except RuntimeError as error:
             raise self._make_transport_error(step.receiver, error) from error
         COUNTERS.messages += 1
+
+    def _send_tensors(self, tensors: Sequence[Tensor], step: Step, stage: StageRun) -> None:
+        assert step.receiver is not None
+        # An input gradient has the shape of what its receiver sent.
+        tells_sizes = stage.varies and step.action.kind is Kind.F
+        self._transport.send(tensors, step.receiver, tells_sizes=tells_sizes)
 
     # --- failures ---
 
@@ -251,45 +285,48 @@ class Engine:
         self._transport.wait_for_arrivals()
         text = self._read_failure()
         if text:
-            raise PipelineRankError(
-                f"the pipeline's step failed: {text}. Gradients of this step are not valid on any rank: call "
-                "optimizer.zero_grad() before the next step, or correct the error named here."
-            )
+            raise _make_rank_error(text)
 
-    def _recover(self, number: int, error: BaseException) -> None:
-        """Leave clean queues and stages behind a failed step."""
+    def _blame_first(self, error: Exception) -> None:
+        """Raise if another rank failed before this one did, whose zeros may be what ``error`` is about."""
+        text = self._read_failure()
+        if text and not text.startswith(f"{self._name(self.program.rank)} "):
+            raise _make_rank_error(text) from error
+
+    def _recover(self, left: Sequence[Step], error: BaseException) -> None:
+        """Leave clean queues and stages behind a failed step, whose first computation of ``left`` failed."""
         COUNTERS.failed_steps += 1
         self._clock.drop_step()
         self.schedule._internal_losses.clear()
         for stage in self.stages.values():
             stage.clear()
         if self._is_connected and isinstance(error, Exception):
-            if not isinstance(error, PipelineRankError):
-                self._publish_failure(number, error)
+            if not isinstance(error, PipelineRankError) and not self._read_failure():
+                self._publish_failure(left[0], error)
             with contextlib.suppress(RuntimeError):  # what the script has to see is the error of the computation
-                self._drain(number)
+                self._drain(left)
         self._arriving.clear()
         for stage in self.stages.values():
             stage.clear()
 
-    def _drain(self, number: int) -> None:
+    def _drain(self, left: Sequence[Step]) -> None:
         """Go on with the messages of the step without computing."""
-        for step in self.program.steps[number:]:
+        for step in left:
             for receive in step.posts:
                 if receive not in self._posted:
                     self._post(receive)
             if step.receive in self._arriving:
                 self._wait_for(step.receive)
             if step.receiver is not None and step is not self._last_sent:
-                kind = Kind.F if step.action.kind is Kind.F else Kind.B
-                self._transport.send(self.stages[step.action.stage].make_blank_outputs(kind), step.receiver)
+                stage, kind = self.stages[step.action.stage], Kind.F if step.action.kind is Kind.F else Kind.B
+                self._send_tensors(stage.make_blank_outputs(kind, step.action.microbatch), step, stage)
         self._transport.finish()
 
-    def _publish_failure(self, number: int, error: Exception) -> None:
+    def _publish_failure(self, step: Step, error: Exception) -> None:
         store = group_store(self._group)
         if store is not None:
             cause = error.__cause__ or error
-            text = f"{self._name(self.program.rank)} failed in {self.program.steps[number].action}: "
+            text = f"{self._name(self.program.rank)} failed in {step.action}: "
             store.set(self._failure_key(), text + f"{type(cause).__name__}: {cause}"[:500])
             store.get(self._failure_key())  # set() does not wait for the store, and a message to a peer may overtake it
 
@@ -304,3 +341,10 @@ class Engine:
 
     def _name(self, rank: int) -> str:
         return f"rank {dist.get_global_rank(self._group, rank)}"
+
+
+def _make_rank_error(text: str) -> PipelineRankError:
+    return PipelineRankError(
+        f"the pipeline's step failed: {text}. Gradients of this step are not valid on any rank: call "
+        "optimizer.zero_grad() before the next step, or correct the error named here."
+    )

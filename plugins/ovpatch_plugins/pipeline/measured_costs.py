@@ -165,6 +165,8 @@ def measure_sends(
     """
     found: dict[str, float] = {}
     transport.start_step()
+    for stage_run in stages.values():
+        stage_run.forget_sizes()
     for stage, (lower, upper) in enumerate(itertools.pairwise(placement)):
         if lower == upper or rank not in (lower, upper):
             continue

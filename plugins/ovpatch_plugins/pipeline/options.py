@@ -88,6 +88,12 @@ OPTIONS: Final = (
         "Post receives ahead of the computation that reads them: two on gloo, one on NCCL.",
     ),
     Option(
+        "variable_seq_lengths",
+        False,
+        "Microbatches may have other shapes than those of the first step. Each activation is sent with its shape, and "
+        "no receive is started ahead. Off, another shape is an error.",
+    ),
+    Option(
         "plan_file",
         "",
         "Where schedule=auto writes costs and the times of all orders, which it then races; set by ovpatch pipeline.",

@@ -23,7 +23,7 @@ PLACEMENTS: Final = ("straight", "loop", "vee")
 _OF_TORCH: Final = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
 _OVERLAPPED: Final = "OVERLAP_F_B"
 # What a lowered order has beside computations; the engine derives it from the computations.
-_NO_COMPUTATION: Final = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_", "RECV_", "WAIT_SEND_")
+_NO_COMPUTATION: Final = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_", "RECV_", "WAIT_")
 
 
 class ScheduleError(ValueError):
@@ -191,8 +191,8 @@ def build_vee_blocks(name: str, *, ranks: int, microbatches: int) -> Schedule:
 def convert_torch_order(pipeline_order: Mapping[int, Sequence[Any]]) -> Schedule:
     """Return the computations of a ``pipeline_order`` of ``torch.distributed.pipelining``.
 
-    ``OVERLAP_F_B`` becomes its parts, one after the other. Entries that are None, transfers, reductions, unshards and
-    reshards are left out.
+    ``OVERLAP_F_B`` becomes its parts, one after the other. Entries that are None, transfers, reductions, waits,
+    unshards and reshards are left out.
 
     Args:
         pipeline_order: Actions (``_Action``) by rank, lowered or not. Ranks count from 0 without a hole.

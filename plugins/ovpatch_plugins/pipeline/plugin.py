@@ -22,16 +22,9 @@ def ovpatch_feature() -> Feature:
         summary="Schedules of torch.distributed.pipelining: early sends, weight gradients in the bubbles.",
         options=OPTIONS,
         default=False,
+        distributed=True,
         work=("steps",),
     )
-
-
-@hookimpl
-def ovpatch_reasons_against() -> Sequence[str]:
-    """Return why the feature cannot run here."""
-    import torch
-
-    return [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]
 
 
 @hookimpl
@@ -80,7 +73,7 @@ def _wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
     def destroy_process_group(group: Any = None) -> None:
         transport = sys.modules.get("ovpatch_plugins.pipeline.transport")
         if transport is not None:
-            transport.close_communicators(None if group is sys.modules["torch"].distributed.group.WORLD else group)
+            transport.close_edge_communicators(None if group is sys.modules["torch"].distributed.group.WORLD else group)
         original(group)
 
     return destroy_process_group

@@ -54,10 +54,12 @@ class StageReport:
     Attributes:
         objection: Why its weight gradients stay in the backward, or "".
         reasons: Why linears stay in B, with their number.
+        expert_weights: How many trained weights of grouped experts, ``[experts, out, in]``, stay in B.
     """
 
     objection: str = ""
     reasons: Counter[str] = field(default_factory=Counter)
+    expert_weights: int = 0
 
 
 @dataclass
@@ -91,6 +93,11 @@ def note_schedule(schedule: ScheduleReport) -> None:
     """Have the report show a schedule; of many, the last ones."""
     COUNTERS.schedules += 1
     _schedules.append(schedule)
+
+
+def list_schedules() -> list[ScheduleReport]:
+    """Return the schedules that the report shows, the latest last."""
+    return list(_schedules)
 
 
 def note_stock(reason: str) -> None:
@@ -129,6 +136,10 @@ class StepTimes:
         costs = self._costs.get((stage, kind))
         return statistics.median(costs) if costs else 0.0
 
+    def mean(self, stage: int, kind: Kind) -> float:
+        """Return the mean cost; 0 without one. Where costs scatter, a step takes about the sum of means."""
+        return statistics.fmean(self._costs.get((stage, kind)) or [0.0])
+
     def bubble(self, microbatches: int) -> float | None:
         """Return ``1 - m (F + B + W) / T`` over all stages of the rank; None before the first step."""
         if not self._steps:
@@ -163,6 +174,8 @@ def _describe(schedule: ScheduleReport) -> list[str]:
         if stage.objection:
             lines.append(f"{where}: weight gradients stay in the backward: {stage.objection}")
         lines += [f"{where}: {_count(number)} in B: {reason}" for reason, number in stage.reasons.items()]
+        if stage.expert_weights:
+            lines.append(f"{where}: {stage.expert_weights} weights of experts in B: their products are grouped")
     bubble = times.bubble(schedule.microbatches)
     if bubble is not None:
         expected = schedule.bubbles()

@@ -208,6 +208,9 @@ def make_subclass(role: type, cls: type) -> Any:
     return _classes[role, cls]
 
 
+_ZEROS: Final = "_ovpatch_zeros"
+"""Attribute of a module: names of what it has zeros for."""
+
 _FRESH: Final = frozenset(nn.Module().__dict__) - {"training"}
 
 
@@ -221,13 +224,25 @@ def _play(role: type, module: nn.Module, part: Any) -> nn.Module:
             made.__dict__[name] = value
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
-            made.__dict__[name] = None if tensor is None else _blank_like(tensor)
+            made.__dict__[name] = None
+            if tensor is not None:
+                _set_zeros(made, name, tensor)
     made.__dict__[_ROLE] = part
     return made
 
 
-def _blank_like(tensor: Tensor) -> Tensor:
-    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+def _set_zeros(module: nn.Module, name: str, tensor: Tensor, device: torch.device | None = None) -> None:
+    """Have a module hold zeros without memory in the place of a parameter or buffer that the stage does not have."""
+    zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device if device is None else device)
+    module.__dict__[name] = zero.expand(tensor.shape)
+    module.__dict__.setdefault(_ZEROS, set()).add(name)
+
+
+def move_zeros(tree: nn.Module, device: torch.device) -> None:
+    """Move what stands for absent parameters of a stage, which ``tree.to()`` and ``to_empty()`` do not see."""
+    for module in tree.modules():
+        for name in tuple(module.__dict__.get(_ZEROS, ())):
+            _set_zeros(module, name, module.__dict__[name], device)
 
 
 # --- the tree of a stage ---
@@ -295,7 +310,7 @@ class StageTree:
             for name, param in module._parameters.items():
                 if param is not None and not self._keeps(param, plan):
                     del copied._parameters[name]
-                    copied.__dict__[name] = _blank_like(param)
+                    _set_zeros(copied, name, param)
         for name, child in module._modules.items():
             copied._modules[name] = None if child is None else self._copy(child, plan, made)
         return copied

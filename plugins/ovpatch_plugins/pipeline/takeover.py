@@ -26,7 +26,8 @@ from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, make_program
 from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, StepTimes, note_schedule, note_stock
 from ovpatch_plugins.pipeline.stage_run import StageRun, list_stages
-from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer, blocks_host, close_communicators
+from ovpatch_plugins.pipeline.torch_stage import limits_sends
+from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer, blocks_host, close_edge_communicators
 
 if TYPE_CHECKING:
     from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule
@@ -127,8 +128,13 @@ class Takeover:
     ) -> tuple[Engine, AutoSchedule | None]:
         rank, placement = dist.get_rank(group), _placement_of(schedule, stages)
         device = torch.device(stages[0].device)
-        ahead = _AHEAD[blocks_host(group, device)] if self._options["overlap_p2p_comm"] else 0
-        program = make_program(orders, placement, rank, ahead=ahead, shardings=_list_shardings(schedule, rank))
+        on_host = blocks_host(group, device)
+        varies = self._options["variable_seq_lengths"]
+        # Where shapes vary, a receive starts with a wait for its message's sizes.
+        ahead = _AHEAD[on_host] if self._options["overlap_p2p_comm"] and not varies else 0
+        make = functools.partial(make_program, orders, placement, rank, shardings=_list_shardings(schedule, rank))
+        program = make(ahead=ahead)
+        settling = make(ahead=0) if ahead and not on_host else None
         is_auto = self._chooses(schedule) and group.size() > 1
         split = {action.stage for action in orders[rank] if action.kind is Kind.W or is_auto}
         split |= {
@@ -140,6 +146,7 @@ class Takeover:
                 sends_or_splits=stage.stage_index in split,
                 delay_wgrad_compute=self._options["delay_wgrad_compute"],
                 fuse=self._options["gradient_accumulation_fusion"],
+                varies=varies,
             )
             for stage in stages
         }
@@ -148,7 +155,9 @@ class Takeover:
         prediction = Prediction(group, orders, placement)
         times = StepTimes()
         clock = make_clock(times, device)
-        engine = Engine(schedule, group, runs, program, transport, times, clock, prediction, by_perform=by_perform)
+        engine = Engine(
+            schedule, group, runs, program, settling, transport, times, clock, prediction, by_perform=by_perform
+        )
         report = ScheduleReport(
             name=type(schedule).__name__,
             order=name,
@@ -213,7 +222,7 @@ def release_all() -> None:
     for schedule in list(_records):
         _give_buffers_back(schedule)
     _records.clear()
-    close_communicators()
+    close_edge_communicators()
 
 
 def _facts_of(schedule: Any, owner: str) -> tuple[Any, ...]:
@@ -279,6 +288,8 @@ def _find_reason_against(schedule: Any, stages: Sequence[Any], group: dist.Proce
         return "backward_requires_autograd=False leaves the backward to the script"
     if any(stage.dw_builder is not None for stage in stages):
         return "a stage has a dw_builder, which computes weight gradients its own way"
+    if limits_sends(schedule):
+        return "max_outstanding_sends limits the sends under way, which are counted otherwise here"
     traced = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStage", ())
     if any(isinstance(stage, traced) and _has_skip_connections(stage) for stage in stages):
         return "a traced stage has skip connections"

@@ -26,6 +26,7 @@ from ovpatch.overlap.comm.group_state import (
     is_exiting_by_error,
 )
 
+_MOST_DIMENSIONS: Final = 8
 _FIRST_TAG: Final = 1 << 20
 _TAGS: Final = 1 << 10
 
@@ -72,8 +73,19 @@ class PeerToPeer:
         """Number of the step among all of the group."""
         return self._steps.count
 
-    def send(self, tensors: Sequence[Tensor], receiver: int) -> None:
-        """Send tensors, which are kept until :meth:`release` or :meth:`finish` finds them sent."""
+    def send(self, tensors: Sequence[Tensor], receiver: int, *, tells_sizes: bool = False) -> None:
+        """Send tensors, which are kept until :meth:`release` or :meth:`finish` finds them sent.
+
+        Args:
+            tensors: The tensors of one message.
+            receiver: Rank of the receiver.
+            tells_sizes: Whether it reads their shapes first, by :meth:`receive_sizes`.
+
+        Raises:
+            ValueError: A tensor whose shape is told has more than eight dimensions.
+        """
+        if tells_sizes:
+            tensors = [_list_sizes(tensors).to(self._device), *tensors]
         communicator = self._communicators.get((self._rank, receiver))
         if communicator is None:
             works = [self._group.send([_real(tensor)], receiver, self._tag) for tensor in tensors]
@@ -87,6 +99,12 @@ class PeerToPeer:
         if communicator is None:
             return [self._group.recv([_real(tensor)], sender, self._tag) for tensor in tensors]
         return [communicator.recv([_real(tensor)], 0, 0) for tensor in tensors]
+
+    def receive_sizes(self, count: int, sender: int) -> list[torch.Size]:
+        """Return the shapes of the ``count`` tensors that follow. The host waits for them."""
+        found = torch.empty(count, 1 + _MOST_DIMENSIONS, dtype=torch.int64, device=self._device)
+        self.wait_for(self.receive([found], sender))
+        return [torch.Size(sizes[:dimensions]) for dimensions, *sizes in found.tolist()]
 
     def wait_for(self, works: Sequence[dist.Work]) -> None:
         """Wait for a message: the host on gloo, the current stream on NCCL."""
@@ -128,6 +146,19 @@ class _Steps:
 
     def __init__(self) -> None:
         self.count = 0
+
+
+def _list_sizes(tensors: Sequence[Tensor]) -> Tensor:
+    """Return numbers of dimensions and sizes, ``[tensors, 1 + 8]``."""
+    rows = []
+    for tensor in tensors:
+        if tensor.dim() > _MOST_DIMENSIONS:
+            raise ValueError(
+                f"a stage sends a tensor of {tensor.dim()} dimensions; with variable_seq_lengths it may have "
+                f"{_MOST_DIMENSIONS}. Flatten some before the end of the stage."
+            )
+        rows.append([tensor.dim(), *tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.dim())])
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -183,7 +214,7 @@ def _make_communicator(
     return made
 
 
-def close_communicators(group: dist.ProcessGroup | None = None) -> None:
+def close_edge_communicators(group: dist.ProcessGroup | None = None) -> None:
     """Shut down the communicators of one group, or of all, behind their transfers. All ranks call this.
 
     Does nothing if an exception ends this process: transfers in flight may wait for peers that are gone.

@@ -140,7 +140,7 @@ class WeightGradQueue:
         self._calls: dict[int, list[_Call]] = {}
         self._microbatch: int | None = None
         self._linears: list[nn.Linear] = []
-        self._reasons = report.reasons
+        self._report, self._reasons = report, report.reasons
         self._undeferred: set[int] = set()  # ids of linears; the module keeps them alive
         self._read_elsewhere: set[int] = set()
         self._due_at_once: set[int] = set()  # ids of their weights, in the step that found them
@@ -152,10 +152,13 @@ class WeightGradQueue:
         owners: defaultdict[int, int] = defaultdict(int)
         linears: list[tuple[nn.Linear, bool]] = []
         self._reasons.clear()
+        self._report.expert_weights = 0
         for module, compiled in _walk(self._module, False, set()):
             for param in module._parameters.values():
                 if param is not None:
                     owners[id(param)] += 1
+                    is_grouped = param.dim() == 3 and "expert" in type(module).__name__.lower()
+                    self._report.expert_weights += is_grouped and param.requires_grad
             if type(module) is nn.Linear:
                 linears.append((module, compiled))
             elif isinstance(module, nn.Linear):
@@ -306,6 +309,7 @@ class WeightGradQueue:
             leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
             grads = [grad.to(leaf.dtype) for leaf, grad in zip(leaves, products, strict=False) if grad is not None]
             accumulate_grads(leaves, grads)
+            del products, grads  # else the next product gets other memory, which is not in the cache
             self.computed += 1
 
     def clear(self) -> None:

@@ -21,6 +21,7 @@ from ovpatch_plugins.tp_linear.layout import (
     is_partial,
     is_transformed,
     make_output,
+    make_result,
     to_rows,
     unwrap_grad,
     wait_for,
@@ -75,13 +76,13 @@ class GatherLinear(torch.autograd.Function):
             needs_whole = call.whole is not None or keeps
             outs, whole = call.config.schedule.gather_linear(call.ranks, rows, used, added, needs_whole)
             gathered = whole
-            results = [from_rows(out, here.shape, call.dim) for out in outs]
+            results = [make_result(out, here.shape, call.dim) for out in outs]
         else:  # autocast rounds for linears alone, and the gathered input has other readers
             gathered = call.ranks.gather_rows(given)
             whole = gathered if rows is given else gathered.to(rows.dtype)
             if call.later is None:
                 outs = [linear(whole, *pair) for pair in zip(used, added, strict=True)]
-                results = [from_rows(out, here.shape, call.dim) for out in outs]
+                results = [make_result(out, here.shape, call.dim) for out in outs]
             else:
                 results = [make_output(whole, len(weight), here.shape, call.dim) for weight in used]
                 call.later(whole, [result.detach() for result in results])
@@ -152,7 +153,7 @@ class SingleLinear(torch.autograd.Function):
         given, ranks = to_rows(here, call.dim), call.ranks
         rows, (used,), (added,) = cast_operands(ranks.kind, given, *_get_locals([weight], [bias]))
         out = call.operator.forward(call.config.schedule, ranks, rows, used, added)
-        return _returned(call, from_rows(out, here.shape, call.dim)), _as_given(rows, here, x)
+        return _returned(call, make_result(out, here.shape, call.dim)), _as_given(rows, here, x)
 
     @staticmethod
     def forward(ctx: Any, call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -166,10 +167,13 @@ class SingleLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients of what forward was given."""
         call: OpContext = ctx.call
+        given = _grad(grad, call, ctx.computed)
+        at_once = call.operator.gathers_grad and call.config.schedule.gathers_grad_at_once
+        gather = call.ranks.all_gather(given) if at_once else None
         rows, used, params = _resume(ctx)
         wants = ctx.needs_input_grad[1] if call.operator.gathers_grad else _wants_input(ctx)
         take = None if rows is None else params.compute_weights
-        asked = ColumnGrads([_grad(grad, call, ctx.computed)], rows, used, take, ctx.dtype if wants else None)
+        asked = ColumnGrads([given], rows, used, take, ctx.dtype if wants else None, gather=gather)
         dx = call.operator.backward(call.config.schedule, call.ranks, asked, params)
         return _grads(ctx, dx, params)
 
@@ -208,7 +212,7 @@ def _resume(ctx: Any) -> tuple[Tensor | None, list[Tensor], ParamGrads]:
     """Return the kept rows or None, the weights in the dtype of forward, and the parameters' gradients to fill."""
     kept, *saved = ctx.saved_tensors
     call, weights = ctx.call, [*saved, *ctx.weights]
-    params = ParamGrads(call.config.fuse, weights, ctx.biases, ctx.needs_input_grad[2:])
+    params = ParamGrads(call.config.weight_grad, weights, ctx.biases, ctx.needs_input_grad[2:])
     rows = None if kept is None else _rows(kept, call.dim)
     return rows, [_used(weight, ctx.computed) for weight in weights], params
 

@@ -8,7 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ovpatch_plugins.tp_linear.operators import GATHER_LINEAR, LocalLinear
+from ovpatch_plugins.tp_linear.operators import (
+    GATHER_LINEAR,
+    LocalLinear,
+    WeightGrad,
+    accumulate_weight_grad,
+    multiply_weight_grad,
+)
 from ovpatch_plugins.tp_linear.options import DEFAULT
 from ovpatch_plugins.tp_linear.schedules import Schedule, find_schedule
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
@@ -19,7 +25,7 @@ class TPConfig:
     """How an operator is computed."""
 
     schedule: Schedule  # the order of products and collectives
-    fuse: bool = False  # add a weight's gradient to the one that is already there, where no hook would miss it
+    weight_grad: WeightGrad = multiply_weight_grad  # how a weight's gradient is computed
     regather: bool = False  # gather an input anew for backward; else it is kept gathered
 
 
@@ -60,7 +66,8 @@ class State:
     def turn_on(self, options: Mapping[str, Any]) -> None:
         """Set everything by the feature's options."""
         schedule = find_schedule(options["schedule"], options["chunks"], anew=options["regather"])
-        self.config = TPConfig(schedule, options["gradient_accumulation_fusion"], options["regather"])
+        fuse = options["gradient_accumulation_fusion"]
+        self.config = TPConfig(schedule, accumulate_weight_grad if fuse else multiply_weight_grad, options["regather"])
         self.terms = dict(options)
         self.shares, self.compiles, self.on = options["shared_gather"], options["compiled"], True
 

@@ -12,7 +12,13 @@ from torch.distributed import distributed_c10d
 
 from ovpatch_plugins.tp_linear import tp_group
 from ovpatch_plugins.tp_linear.layout import from_rows, to_rows
-from ovpatch_plugins.tp_linear.operators import OPERATORS, LocalLinear, ParamGrads, cast_operands
+from ovpatch_plugins.tp_linear.operators import (
+    OPERATORS,
+    LocalLinear,
+    ParamGrads,
+    cast_operands,
+    multiply_weight_grad,
+)
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules import Schedule, find_schedule
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads
@@ -70,7 +76,7 @@ class CustomOp:
     ) -> list[Tensor]:
         needs_x, needs_weight, needs_bias = needs
         # The weight stands for the bias as well, of which only the dtype counts.
-        params = ParamGrads(False, [weight], [weight], (needs_weight, needs_bias))
+        params = ParamGrads(multiply_weight_grad, [weight], [weight], (needs_weight, needs_bias))
         take = params.compute_weights if needs_weight else None
         wanted = _find_dtype(dtype) if needs_x else None
         asked = ColumnGrads([grad.contiguous()], x, [weight], take, wanted, anew=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ovpatch_plugins.tp_linear import tp_group
 from ovpatch_plugins.tp_linear.autograd import run_operator
 from ovpatch_plugins.tp_linear.config import OpContext, TPConfig
-from ovpatch_plugins.tp_linear.operators import OPERATORS
+from ovpatch_plugins.tp_linear.operators import OPERATORS, WeightGrad, multiply_weight_grad
 from ovpatch_plugins.tp_linear.options import DEFAULT, SCHEDULES
 from ovpatch_plugins.tp_linear.schedules import Schedule, find_schedule
 
@@ -31,6 +31,7 @@ def all_gather_linear(
     schedule: str = DEFAULT,
     chunks: int = CHUNKS,
     regather: bool = False,
+    weight_grad: WeightGrad = multiply_weight_grad,
 ) -> tuple[Tensor, ...]:
     """Gather a sequence over the ranks, and feed it to several linears, whose features are cut over the ranks.
 
@@ -42,10 +43,12 @@ def all_gather_linear(
         group: The ranks.
         biases: This rank's part of each bias, ``[n_i]``, or None.
         dim: Which dimension of ``x`` is the sequence.
-        schedule: ``stock``, ``bulk``, ``ring``, ``chunk`` or ``auto``, which measures, and needs the same shapes on all
-            ranks.
+        schedule: ``stock``, ``bulk``, ``ring``, ``chunk``, ``fused`` or ``auto``, which measures, and needs the same
+            shapes on all ranks.
         chunks: Into how many parts ``chunk`` cuts.
         regather: Keep this rank's part of ``x`` for backward, and gather it anew there; else it is kept gathered.
+        weight_grad: Computes a weight's gradient in backward, under the collectives: from the weight, its output's
+            gradient ``[M, n]`` and the gathered rows ``[M, k]``. May add it to a tensor of its own and return None.
 
     Returns:
         An output ``[.., world * s, .., n_i]`` for each weight.
@@ -58,7 +61,7 @@ def all_gather_linear(
         raise ValueError(f"got {len(weights)} weights and {len(given)} biases: give one bias, or None, for each weight")
     _refuse_complex(x, *weights)
     call = OpContext(
-        TPConfig(_schedule(schedule, chunks, anew=regather), regather=regather),
+        TPConfig(_schedule(schedule, chunks, anew=regather), weight_grad, regather),
         tp_group.get_tp_group(group, x.device),
         dim=_dim(x, dim),
         count=len(weights),
@@ -77,6 +80,7 @@ def linear_reduce_scatter(
     dim: int = 0,
     schedule: str = DEFAULT,
     chunks: int = CHUNKS,
+    weight_grad: WeightGrad = multiply_weight_grad,
 ) -> Tensor:
     """Apply a linear whose input features are cut over the ranks, and give each rank its part of the sequence.
 
@@ -86,9 +90,10 @@ def linear_reduce_scatter(
         group: The ranks.
         bias: The whole bias, ``[n]``, the same on all ranks; added once.
         dim: Which dimension of ``x`` is the sequence.
-        schedule: ``stock``, ``bulk``, ``ring``, ``chunk`` or ``auto``, which measures, and needs the same shapes on all
-            ranks.
+        schedule: ``stock``, ``bulk``, ``ring``, ``chunk``, ``fused`` or ``auto``, which measures, and needs the same
+            shapes on all ranks.
         chunks: Into how many parts ``chunk`` cuts.
+        weight_grad: As of :func:`all_gather_linear`.
 
     Returns:
         ``[.., s, .., n]``.
@@ -97,7 +102,7 @@ def linear_reduce_scatter(
         ValueError: The schedule or the dimension is wrong, a tensor is complex, or the sequence does not divide by the
             number of ranks.
     """
-    how = TPConfig(_schedule(schedule, chunks))
+    how = TPConfig(_schedule(schedule, chunks), weight_grad)
     _refuse_complex(x, weight)
     dim, ranks = _dim(x, dim), tp_group.get_tp_group(group, x.device)
     if x.shape[dim] % ranks.world:

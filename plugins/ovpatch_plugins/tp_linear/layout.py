@@ -49,6 +49,17 @@ def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
     return rows.view(first, *before, *behind, rows.shape[-1]).movedim(0, dim).contiguous()
 
 
+def make_result(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
+    """Return fresh rows as a linear's output that is no view, as F.linear's is none; arguments as of :func:`from_rows`.
+
+    Autograd refuses to write into a view that a function has returned, as Megatron's cross-entropy does.
+    """
+    result = from_rows(rows, shape, dim)
+    if result._is_view():
+        result = torch.ops.aten._unsafe_view.default(rows, result.shape)
+    return result
+
+
 def make_output(rows: Tensor, features: int, shape: torch.Size, dim: int) -> Tensor:
     """Return memory for a linear's output, a contiguous activation; arguments as of :func:`from_rows`."""
     others = prod(shape[:dim]) * prod(shape[dim + 1 : -1])
@@ -82,7 +93,8 @@ def is_traced() -> bool:
     """Tell whether single operations are recorded, to be kept, changed or repeated: stock's have to be seen then.
 
     Selective checkpointing, torch.func and tracers record. Modes that only count do not: they may be on one rank alone,
-    which must not issue other collectives then.
+    which must not issue other collectives then. Nor does a checkpoint whose policy keeps no collective
+    (``repeats_collectives``).
     """
     if torch._C._len_torch_dispatch_stack() and any(map(_records, _get_current_dispatch_mode_stack())):
         return True
@@ -95,7 +107,10 @@ def is_transformed() -> bool:
 
 
 def _records(mode: Any) -> bool:
-    return getattr(mode, "_mode_key", None) is not None or type(mode).__module__ == "torch.utils.checkpoint"
+    is_checkpoint = type(mode).__module__ == "torch.utils.checkpoint"
+    return getattr(mode, "_mode_key", None) is not None or (
+        is_checkpoint and not getattr(mode, "repeats_collectives", False)
+    )
 
 
 _KEPT = 1024  # layouts; batches of ever new lengths must not fill memory

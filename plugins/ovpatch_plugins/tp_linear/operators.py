@@ -5,7 +5,7 @@ Each is defined here once. :mod:`.autograd` computes it eagerly; :mod:`.custom_o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -16,20 +16,43 @@ from ovpatch_plugins.tp_linear.layout import get_local, wrap_grad
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, compute_weight_grad, linear
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
+WeightGrad = Callable[[Tensor, Tensor, Tensor], Tensor | None]
+"""Computes a weight's gradient, from the weight, the output's gradient ``[M, n]`` and the whole input ``[M, k]``.
+
+Returns it in the weight's class and dtype, or None if it has been added to the one that is already there.
+"""
+
+
+def multiply_weight_grad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+    """Return the product; see :data:`WeightGrad`."""
+    found = compute_weight_grad(grad, x)
+    return wrap_grad(found if found.dtype is weight.dtype else found.to(weight.dtype), weight)
+
+
+def accumulate_weight_grad(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+    """Add to the gradient that is already there as part of the product, where no hook would miss it."""
+    target = _accumulation_target(weight)
+    if target is None:
+        return multiply_weight_grad(weight, grad, x)
+    if target.dtype == grad.dtype:
+        target.addmm_(grad.t(), x)
+    else:
+        target.add_(compute_weight_grad(grad, x))
+    return None
+
 
 class ParamGrads:
     """Gradients of an operator's weights and biases, each of the parameter's class and dtype.
 
-    With ``fuse`` a weight's gradient is added to the one that is already there, where no hook would miss it. ``wanted``
-    tells which of the weights, and then of the biases, need a gradient.
+    ``compute`` computes a weight's. ``wanted`` tells which of the weights, and then of the biases, need a gradient.
     """
 
-    __slots__ = ("_biases", "_fuse", "_wanted", "_weights", "biases", "weights")
+    __slots__ = ("_biases", "_compute", "_wanted", "_weights", "biases", "weights")
 
     def __init__(
-        self, fuse: bool, weights: Sequence[Tensor], biases: Sequence[Tensor | None], wanted: Sequence[bool]
+        self, compute: WeightGrad, weights: Sequence[Tensor], biases: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> None:
-        self._fuse, self._weights, self._biases, self._wanted = fuse, weights, biases, wanted
+        self._compute, self._weights, self._biases, self._wanted = compute, weights, biases, wanted
         self.weights: list[Tensor | None] = [None] * len(weights)  # gradients of the weights
         self.biases: list[Tensor | None] = [None] * len(weights)  # gradients of the biases
 
@@ -42,7 +65,7 @@ class ParamGrads:
         """Compute the weights' gradients from the whole input ``[M, k]`` and the outputs' gradients ``[M, n_i]``."""
         for i, grad in enumerate(grads):
             if x is not None and grad is not None and self._wanted[i]:
-                self.weights[i] = self._weight_grad(self._weights[i], grad, x)
+                self.weights[i] = self._compute(self._weights[i], grad, x)
 
     def compute_biases(self, grads: Sequence[Tensor | None]) -> None:
         """Compute the biases' gradients from those of the outputs, ``[M, n_i]``."""
@@ -50,17 +73,6 @@ class ParamGrads:
             bias = self._biases[i]
             if bias is not None and grad is not None and self._wanted[len(self.weights) + i]:
                 self.biases[i] = wrap_grad(grad.sum(0).to(bias.dtype), bias)
-
-    def _weight_grad(self, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-        target = _accumulation_target(weight) if self._fuse else None
-        if target is not None:
-            if target.dtype == grad.dtype:
-                target.addmm_(grad.t(), x)
-            else:
-                target.add_(compute_weight_grad(grad, x))
-            return None
-        found = compute_weight_grad(grad, x)
-        return wrap_grad(found if found.dtype is weight.dtype else found.to(weight.dtype), weight)
 
 
 def _accumulation_target(weight: Tensor) -> Tensor | None:
@@ -171,9 +183,11 @@ class LinearScatter(LocalLinear):
             params.compute_weights(asked.kept, (whole,))
             params.compute_biases((whole,))
 
-        return schedule.linear_scatter_backward(
-            ranks, grad, weight, compute_params if params.needs_any else None, asked.input_dtype is not None
-        )
+        take = compute_params if params.needs_any else None
+        needs_input = asked.input_dtype is not None
+        if asked.gather is not None:
+            return schedule.scatter_backward_of_gather(asked.gather, weight, take, needs_input)
+        return schedule.linear_scatter_backward(ranks, grad, weight, take, needs_input)
 
 
 class LinearReduce(LocalLinear):

@@ -24,6 +24,7 @@ def ovpatch_feature() -> Feature:
         options=OPTIONS,
         default=True,
         reorders_products=True,
+        distributed=True,
         work=("calls",),
     )
 
@@ -31,13 +32,8 @@ def ovpatch_feature() -> Feature:
 @hookimpl
 def ovpatch_reasons_against() -> Sequence[str]:
     """Return why the feature cannot run here."""
-    import torch
-
-    if not torch.distributed.is_available():
-        return ["this build of torch has no torch.distributed"]
-    if importlib.util.find_spec("torch.distributed.tensor") is None:
-        return ["this build of torch has no torch.distributed.tensor"]
-    return []
+    has_tensor = importlib.util.find_spec("torch.distributed.tensor") is not None
+    return [] if has_tensor else ["this build of torch has no torch.distributed.tensor"]
 
 
 @hookimpl

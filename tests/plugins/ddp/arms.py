@@ -80,14 +80,14 @@ def all_both(
     """
     results: dict[str, dict[str, Any]] = {name: {} for name in cases}
     for name, kwargs in cases.items():
-        with _named(name):
+        with named(name):
             results[name]["stock"] = seeded(loop, **kwargs)
     for name, kwargs in cases.items() if again else ():
-        with _named(name), again():
+        with named(name), again():
             results[name]["reordered"] = seeded(loop, **kwargs)
     with apply() if apply else ovpatch.applied("ddp", options={"ddp": options or {}}):
         for name, kwargs in cases.items():
-            with _named(name):
+            with named(name):
                 results[name] |= counted(loop, counters=counters, **kwargs)
             gc.collect()  # the next case shall not meet this one's model
     return results
@@ -115,7 +115,8 @@ def counted(
 
 
 @contextmanager
-def _named(case: str) -> Iterator[None]:
+def named(case: str) -> Iterator[None]:
+    """Have an exception name the case that it is of."""
     try:
         yield
     except Exception as error:

@@ -490,7 +490,7 @@ def twice_through_one_forward() -> dict[str, Any]:
 
 
 def test_a_further_backward_through_one_forward(ranks):
-    first, second = ranks(2)(twice_through_one_forward, timeout=30)
+    first, second = ranks(2)(twice_through_one_forward)
     for result in (first, second):
         torch.testing.assert_close(result[True], result[False], rtol=1e-4, atol=1e-6)
     compare(first[True], second[True]).assert_bitwise()

@@ -101,7 +101,7 @@ def failing_alone(depth: int, good_steps: int = 1) -> str:
 
 @pytest.mark.parametrize("depth", [0, 2, 3])
 def test_a_rank_whose_peer_lost_a_backward_hears_of_it(ranks, depth):
-    texts = ranks(2)(failing_alone, depth, timeout=30)
+    texts = ranks(2)(failing_alone, depth)
     assert "ended the backward of step 1 on another rank" in texts[0]
     assert "Restart from the last checkpoint" in texts[0]
     assert texts[1] == "went on"

@@ -184,7 +184,7 @@ def fails_then_accumulates(depths: list[int], patched: bool) -> list[Record]:
 @pytest.mark.parametrize("depths", [[1, 1], [0, 3]])
 def test_a_failed_step_may_be_followed_by_one_without_synchronisation(ranks, depths):
     stock = ranks(2)(fails_then_accumulates, depths, False)
-    compare(stock, ranks(2)(fails_then_accumulates, depths, True, timeout=20)).assert_bitwise()
+    compare(stock, ranks(2)(fails_then_accumulates, depths, True)).assert_bitwise()
 
 
 def interrupted_while_waiting() -> dict[str, Any]:
@@ -212,7 +212,7 @@ def interrupted_while_waiting() -> dict[str, Any]:
 
 
 def test_an_interrupt_in_the_callback_can_be_recovered_from(ranks):
-    for result in ranks(2)(interrupted_while_waiting, timeout=20):
+    for result in ranks(2)(interrupted_while_waiting):
         compare(result["stock"], result["patched"]).assert_bitwise()
 
 
@@ -243,7 +243,7 @@ def loop_wrap_during_backward() -> list[Record]:
 
 
 def test_a_model_wrapped_while_another_thread_is_in_a_backward(ranks):
-    check(ranks(2)(both, loop_wrap_during_backward, timeout=40))
+    check(ranks(2)(both, loop_wrap_during_backward))
 
 
 def loop_wrap_during_the_end(group_is_new: bool) -> list[Record]:

@@ -128,7 +128,7 @@ def unused(users: list[int], before: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("users", [[0], [1], [0, 2]], ids=str)
 def test_a_table_that_only_some_ranks_use_gets_their_average(ranks, users):
     for before in (True, False):
-        for result in ranks(3)(unused, users, before, timeout=20):
+        for result in ranks(3)(unused, users, before):
             compare(result["by hand"], result["ours"]).assert_equal()
 
 
@@ -145,7 +145,7 @@ def unused_everywhere() -> list[Record]:
 
 
 def test_a_table_that_no_rank_uses_gets_no_gradient(ranks):
-    for records in ranks(2)(unused_everywhere, timeout=20):
+    for records in ranks(2)(unused_everywhere):
         assert [record["grad"]["words.weight"] is None for record in records] == [False, True, True]
         assert all(record["grad"]["bags.weight"] is not None for record in records)
 
@@ -178,5 +178,5 @@ class Tied(nn.Module):
 
 
 def test_a_sparse_table_with_a_dense_gradient(ranks):
-    for result in ranks(2)(tied, timeout=20):
+    for result in ranks(2)(tied):
         compare(result["by hand"], result["ours"]).assert_equal()

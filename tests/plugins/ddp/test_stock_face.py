@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import logging
 from pathlib import Path
@@ -17,13 +18,13 @@ from torch.nn.parallel import distributed
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import both, data, seen, table
+from tests.plugins.ddp.arms import all_both, both, data, seen, table
 from tests.plugins.ddp.checks import check_cases
 
 # What torch/nn/parallel/distributed.py asks of the reducer and the logger: what asked_of() found in the sources of the
-# wheels 2.11.0, 2.12.1, 2.13.0 and 2.14.1, which do not differ. The wheel of 2.15 could not be had; by pull request
-# 196651 its wrapper has finalize_backward() and require_manual_backward_finalization.
-VERSIONS = ("2.11", "2.12", "2.13", "2.14")
+# wheels 2.11.0, 2.12.1, 2.13.0 and 2.14.1, which do not differ, and what 2.15.0 asks for besides.
+VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
+ASKED_SINCE_2_15 = {"_finalize_backward_manual", "_set_manual_finalization_required", "_should_finalize_after_backward"}
 ASKED = {
     "reducer": """
         _autograd_hook _check_reducer_finalized _delay_all_reduce _get_local_used_map _get_zeros_like_grad_buckets
@@ -62,9 +63,11 @@ def test_the_reducer_and_the_logger_have_all_that_the_wrapper_of_the_installed_t
     ours = {"reducer": GradReducer, "logger": ReducerLogger}
     for owner, names in ASKED.items():
         installed = asked_of(owner, inspect.getsource(distributed))
+        later = ASKED_SINCE_2_15 if owner == "reducer" else set()
         if torch.__version__.startswith(VERSIONS):
-            assert installed == set(names.split()), "the table above is right for the installed version"
-        assert {name for name in installed | set(names.split()) if not hasattr(ours[owner], name)} == set()
+            expected = set(names.split()) | (later if hasattr(DDP, "finalize_backward") else set())
+            assert installed == expected, "the table above is right for the installed version"
+        assert {name for name in installed | set(names.split()) | later if not hasattr(ours[owner], name)} == set()
     for cls, mine in ((dist.Reducer, GradReducer), (dist.Logger, ReducerLogger)):
         assert {
             name for name in vars(cls) if not name.startswith(("__", "_pybind")) and not hasattr(mine, name)
@@ -140,6 +143,35 @@ def test_futures_of_a_buffer_hook_are_waited_for_at_the_end_of_backward(ranks, w
     cases = table(where=list(distributed._BufferCommHookLocation), ddp=ddp)
     for result in check_cases(ranks(world), buffer_hook_loop, cases, backwards=3):
         assert all([len(one["waited"]) for one in case["patched"]] == [1, 2, 3] for case in result.values())
+
+
+def finalizing_loop(required: list[bool], ddp: dict[str, Any]) -> list[dict[str, Any]]:
+    """Some backwards are finalized by the script, as torch 2.15 allows; a copy of the model is so, too."""
+    torch.manual_seed(0)
+    wrapped = DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **ddp)
+    records = []
+    for step, manual in enumerate(required):
+        wrapped.require_manual_backward_finalization = manual
+        one = copy.deepcopy(wrapped) if step == len(required) - 1 else wrapped
+        one(data(step, 2, 4)).sum().backward()
+        if manual:
+            one.finalize_backward()
+        records.append(seen(one.module))
+        wrapped.zero_grad()
+    return records
+
+
+@pytest.mark.skipif(not hasattr(DDP, "finalize_backward"), reason="torch before 2.15 finalizes each backward itself")
+@pytest.mark.parametrize("world", [2, 3])
+def test_backwards_that_the_script_finalizes(ranks, world):
+    required = [[True, True], [False, True, False, True], [False, False, True]]
+    cases = table(required=required, ddp=[{}, {"find_unused_parameters": True}])
+    for result in ranks(world)(all_both, finalizing_loop, cases):
+        for name, case in result.items():
+            compared = compare(case["stock"], case["patched"])
+            compared.assert_bitwise() if world == 2 else compared.assert_equal()  # a reducer made later, other buckets
+            assert case["counters"]["stock_models"] >= 1, name
+            assert case["counters"]["backwards"] == name.count("False") - name.count("True, False"), name
 
 
 class Fork(nn.Module):

@@ -122,7 +122,7 @@ def copied_and_called_alone(static_graph: bool) -> list[Any]:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_a_forward_of_a_copy_waits_for_nobody(ranks, world, static_graph):
-    for ours, wrapped, twin in ranks(world)(copied_and_called_alone, static_graph, timeout=20):
+    for ours, wrapped, twin in ranks(world)(copied_and_called_alone, static_graph):
         assert ours
         compare(wrapped, twin).assert_bitwise()
 
@@ -270,7 +270,7 @@ def missing_on(who: int) -> str:
 
 
 def test_a_rank_without_ovpatch_is_named(ranks):
-    *texts, last = ranks(3)(missing_on, 2, timeout=30)
+    *texts, last = ranks(3)(missing_on, 2)
     assert last == "stock"
     for text in texts:
         assert "no answer from rank 2" in text

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ovpatch.overlap.comm.step_communicator import close_communicators, step_communicator
+from ovpatch.overlap.comm.step_communicator import close_step_communicators, step_communicator
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some
 from tests.plugins.dist_optimizer.test_gpu import NCCL
@@ -125,7 +125,7 @@ def made(count: int) -> list[Any]:
         total = torch.ones(3) * dist.get_rank()
         dist.all_reduce(total, group=communicator)
         found.append((communicator.size(), communicator.rank(), total.tolist()))
-    close_communicators(groups[0])
+    close_step_communicators(groups[0])
     assert step_communicator(groups[0], torch.device("cpu")).size() == 2
     return [found, [group.group_name for group in groups] == names]
 

@@ -185,4 +185,4 @@ def after_the_end() -> tuple[str, float]:
 def test_a_state_that_is_read_after_its_group_was_destroyed_is_an_error_at_once(ranks):
     for text, took in ranks(2)(after_the_end):
         assert text.endswith("optimizer.state_dict(), before destroy_process_group().")
-        assert took < 5
+        assert took < 30

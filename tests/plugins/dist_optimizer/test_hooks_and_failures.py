@@ -225,7 +225,7 @@ TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)  # gloo has several ways to
 def stopping(before: str) -> tuple[str, float]:
     """Rank 1 stops in its fifth step, before its backward or before its step; return what the other one gets."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        group = dist.new_group(timeout=timedelta(seconds=2))
+        group = dist.new_group(timeout=timedelta(seconds=4))
         model = DistributedDataParallel(net(), process_group=group)
         opt = OPTIMIZERS["adamw"](model.parameters())
         begin, text = time.monotonic(), ""
@@ -245,7 +245,7 @@ def stopping(before: str) -> tuple[str, float]:
             text = str(error)
         waited = time.monotonic() - begin
         if dist.get_rank() == 1:
-            time.sleep(4)
+            time.sleep(6)
         dist.barrier()
         del model, opt  # they are not in step, so nobody can make their state whole
     return text, waited
@@ -255,7 +255,7 @@ def stopping(before: str) -> tuple[str, float]:
 def test_the_others_raise_when_a_rank_stops(ranks, before):
     (text, waited), (nothing, _) = ranks(2)(stopping, before)
     assert TIMED_OUT.search(text), text
-    assert 1 < waited < 10
+    assert 3 < waited < 40
     assert not nothing
 
 
@@ -271,7 +271,7 @@ def lost() -> tuple[list[str], bool, bool]:
     """Parameters of rank 0 never arrive; return what it is told when it reads, and whether that ends with the model."""
     said = []
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        model = DistributedDataParallel(net(), process_group=dist.new_group(timeout=timedelta(seconds=1)))
+        model = DistributedDataParallel(net(), process_group=dist.new_group(timeout=timedelta(seconds=3)))
         opt = OPTIMIZERS["adamw"](model.parameters())
         for step in range(2):
             model(data(step, 5, 6)).square().mean().backward()

@@ -83,7 +83,7 @@ def local_on_one(who: int, when: int, how: str) -> list[Any]:
 )
 def test_one_rank_alone_may_add_gradients_of_its_own(ranks, world, how):
     for who, when in ((0, 3), (1, 1)):
-        for result in ranks(world)(both, local_on_one, who, when, how, timeout=40):
+        for result in ranks(world)(both, local_on_one, who, when, how):
             torch.testing.assert_close(result["patched"], result["stock"], rtol=1e-5, atol=1e-6)
             assert result["counters"]["steps"] == when
 
@@ -104,6 +104,6 @@ def alone_at_the_end() -> list[Any]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_rank_alone_may_go_on_beside_the_wrapper(ranks, world):
-    for result in ranks(world)(both, alone_at_the_end, timeout=40):
+    for result in ranks(world)(both, alone_at_the_end):
         torch.testing.assert_close(result["patched"], result["stock"], rtol=1e-5, atol=1e-6)
         assert result["counters"]["steps"] == 3

@@ -87,8 +87,11 @@ def test_a_rank_that_waits_for_the_others_says_so(ranks, silence):
         assert all("make the same optimizers" in line for line in lines)
 
 
-def made_anew(kind: str, by: str, alongside: bool) -> tuple[list[Record], float]:
-    """In the fourth step some ranks go on with a new optimizer; return also how long the longest step took."""
+def made_anew(kind: str, by: str, beside: str) -> tuple[list[Record], float]:
+    """In the fourth step some ranks make a new optimizer; return also how long the longest step took.
+
+    They go on with it, or it steps once, before or after the one that they have.
+    """
     model = ddp(net())
     opt = OPTIMIZERS["sgd" if kind == "same" else "adamw"](model.parameters())
     records, longest = [], 0.0
@@ -98,11 +101,12 @@ def made_anew(kind: str, by: str, alongside: bool) -> tuple[list[Record], float]
         begin = time.monotonic()
         if step == 4 and (by == "all" or dist.get_rank() == 0):
             new = OPTIMIZERS["sgd"](model.parameters())
-            if alongside:
-                new.step()
-            else:
-                opt = new
-        opt.step()
+            opts = {"": [new], "before": [new, opt], "after": [opt, new]}[beside]
+            opt = opts[0] if not beside else opt
+        else:
+            opts = [opt]
+        for one in opts:
+            one.step()
         longest = max(longest, time.monotonic() - begin)
         records.append(params(model))
     dist.barrier()
@@ -140,34 +144,37 @@ def sharded(records: list[Any]) -> list[Record]:
     return [{name: value for name, value in record.items() if value.numel() >= 9} for record in records]
 
 
-def anew(kind: str, by: str, alongside: bool) -> tuple[Any, Any, dict[str, int], float]:
+def anew(kind: str, by: str, beside: str) -> tuple[Any, Any, dict[str, int], float]:
     from tests.plugins.dist_optimizer.arms import both
 
-    result = both(made_anew, kind, by, alongside, options={"min_param_numel": 1})
+    result = both(made_anew, kind, by, beside, options={"min_param_numel": 1})
     return result["stock"][0], result["patched"][0], result["counters"], result["patched"][1]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
-    ("kind", "by", "alongside"),
+    ("kind", "by", "beside"),
     [
-        ("same", "all", False),  # on the same terms
-        ("same", "one", False),  # momentum differs from then on
-        ("other", "all", False),
-        ("other", "one", False),  # ranks differ from then on, as they do under stock
-        ("other", "all", True),
-        ("other", "one", True),
+        ("same", "all", ""),  # on the same terms
+        ("same", "one", ""),  # momentum differs from then on
+        ("same", "one", "before"),
+        ("same", "one", "after"),
+        ("other", "all", ""),
+        ("other", "one", ""),  # ranks differ from then on, as they do under stock
+        ("other", "all", "before"),
+        ("other", "one", "before"),
+        ("other", "one", "after"),
     ],
 )
-def test_a_new_optimizer_that_one_rank_alone_makes_stalls_nobody(ranks, world, kind, by, alongside):
-    for stock, patched, counters, longest in ranks(world)(anew, kind, by, alongside):
+def test_a_new_optimizer_that_one_rank_alone_makes_stalls_nobody(ranks, world, kind, by, beside):
+    for stock, patched, counters, longest in ranks(world)(anew, kind, by, beside):
         if world == 2:
             compare(stock, patched).assert_bitwise()
         else:
             compare(stock, patched).assert_equal()
         assert longest < 15
         is_agreed = by == "all"
-        assert counters["steps"] == (8 + alongside if is_agreed else 4)
+        assert counters["steps"] == (8 + bool(beside) if is_agreed else 4 + (beside == "after"))
         assert (counters["stock_optimizers"] > 0) == (not is_agreed)
 
 
@@ -194,7 +201,7 @@ def accumulated() -> tuple[Any, Any, float]:
     from tests.plugins.dist_optimizer.arms import both
 
     result = both(beside_accumulation, options={"min_param_numel": 1})
-    return result["stock"][0][:3], result["patched"][0][:3], result["patched"][1]
+    return result["stock"][0], result["patched"][0], result["patched"][1]
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -202,6 +209,43 @@ def test_a_step_of_one_rank_alone_waits_for_no_step_of_the_others(ranks, world):
     for stock, patched, longest in ranks(world)(accumulated):
         compare(stock, patched).assert_equal()
         assert longest < 15
+
+
+def one_of_two(which: str) -> tuple[list[Record], float]:
+    """Each rank steps two optimizers; in the fourth step rank 0 steps a new one in the second one's place."""
+    model = ddp(net())
+    params_of = list(model.parameters())
+    opts = [OPTIMIZERS["adamw"](params_of[:2]), OPTIMIZERS["adamw"](params_of[2:])]
+    records, longest = [], 0.0
+    for step in range(8):
+        model.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        begin = time.monotonic()
+        if step == 4 and dist.get_rank() == 0:
+            opts[1] = OPTIMIZERS["sgd"](params_of if which == "all" else params_of[2:])
+        for opt in opts:
+            opt.step()
+        longest = max(longest, time.monotonic() - begin)
+        records.append(params(model))
+    dist.barrier()
+    return records, longest
+
+
+def two(which: str) -> tuple[Any, Any, dict[str, int], float]:
+    from tests.plugins.dist_optimizer.arms import both
+
+    result = both(one_of_two, which, options={"min_param_numel": 1})
+    return result["stock"][0], result["patched"][0], result["counters"], result["patched"][1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("which", ["its own", "all"])
+def test_of_two_optimizers_one_is_made_anew_by_one_rank(ranks, world, which):
+    """The new one may have the other one's parameters, too, which then is left to stock as well, on all ranks."""
+    for stock, patched, counters, longest in ranks(world)(two, which):
+        compare(stock, patched).assert_equal()
+        assert longest < 15
+        assert counters["steps"] == (12 if which == "its own" else 9)
 
 
 def local_first() -> Any:

@@ -409,7 +409,7 @@ def unreadable() -> list[bool]:
 
 
 def test_a_step_that_ends_badly_ends(ranks):
-    for result in ranks(2)(unreadable, timeout=30):
+    for result in ranks(2)(unreadable):
         assert result
         assert all(result)
 
@@ -448,7 +448,7 @@ def asked_inside() -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_state_dict_in_the_middle_of_a_step_waits_or_says_when_to_ask(ranks, world):
-    for result in ranks(world)(both, asked_inside, timeout=40):
+    for result in ranks(world)(both, asked_inside):
         stock, patched = result["stock"], result["patched"]
         assert stock["shapes"] == patched["shapes"]
         assert not stock["failed"]

@@ -25,6 +25,7 @@ from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_state import build, step
+from tests.support.gloo import destroy_group
 
 ALL = {"min_param_numel": 1}
 
@@ -237,6 +238,24 @@ def test_it_survives_its_optimizers_standing_down(ranks):
     for result in ranks(2)(both, stood_down, options=ALL):
         compare(result["stock"], result["patched"]).assert_bitwise()
         assert result["counters"]["stock_optimizers"] == 1
+
+
+def destroyed_half_read() -> list[Any]:
+    mine = dist.new_group()
+    model = DistributedDataParallel(net(), process_group=mine)
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    step(model, opt, 0)
+    found = opt.state_dict()
+    if dist.get_rank() == 0:
+        found["state"][2]["exp_avg"].clone()
+    destroy_group(mine)
+    return [copy.deepcopy(found["state"])] if dist.get_rank() == 0 else []
+
+
+def test_the_rest_of_what_was_read_is_fetched_before_the_process_group_ends(ranks):
+    result, _ = ranks(2)(both, destroyed_half_read, options=ALL)
+    compare(result["stock"], result["patched"]).assert_bitwise()
+    assert len(result["patched"][0]) > 1
 
 
 def destroyed() -> str:

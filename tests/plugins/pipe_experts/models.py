@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ovpatch.insight.equality import compare
 from ovpatch_plugins.pipe_experts import experts
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import ACTIVATIONS
 from ovpatch_plugins.pipe_experts.layer import run_experts, run_grouped_experts, run_layer
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
 from ovpatch_plugins.pipe_experts.routing import drop_over_capacity
+from tests.plugins.ddp.arms import named
 
 DOUBLE = torch.float64
 Record = dict[str, Any]
@@ -284,6 +286,28 @@ def train(case: Case, *, forward: Callable[[nn.Module, Tensor], Tensor] | None =
     return [*records, _on_cpu(params)]
 
 
+def train_all(cases: Mapping[str, Case], **kwargs: Any) -> dict[str, list[Record]]:
+    """Do :func:`train` for every case; an exception names its case."""
+    found = {}
+    for name, case in cases.items():
+        with named(name):
+            found[name] = train(case, **kwargs)
+    return found
+
+
+def check(ranks: Any, cases: Mapping[str, Case], **kwargs: Any) -> None:
+    """Train all cases in one call of ``ranks``, which is ``ranks(world)``, and demand what one process computes."""
+    found, failures = ranks(train_all, cases, **kwargs), []
+    for name, case in cases.items():
+        right = expected(replace(case, config=MoEConfig()), ranks.world)
+        for rank in range(ranks.world):
+            try:
+                compare(right[rank], found[rank][name], floor=1e-10).assert_equal()
+            except AssertionError as error:
+                failures.append(f"case {name}, rank {rank}: {error}")
+    assert not failures, "\n\n".join(failures)
+
+
 def _on_cpu(record: Record) -> Record:
     return {name: None if value is None else value.cpu() for name, value in record.items()}
 
@@ -293,8 +317,9 @@ def _gradients(model: OverRanks) -> Record:
     return {**found, "router": model.router.grad.clone() if model.router.grad is not None else None}
 
 
+@functools.lru_cache
 def expected(case: Case, world: int) -> list[list[Record]]:
-    """Train in one process, the tokens of all ranks together; return what each rank should see."""
+    """Train in one process, the tokens of all ranks together; return what each rank should see, whatever the config."""
     model = OneProcess(case, world)
     for name, param in model.named_parameters():
         param.requires_grad_(not name.startswith(case.frozen or "-"))

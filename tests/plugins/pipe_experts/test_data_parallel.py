@@ -300,7 +300,7 @@ def frozen_later() -> list[bool]:
 
 
 def test_experts_that_are_frozen_later_stay_as_they_are(ranks):
-    for found in ranks(4)(frozen_later, timeout=30):
+    for found in ranks(4)(frozen_later):
         assert found == [True, True, True]
 
 
@@ -347,7 +347,7 @@ def around_an_exception(arm: str, ep: int, place: str, search: bool) -> list[Any
 @pytest.mark.parametrize(("world", "ep"), WORLDS)
 @pytest.mark.parametrize("place", ["early", "late"])
 def test_an_exception_in_backward_and_a_clean_step(ranks, world, ep, place):
-    for result in ranks(world)(around_an_exception, "ddp", ep, place, False, timeout=30):
+    for result in ranks(world)(around_an_exception, "ddp", ep, place, False):
         assert len(result) == 2
         for wanted, mine in result:
             compare(wanted, mine).assert_equal()
@@ -373,7 +373,7 @@ def failing_alone() -> tuple[str, list[Any]]:
 
 
 def test_an_exception_on_one_rank_keeps_nobody_waiting(ranks):
-    (there, clean), (here, also_clean) = ranks(2)(failing_alone, timeout=30)
+    (there, clean), (here, also_clean) = ranks(2)(failing_alone)
     assert "on another rank" in there
     assert "not really" in here
     for wanted, mine in clean + also_clean:
@@ -398,7 +398,7 @@ def one_too_many(alone: bool) -> tuple[str, list[Any]]:
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_surplus_is_an_error_on_all_ranks(ranks, alone):
-    for rank, (text, records) in enumerate(ranks(2)(one_too_many, alone, timeout=30)):
+    for rank, (text, records) in enumerate(ranks(2)(one_too_many, alone)):
         wanted = (
             "on another rank" if alone and rank == 0 else "SurplusGradientError: ovpatch: parameter 'experts.1.inner"
         )
@@ -432,7 +432,7 @@ def other_backwards() -> list[Any]:
 
 
 def test_further_backwards_and_those_that_add_nothing(ranks):
-    for result in ranks(4)(other_backwards, timeout=30):
+    for result in ranks(4)(other_backwards):
         for wanted, mine in result:
             compare(wanted, mine).assert_equal()
 

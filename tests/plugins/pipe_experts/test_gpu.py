@@ -12,33 +12,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.insight.equality import compare
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.experts import swiglu
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
 from tests.plugins.pipe_experts import test_layer, test_order
-from tests.plugins.pipe_experts.models import Case, device, differentiated, expected, one_by_one, train
+from tests.plugins.pipe_experts.models import Case, check, device, differentiated, one_by_one
 
 pytestmark = pytest.mark.gpu(2)
 
 NCCL = {"backend": "nccl", "timeout": 120}
 
 
-def check(ranks: Any, case: Case) -> None:
-    for right, found in zip(expected(case, 2), ranks(2)(train, case, **NCCL), strict=True):
-        compare(right, found, floor=1e-10).assert_equal()
-
-
 @pytest.mark.parametrize("how", test_layer.HOWS)
 def test_any_layer_may_be_cut(ranks, how):
-    for case in test_layer.CASES.values():
-        check(ranks, dataclasses.replace(case, config=test_layer.HOWS[how]))
+    check(ranks(2), {name: test_layer.cut(case, how) for name, case in test_layer.CASES.items()}, **NCCL)
 
 
-@pytest.mark.parametrize("frozen", test_layer.FROZEN)
-def test_what_is_frozen(ranks, frozen):
-    for module in ("stacked", "numbered"):
-        check(ranks, Case(frozen=test_layer.FROZEN[frozen], module=module, tokens=(5, 0), config=MoEConfig("experts")))
+@pytest.mark.parametrize("module", ["stacked", "numbered"])
+def test_what_is_frozen(ranks, module):
+    case = Case(module=module, tokens=(5, 0), config=MoEConfig("experts"))
+    cases = {what: dataclasses.replace(case, frozen=names) for what, names in test_layer.FROZEN.items()}
+    check(ranks(2), cases, **NCCL)
 
 
 def on_gpu(function: Callable[..., Any], *args: Any) -> Any:

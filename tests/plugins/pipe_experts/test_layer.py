@@ -18,7 +18,7 @@ from ovpatch.overlap.comm.consensus import RankMismatchError
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
-from tests.plugins.pipe_experts.models import KINDS, Case, differentiated, expected, one_by_one, train
+from tests.plugins.pipe_experts.models import KINDS, Case, check, differentiated, one_by_one, train_all
 
 HOWS = {
     "none": MoEConfig("none"),
@@ -55,55 +55,54 @@ FROZEN = {
 }
 
 
-def check(ranks, world: int, case: Case, **kwargs: object) -> None:
-    right = expected(case, world)
-    for rank, found in enumerate(ranks(world)(train, case, **kwargs)):
-        compare(right[rank], found, floor=1e-10).assert_equal()
+def cut(case: Case, how: str, **changes: Any) -> Case:
+    return dataclasses.replace(case, config=HOWS[how], **changes)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("how", HOWS)
-def test_it_computes_what_one_process_does(ranks, world, how):
-    check(ranks, world, Case(config=HOWS[how], steps=3))
+def test_it_computes_what_one_process_does(ranks, world):
+    check(ranks(world), {how: cut(Case(steps=3), how) for how in HOWS})
 
 
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("how", ["none", "experts", "2 chunks", "5 chunks"])
-def test_any_layer_may_be_cut(ranks, how, case):
-    check(ranks, 2, dataclasses.replace(CASES[case], config=HOWS[how]))
+def test_any_layer_may_be_cut(ranks, how):
+    check(ranks(2), {name: cut(case, how) for name, case in CASES.items()})
 
 
 @pytest.mark.parametrize("module", ["stacked", *KINDS])
-def test_frozen_tokens_and_parts_without_rows_on_one_rank(ranks, module):
-    for how in ("experts", "5 chunks"):
-        for favourites in ((0,), (0, 3)):
-            case = Case(top_k=1, favourites=favourites, frozen=("x",), module=module, tokens=(3, 0), config=HOWS[how])
-            check(ranks, 2, case)
-
-
-@pytest.mark.parametrize("module", ["stacked", *KINDS])
-@pytest.mark.parametrize("frozen", FROZEN)
-def test_what_is_frozen(ranks, frozen, module):
-    tokens = (5, 0) if "without" in frozen else (7, 4)
-    for how in ("experts", "2 chunks"):
-        check(ranks, 2, Case(frozen=FROZEN[frozen], module=module, tokens=tokens, config=HOWS[how]))
+def test_what_is_frozen(ranks, module):
+    """Weights, or tokens, of which a rank may have none, and experts that no token goes to."""
+    cases = {
+        f"{what}, {how}": cut(Case(), how, frozen=names, tokens=(5, 0) if "without" in what else (7, 4))
+        for what, names in FROZEN.items()
+        for how in ("experts", "2 chunks")
+    } | {
+        f"to {favourites}, {how}": cut(Case(), how, top_k=1, favourites=favourites, frozen=("x",), tokens=(3, 0))
+        for favourites in ((0,), (0, 3))
+        for how in ("experts", "5 chunks")
+    }
+    check(ranks(2), {name: dataclasses.replace(case, module=module) for name, case in cases.items()})
 
 
 @pytest.mark.parametrize(
     ("world", "local", "top_k", "favourites"), [(2, 4, 1, (1, 2, 5)), (3, 2, 2, ()), (4, 1, 2, (0, 1, 3))]
 )
 def test_ten_steps(ranks, world, local, top_k, favourites):
-    for how in ("experts", "2 chunks"):
-        check(ranks, world, Case(local, top_k, favourites=favourites, steps=10, config=HOWS[how]))
+    case = Case(local, top_k, favourites=favourites, steps=10)
+    check(ranks(world), {how: cut(case, how) for how in ("experts", "2 chunks")})
 
 
-@pytest.mark.parametrize("module", ["stacked", *KINDS])
-def test_groups_of_experts_leave_all_bits_as_they_are(ranks, module):
-    for local in (2, 4):
-        # Rows of 64 bytes: MKL rounds by where rows lie, on some processors, and behind others they lie elsewhere.
-        case = Case(local=local, module=module, config=HOWS["none"], sizes=(8, 8))
-        whole, cut = (ranks(2)(train, dataclasses.replace(case, config=how)) for how in (HOWS["none"], HOWS["experts"]))
-        compare(whole, cut).assert_bitwise()
+def test_groups_of_experts_leave_all_bits_as_they_are(ranks):
+    # Rows of 64 bytes: MKL rounds by where rows lie, on some processors, and behind others they lie elsewhere.
+    cases = {
+        f"{module}, {local}, {how}": cut(Case(local=local, module=module, sizes=(8, 8)), how)
+        for module in ("stacked", *KINDS)
+        for local in (2, 4)
+        for how in ("none", "experts")
+    }
+    for found in ranks(2)(train_all, cases):
+        for name in cases:
+            compare(found[name.replace("experts", "none")], found[name]).assert_bitwise()
 
 
 def checkpointed(model: nn.Module, x: Tensor, *, reentrant: bool) -> Tensor:
@@ -130,9 +129,9 @@ def twice(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("forward", [not_reentrant, reentrant, twice])
 def test_checkpoints_and_graphs_that_are_kept(ranks, forward):
-    for module in ("stacked", "separate", "numbered"):
-        for how in ("experts", "2 chunks"):
-            check(ranks, 2, Case(module=module, config=HOWS[how], tokens=(6, 0)), forward=forward)
+    modules, hows = ("stacked", "separate", "numbered"), ("experts", "2 chunks")
+    cases = {f"{one}, {how}": cut(Case(module=one, tokens=(6, 0)), how) for one in modules for how in hows}
+    check(ranks(2), cases, forward=forward)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -145,7 +144,7 @@ def test_checkpoints_and_graphs_that_are_kept(ranks, forward):
     seed=st.integers(0, 1000),
 )
 def test_any_numbers_of_tokens(ranks, tokens, local, top_k, how, favourites, seed):
-    check(ranks, 2, Case(local, top_k, tuple(tokens), favourites, steps=1, seed=seed, config=HOWS[how]))
+    check(ranks(2), {"": cut(Case(local, top_k, tuple(tokens), favourites, steps=1, seed=seed), how)})
 
 
 def autocast_layer(activation: str, how: MoEConfig | None) -> dict[str, Any]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 
-from ovpatch_plugins.pipeline import auto_schedule
+import ovpatch
+from ovpatch_plugins.pipeline import race
 from ovpatch_plugins.pipeline.auto_schedule import MEASURED, WARM_UP
-from tests.plugins.pipeline.cases import Case, Outcome, train_both
+from ovpatch_plugins.pipeline.race import LAPS, ROUNDS, TIMED, judge, merge_ranks
+from tests.plugins.pipeline.cases import Case, Outcome, differences, feature_report, train, train_both
 from tests.plugins.pipeline.models import Block, Part
+from tests.plugins.pipeline.test_data_parallel import SETTINGS
 
-STEPS = WARM_UP + MEASURED + 2 * 2 * 4 + 3
+LAP = ROUNDS * 2 * (1 + TIMED)
+STEPS = WARM_UP + MEASURED + LAP + 3
 EIGHT: dict[str, Any] = {"microbatches": 8, "chunks": 2, "steps": STEPS}
 CASES = {
     "Schedule1F1B": Case(steps=STEPS, microbatches=8),
@@ -29,7 +35,7 @@ def _run(names: list[str], cache: str, winner: int) -> dict[str, Outcome]:
     """Train under ``schedule=auto``; the order as given wins (0), or the solved one (1)."""
     patch = pytest.MonkeyPatch()
     patch.setenv("OVPATCH_CACHE_DIR", cache)
-    patch.setattr(auto_schedule.AutoSchedule, "_read_step", lambda _self, number: 1.0 + (number != winner))
+    patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 1.0 + (candidate != winner))
     patch.setattr("ovpatch_plugins.pipeline.candidates._GAIN", -9.0)
     try:
         return {name: train_both(CASES[name], "auto", memory_limit="1.5x") for name in names}
@@ -71,3 +77,126 @@ def test_a_later_run_takes_the_order_that_was_chosen(ranks: Any, tmp_path: Path)
         assert "solved for 1.5x, chosen in an earlier run (as given 2000.0 ms" in " ".join(second.remarks), (
             second.remarks
         )
+
+
+# --- the race ---
+
+
+def _run_undecided(cache: str) -> tuple[Outcome, Outcome, list[str]]:
+    """Train twice where turns of both orders take longer and shorter at random, and then where one is faster."""
+    case = Case(steps=WARM_UP + MEASURED + LAPS * LAP + 3, microbatches=8)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("OVPATCH_CACHE_DIR", cache)
+    patch.setattr("ovpatch_plugins.pipeline.candidates._GAIN", -9.0)
+    noise = [1.0, 1.3, 0.8]
+    patch.setattr(race.Race, "_read_turn", lambda _self, candidate, number: noise[(2 * candidate + number) % 3])
+    try:
+        first = train_both(case, "auto", memory_limit="1.5x")
+        files = [path.name for path in Path(cache).rglob("pipeline-*")]
+        patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 2.0 - candidate)
+        return first, train_both(case, "auto", memory_limit="1.5x"), files
+    finally:
+        patch.undo()
+
+
+def test_a_race_that_noise_decides_goes_on_and_is_not_kept(ranks: Any, tmp_path: Path) -> None:
+    for first, second, files in ranks(2)(_run_undecided, str(tmp_path), timeout=120):
+        assert not first.differences, first.differences[:4]
+        assert not second.differences, second.differences[:4]
+        assert "times scatter too much to tell, and a later run races again" in " ".join(first.remarks)
+        assert "Schedule1F1B runs as 1f1b" in " ".join(first.remarks)
+        assert not files
+        assert "solved for 1.5x takes 1000.0 ms a step against 2000.0 ms as given" in " ".join(second.remarks)
+
+
+def _run_without_rival(cache: str) -> tuple[Outcome, Outcome]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("OVPATCH_CACHE_DIR", cache)
+    patch.setattr("ovpatch_plugins.pipeline.candidates._GAIN", 9.0)
+    case = Case(steps=WARM_UP + MEASURED + 3, microbatches=8)
+    try:
+        first = train_both(case, "auto", memory_limit="1x")
+        return first, train_both(Case(steps=2, microbatches=8), "auto", memory_limit="1x")
+    finally:
+        patch.undo()
+
+
+def test_that_no_order_is_faster_is_kept(ranks: Any, tmp_path: Path) -> None:
+    for first, second in ranks(2)(_run_without_rival, str(tmp_path), timeout=120):
+        assert "the order as given stays: no order is expected to be faster" in " ".join(first.remarks), first.remarks
+        text = " ".join(second.remarks)
+        assert "as given, chosen in an earlier run (no order was expected to be faster)" in text, text
+
+
+def _simulate(ratio: float, noise: float, seed: int) -> race.Verdict:
+    """Race two orders of which the second takes ``ratio`` times as long, on a machine whose speed drifts."""
+    random = Random(seed)
+    verdict = judge([[1.0], [1.0]])
+    seconds: list[list[float | None]] = [[], []]
+    for number in range(LAPS * ROUNDS):
+        drift = 1 + 0.3 * number / ROUNDS
+        for candidate, own in enumerate((1.0, ratio)):
+            seconds[candidate].append(own * drift * random.lognormvariate(0, noise))
+        if (number + 1) % ROUNDS == 0:
+            verdict = judge(seconds)
+            if verdict.is_sure:
+                break
+    return verdict
+
+
+@pytest.mark.parametrize("noise", [0.003, 0.03, 0.15])
+@pytest.mark.parametrize("ratio", [0.8, 0.95, 1.0, 1.05, 1.3])
+def test_what_is_kept_is_not_slower_by_more_than_two_percent(ratio: float, noise: float) -> None:
+    verdicts = [_simulate(ratio, noise, seed) for seed in range(200)]
+    wrong = sum(one.is_sure and (1.0, ratio)[one.best] > 1.02 * min(1.0, ratio) for one in verdicts)
+    assert wrong <= 10  # of 200: three looks at 97.5%
+    assert all(one.best == 0 for one in verdicts if not one.is_sure)
+    if noise < 0.01:
+        assert all(one.is_sure and one.best == (ratio < 1) for one in verdicts if ratio != 1.0)
+
+
+def test_turns_that_failed_do_not_count() -> None:
+    merged = merge_ranks([[[1.0, None, 3.0, 1.0], [2.0] * 4], [[2.0, 2.0, 1.0, 1.0], [1.0] * 4]])
+    assert merged == [[2.0, None, 3.0, 1.0], [2.0] * 4]
+    failed = judge([[1.0] * 4, [None] * 4])
+    assert (failed.best, failed.is_sure) == (0, True)
+    assert not judge([[None] * 4, [None] * 4]).is_sure
+    assert judge([[None] * 4, [1.0] * 4]).best == 1
+
+
+# --- with other parallelism ---
+
+
+def _run_in_two_dimensions(names: list[str], cache: str) -> dict[str, tuple[list[str], list[str]]]:
+    """Train pipelines of two ranks in two replicas, or over two ranks each, until the solved order has won."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    group, found = mesh["pp"].get_group(), {}
+    patch = pytest.MonkeyPatch()
+    patch.setenv("OVPATCH_CACHE_DIR", cache)
+    patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 2.0 - candidate)
+    patch.setattr("ovpatch_plugins.pipeline.candidates._GAIN", -9.0)
+    try:
+        for name in names:
+            wrap, arguments, more, features = SETTINGS[name]
+            case = Case(wrap=wrap(mesh["dp"], **arguments), **{**more, "steps": STEPS + 1, "pieces": 1})
+            seed = 0 if name == "tp_linear" else mesh.get_local_rank("dp")
+            if features:
+                ovpatch.apply(*features)
+            stock = train(case, group, seed)
+            ovpatch.revert()
+            options = {"pipeline": {"schedule": "auto", "memory_limit": "1.5x"}}
+            ovpatch.apply("pipeline", *features, options=options)
+            patched = train(case, group, seed)
+            found[name] = differences(stock, patched), list(feature_report().remarks)
+            ovpatch.revert()
+    finally:
+        patch.undo()
+    return found
+
+
+def test_with_replicas_shards_and_tensor_parallelism(ranks: Any, tmp_path: Path) -> None:
+    names = ["our ddp", "fsdp", "tp_linear"]
+    for rank, found in enumerate(ranks(4)(_run_in_two_dimensions, names, str(tmp_path), timeout=200)):
+        for name, (changes, remarks) in found.items():
+            assert not changes, f"rank {rank}, {name}: {changes[:4]}"
+            assert "runs as solved for 1.5x" in " ".join(remarks), f"{name}: {remarks}"

@@ -12,9 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ovpatch
 from ovpatch_plugins.pipeline import engine
+from ovpatch_plugins.pipeline.stage_run import list_stages
 from tests.plugins.pipeline.cases import Case, counters, device, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
 
@@ -52,9 +55,9 @@ class Bomb(nn.Module):
 class Armed:
     """Train, with one more step in between that fails on one rank."""
 
-    def __init__(self, case: Case, victim: int | None, left: int) -> None:
+    def __init__(self, case: Case, victim: int | None, left: int, group: dist.ProcessGroup | None = None) -> None:
         self.case, self.victim, self.left = case, victim, left
-        self.schedule, self.parts = make_schedule(case)
+        self.schedule, self.parts = make_schedule(case, group)
         self.params = [(f"{i}.{n}", p) for i, part in enumerate(self.parts) for n, p in part.named_parameters()]
         self.optimizer = torch.optim.AdamW([param for _, param in self.params], lr=1e-2)
 
@@ -70,7 +73,7 @@ class Armed:
         rows = torch.ones(self.case.microbatches * ROWS, 2, WIDTH, device=device())
         text = ""
         try:
-            is_first = dist.get_rank() == 0
+            is_first = any(stage.is_first for stage in list_stages(self.schedule))
             self.schedule.step(*((rows,) if is_first else ()), target=rows, losses=[])
         except RuntimeError as error:
             text = f"{type(error).__name__}: {error} / {error.__cause__!r}"
@@ -126,6 +129,37 @@ def test_a_failing_rank_is_named_and_the_next_steps_are_right(ranks: Any, where:
                 assert "zero_grad()" in text
         if where == "F":
             assert all(results[number][1] for results in by_rank)  # every rank waits for something of this microbatch
+
+
+def _fail_in_fsdp(where: str, victim: int, policy: MixedPrecisionPolicy) -> list[tuple[list[str], str]]:
+    """Let a stage fail in both of its replicas; return what differs afterwards, and the error."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+
+    def wrap(module: nn.Module) -> nn.Module:
+        fully_shard(module.blocks[0], mesh=mesh["dp"], mp_policy=policy)  # type: ignore[index, arg-type]
+        return fully_shard(module, mesh=mesh["dp"], mp_policy=policy)  # type: ignore[return-value]
+
+    case = Case(part=lambda _index: Part(Bomb(where), Block()), wrap=wrap, steps=1)
+    group, found = mesh["pp"].get_group(), []
+    for left in (None, 1, 4):
+        ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
+        armed = Armed(case, None if left is None else dist.get_rank(), left or 0, group)
+        if mesh.get_local_rank("pp") != victim:
+            armed.left = 10**6
+        found.append(armed.run())
+        ovpatch.revert()
+    return [(differences(found[0][0], results), text) for results, text in found[1:]]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("where", ["F", "B"])
+def test_gradients_of_a_failed_step_do_not_stay_in_fsdp(ranks: Any, where: str, victim: int) -> None:
+    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]
+    for policy in policies:
+        for rank, results in enumerate(ranks(4)(_fail_in_fsdp, where, victim, policy)):
+            for wrong, text in results:
+                assert text.count("out of memory, for a test"), rank
+                assert not wrong, f"rank {rank}: {wrong[:4]}"
 
 
 class SlowStore:

@@ -17,6 +17,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import ovpatch
+from ovpatch_plugins.pipeline import takeover
+from ovpatch_plugins.pipeline.engine import Engine
 from tests.plugins.pipeline.cases import Case, counters, differences, feature_report, make_schedule, run_steps, train
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
 
@@ -207,7 +209,7 @@ def _watch_memory() -> tuple[int, int]:
 
 def test_receive_buffers_are_those_in_flight(ranks: Any) -> None:
     for stock, peak in ranks(2)(_watch_memory):
-        assert stock == 6
+        assert stock in (0, 6)  # to torch 2.14 they stay, from 2.15 on stock makes each when it is due, too
         assert peak <= 4
 
 
@@ -241,3 +243,34 @@ def test_the_solver_is_loaded_for_schedule_auto_alone() -> None:
     code = "import sys, ovpatch_plugins.pipeline.takeover; print([m for m in sys.modules if m.endswith('_schedule')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def _watch_receives() -> tuple[list[str], list[int], list[int]]:
+    """Return, for the first step and for a later one, how many receives have been started before each wait."""
+    case = Case("ScheduleInterleaved1F1B", chunks=2, microbatches=4)
+    stock = train(case)
+    ovpatch.apply("pipeline")
+    started: list[list[int]] = []
+    wait, run = Engine._wait_for, Engine.run
+
+    def _run(self: Any, inputs: Any) -> None:
+        started.append([])
+        run(self, inputs)
+
+    def _wait_for(self: Any, receive: Any) -> None:
+        started[-1].append(len(self._arriving))
+        wait(self, receive)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(takeover, "blocks_host", lambda *_: False)  # as on a device; messages stay gloo's
+        patch.setattr(Engine, "run", _run)
+        patch.setattr(Engine, "_wait_for", _wait_for)
+        changes = differences(stock, train(case))
+    return changes, started[0], started[1]
+
+
+def test_no_receive_waits_on_the_device_in_the_first_step(ranks: Any) -> None:
+    for changes, first, later in ranks(2)(_watch_receives):
+        assert not changes
+        assert max(first) == 1
+        assert max(later) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import ovpatch
+from ovpatch.insight.equality import compare
 from tests.plugins.ddp import arms
+from tests.plugins.ddp.checks import check_all
 
 Record = dict[str, Any]
 SCHEDULES = ["stock", "bulk", "ring", "chunk"]
@@ -28,6 +30,42 @@ def both(function: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
 def all_both(function: Callable[..., Any], cases: arms.Cases, *, options: dict[str, Any] | None = None) -> Record:
     """Do so for the keyword arguments of every case, under one ``apply()``."""
     return arms.all_both(function, cases, apply=partial(apply, options), counters=counters)
+
+
+def call(function: Callable[..., Any], **kwargs: Any) -> Any:
+    return function(**kwargs)
+
+
+def check_same(
+    run: Callable[..., Any],
+    cases: Mapping[Callable[..., Any], tuple[arms.Cases, dict[str, int]] | dict[str, int]],
+    *,
+    options: dict[str, Any] | None = None,
+) -> None:
+    """Demand stock's results of functions, in one call of ``run``, which is ``ranks(world)``.
+
+    Args:
+        run: Runs on the ranks.
+        cases: For each function, what is counted in it; before that, where it has arguments, a table of these.
+        options: Of the feature.
+    """
+    calls, counted = {}, {}
+    for function, what in cases.items():
+        arguments, counts = what if isinstance(what, tuple) else ({"": {}}, what)
+        for name, kwargs in arguments.items():
+            case = f"{function.__name__} {name}"
+            calls[case], counted[case] = {"function": function, **kwargs}, counts
+    results = run(all_both, call, calls, options=options, timeout=120)
+
+    def check(results: list[Record]) -> None:
+        for result in results:
+            compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
+
+    check_all(results, check=check)
+    for result in results:
+        for case, counts in counted.items():
+            found = {name: result[case]["counters"][name] for name in counts}
+            assert found == counts, case
 
 
 def apply(options: dict[str, Any] | None) -> AbstractContextManager[Any]:

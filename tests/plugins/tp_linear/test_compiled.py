@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, device, draw, mesh, whole
+from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, check_same, device, draw, mesh, whole
 from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
 from tests.plugins.tp_linear.test_models import LAYOUTS
 from tests.plugins.tp_linear.training import equal, trained
@@ -76,12 +76,6 @@ def compiled_llama() -> list[Record]:
     return trained(model, run, 2)
 
 
-def test_shared_gathers(ranks):
-    for result in ranks(2)(both, compiled_llama, options=OPAQUE, timeout=120):
-        equal(result["stock"], result["patched"])
-        assert result["counters"]["compiled_calls"] == 4, "the head returns a DTensor, and is stock's"
-
-
 def compiled_blocks() -> list[Record]:
     """Blocks alone: in torch 2.13, stock's eager head raises in backward where the blocks before it are compiled."""
     torch._dynamo.reset()
@@ -96,11 +90,12 @@ def compiled_blocks() -> list[Record]:
     return trained(model, run, 2)
 
 
-def test_blocks_compiled_one_by_one(ranks):
-    for result in ranks(2)(both, compiled_blocks, options=OPAQUE, timeout=120):
-        equal(result["stock"], result["patched"])
-        assert result["counters"]["compiled_calls"] == 2 * 2 * 2
-        assert result["counters"]["stock_calls"] == 0
+def test_shared_gathers_in_a_model_and_in_blocks_compiled_one_by_one(ranks):
+    cases = {
+        compiled_llama: {"compiled_calls": 4},  # the head returns a DTensor, and is stock's
+        compiled_blocks: {"compiled_calls": 2 * 2 * 2, "stock_calls": 0},
+    }
+    check_same(ranks(2), cases, options=OPAQUE)
 
 
 def test_autocast_in_a_compiled_graph(ranks):
@@ -113,18 +108,12 @@ def test_autocast_in_a_compiled_graph(ranks):
         assert result["counters"]["compiled_calls"] > 0
 
 
-@pytest.mark.parametrize("layouts", ["first", pytest.param("replicated, scattered", marks=RARELY)])
-def test_the_compiler_sees_stock_by_default(ranks, layouts):
-    for result in ranks(2)(both, compiled_mlp, *LAYOUTS[layouts], True, "aot_eager"):
-        equal(result["stock"], result["patched"])
-        assert result["counters"]["linears"] == 2
-        assert result["counters"]["compiled_calls"] == result["counters"]["calls"] == 0
-
-
-def test_blocks_that_the_compiler_sees_as_stock(ranks):
-    for result in ranks(2)(both, compiled_blocks, timeout=120):
-        equal(result["stock"], result["patched"])
-        assert result["counters"]["compiled_calls"] == 0
+def test_the_compiler_sees_stock_by_default(ranks):
+    names = ("first", "replicated, scattered")
+    mlps = {name: dict(zip(("layouts", "shape"), LAYOUTS[name], strict=True)) for name in names}
+    mlps = {name: {**case, "bias": True, "backend": "aot_eager"} for name, case in mlps.items()}
+    counted = {"linears": 2, "compiled_calls": 0, "calls": 0}
+    check_same(ranks(2), {compiled_mlp: (mlps, counted), compiled_blocks: {"compiled_calls": 0}})
 
 
 def lengths() -> list[float]:

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 import ovpatch
-from tests.plugins.tp_linear.arms import Record, both, counters, draw, layout, mesh, seen, whole
+from tests.plugins.ddp.arms import table
+from tests.plugins.tp_linear.arms import Record, all_both, both, check_same, counters, draw, layout, mesh, seen, whole
 from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
 from tests.plugins.tp_linear.training import equal
 
@@ -283,12 +284,12 @@ UNUSED = {"one not called": 1, "with another input": 1, "nested autocast": 2, "w
 
 
 @pytest.mark.parametrize(("local", "schedule"), [(False, "bulk"), (False, "chunk"), (True, "bulk")])
-@pytest.mark.parametrize("how", USES)
-def test_a_gathered_input_may_be_used_in_any_way(ranks, how, local, schedule):
-    floor = 1e-11 if how != "nested autocast" else 2e-2
-    for result in ranks(2)(both, used, how, local, options={"schedule": schedule}):
-        equal([result["stock"]], [result["patched"]], floor=floor)
-        assert result["counters"]["unused"] == (UNUSED.get(how, 0) if schedule == "chunk" else 0), "computed ahead"
+def test_a_gathered_input_may_be_used_in_any_way(ranks, local, schedule):
+    for results in ranks(2)(all_both, used, table(how=USES, local=[local]), options={"schedule": schedule}):
+        for how, result in zip(USES, results.values(), strict=True):
+            equal([result["stock"]], [result["patched"]], floor=1e-11 if how != "nested autocast" else 2e-2)
+            unused = UNUSED.get(how, 0) if schedule == "chunk" else 0
+            assert result["counters"]["unused"] == unused, f"{how}: computed ahead"
 
 
 def accumulated(kind: str) -> Record:
@@ -353,11 +354,6 @@ def failing_backward() -> list[Record]:
     return records
 
 
-def test_a_backward_that_raises(ranks):
-    for result in ranks(2)(both, failing_backward):
-        equal(result["stock"], result["patched"])
-
-
 def within_func() -> Record:
     """torch.func sees stock's path."""
     model = made()
@@ -368,9 +364,8 @@ def within_func() -> Record:
     return {"y": y * 1.0, "functional": torch.func.functional_call(model, params, (x,)) * 1.0}
 
 
-def test_functional_calls_and_no_grad(ranks):
-    for result in ranks(2)(both, within_func):
-        equal([result["stock"]], [result["patched"]])
+def test_a_backward_that_raises_functional_calls_and_no_grad(ranks):
+    check_same(ranks(2), {failing_backward: {}, within_func: {}})
 
 
 # ---------------------------------------------------------------- two dimensions

@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 from ovpatch.insight.equality import Verdict, compare
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, draw, mesh, seen
+from tests.plugins.ddp.arms import table
+from tests.plugins.ddp.checks import check_all
+from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, draw, mesh, seen
 from tests.plugins.tp_linear.models import WIDTH
 
 CUT, WHOLE = Shard(0), Replicate()
@@ -80,16 +82,18 @@ def kept(plan: str, frozen: str, needs: bool) -> Record:
     return {"bytes": size, "results": {"y": y.detach(), "x": leaf.grad, **seen(model)}}
 
 
-@pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("plan", PLANS)
-def test_no_more_is_kept_than_under_stock(ranks, plan, frozen):
-    for needs in (True, False):
-        for schedule in SCHEDULES:
-            for result in ranks(2)(both, kept, plan, frozen, needs, options={"schedule": schedule}):
-                stock, ours = result["stock"], result["patched"]
-                compare(stock["results"], ours["results"], floor=1e-10).assert_equal()
-                assert ours["bytes"] <= stock["bytes"], (needs, schedule)
-                assert result["counters"]["calls"] > 0
+def check_kept(results: list[Record]) -> None:
+    for result in results:
+        stock, ours = result["stock"], result["patched"]
+        compare(stock["results"], ours["results"], floor=1e-10).assert_equal()
+        assert ours["bytes"] <= stock["bytes"]
+        assert result["counters"]["calls"] > 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_more_is_kept_than_under_stock(ranks, schedule):
+    cases = table(plan=PLANS, frozen=FROZEN, needs=[True, False])
+    check_all(ranks(2)(all_both, kept, cases, options={"schedule": schedule}, timeout=120), check=check_kept)
 
 
 def written(plan: str, frozen: str, needs: bool, into: str) -> Any:
@@ -112,17 +116,16 @@ def written(plan: str, frozen: str, needs: bool, into: str) -> Any:
     return {"x": leaf.grad, "grads": seen(model)["grad"]}
 
 
-@pytest.mark.parametrize("into", ["input", "weight"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_what_is_not_kept_may_be_written_into(ranks, plan, into):
-    for frozen in FROZEN:
-        for needs in (True, False):
-            right = ranks(2)(written, plan, frozen, needs, "nothing")
-            for clean, result in zip(right, ranks(2)(both, written, plan, frozen, needs, into), strict=True):
-                stock, ours = result["stock"], result["patched"]
-                if stock != "noticed" and compare(clean, stock, floor=1e-10).verdict is Verdict.DIFFERENT:
-                    stock = "noticed"  # it is not, where a DTensor is made of a local tensor: its gradients are wrong
-                if isinstance(stock, str) or isinstance(ours, str):
-                    assert stock == ours, (frozen, needs)
-                else:
-                    compare(stock, ours, floor=1e-10).assert_equal()
+def test_what_is_not_kept_may_be_written_into(ranks, plan):
+    cases = table(plan=[plan], frozen=FROZEN, needs=[True, False], into=["nothing", "input", "weight"])
+    for result in ranks(2)(all_both, written, cases, timeout=120):
+        for name, case in cases.items():
+            clean = result[name.replace(f"into {case['into']}", "into nothing")]["stock"]
+            stock, ours = result[name]["stock"], result[name]["patched"]
+            if stock != "noticed" and compare(clean, stock, floor=1e-10).verdict is Verdict.DIFFERENT:
+                stock = "noticed"  # it is not, where a DTensor is made of a local tensor: its gradients are wrong
+            if isinstance(stock, str) or isinstance(ours, str):
+                assert stock == ours, name
+            else:
+                compare(stock, ours, floor=1e-10).assert_equal()

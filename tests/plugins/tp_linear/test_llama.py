@@ -13,13 +13,13 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, device, mesh, whole
+from tests.plugins.ddp.checks import check_all
+from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, both, device, mesh, whole
 from tests.plugins.tp_linear.models import Llama, parallel_llama
 from tests.plugins.tp_linear.training import equal, trained
 from tests.support.rarely import RARELY
 
 WORDS = 48
-LIKE_THEM = ("stock", "ring")
 Wrapping = Callable[[nn.Module], None]
 
 
@@ -86,6 +86,17 @@ def wrap_checkpoints(model: Llama, kind: str) -> None:
         layer.forward = lambda x, forward=forward, options=options: checkpoint(forward, x, **options)
 
 
+CASES = {
+    "loss parallel": {"losses_cut": True},
+    "one sample": {"shape": (1, 12)},
+    "no biases": {"bias": False},
+    "weights frozen": {"frozen": "weight"},
+    "attention frozen": {"frozen": "attention"},
+    "microbatches": {"micro": 3},
+    **{kind: {"checkpointing": kind} for kind in ("reentrant", "not reentrant", "products kept", "collectives kept")},
+}
+
+
 def linears(result: Record, steps: int = 2, layers: int = 1, local: bool = False) -> None:
     """Every linear of every forward was ours, and those behind a gather of DTensors were computed with it."""
     counted = result["counters"]
@@ -105,14 +116,21 @@ def test_all_schedules(ranks, world, local, schedule):
         linears(result, local=local)
 
 
+def check(results: list[Record]) -> None:
+    for result in results:
+        equal(result["stock"], result["patched"])
+
+
 @pytest.mark.parametrize(
     "schedule", ["bulk", "chunk", *(pytest.param(name, marks=RARELY) for name in ("stock", "ring"))]
 )
 def test_inputs_gathered_anew(ranks, schedule):
-    for case in ({}, {"checkpointing": "not reentrant"}, {"frozen": "attention"}, {"micro": 2}):
-        for result in ranks(2)(both, llama, **case, options={"schedule": schedule, "regather": True}):
-            equal(result["stock"], result["patched"])
-            assert result["counters"]["stock_calls"] == 0
+    cases = {"": {}, **{name: CASES[name] for name in ("not reentrant", "attention frozen", "microbatches")}}
+    options = {"schedule": schedule, "regather": True}
+    results = ranks(2)(all_both, llama, cases, options=options, timeout=120)
+    check_all(results, check=check)
+    for result in results:
+        assert [one["counters"]["stock_calls"] for one in result.values()] == [0] * len(cases)
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -131,36 +149,18 @@ def test_ten_steps_against_one_process(ranks):
         linears(result, 10, 2)
 
 
-CASES = {
-    "loss parallel": {"losses_cut": True},
-    "one sample": {"shape": (1, 12)},
-    "no biases": {"bias": False},
-    "weights frozen": {"frozen": "weight"},
-    "attention frozen": {"frozen": "attention"},
-    "microbatches": {"micro": 3},
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_cases(ranks, case):
-    for result in ranks(2)(both, llama, **CASES[case]):
-        equal(result["stock"], result["patched"])
-        linears(result, 2 * CASES[case].get("micro", 1))
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
 @pytest.mark.parametrize("schedule", ["bulk", "chunk"])
-def test_recomputed_layers(ranks, kind, schedule):
-    for result in ranks(2)(both, llama, checkpointing=kind, options={"schedule": schedule}):
-        equal(result["stock"], result["patched"])
-        assert result["counters"]["stock_calls"] == 0
-        assert result["counters"]["calls"] > 8 * 2
-
-
-@pytest.mark.parametrize("kind", ["products kept", "collectives kept"])
-def test_selective_checkpointing(ranks, kind):
-    for result in ranks(2)(both, llama, checkpointing=kind):
-        equal(result["stock"], result["patched"])
+def test_cases(ranks, schedule):
+    cases = CASES if schedule == "bulk" else {name: CASES[name] for name in ("reentrant", "not reentrant")}
+    results = ranks(2)(all_both, llama, cases, options={"schedule": schedule}, timeout=120)
+    check_all(results, check=check)
+    for result in results:
+        for name, case in cases.items():
+            if "checkpointing" not in case:
+                linears(result[name], 2 * case.get("micro", 1))
+            elif "reentrant" in name:
+                assert result[name]["counters"]["calls"] > 8 * 2, "layers are recomputed"
+                assert result[name]["counters"]["stock_calls"] == 0
 
 
 def test_features_that_do_not_divide_are_left_to_stock(ranks):

@@ -157,3 +157,27 @@ def test_mistakes_are_named(ranks):
         assert "dim=-4" in minus
         assert "chunks=0" in chunks
         assert "size 3, which does not divide by 2 ranks: pad the sequence" in odd
+
+
+def written() -> list[tuple[Tensor, Tensor]]:
+    """Pairs of gradients, where the operator's output is written into and where it is copied before."""
+    found = []
+    for operator in (lambda x, w: all_gather_linear(x, [w], dist.group.WORLD)[0], _scatter):
+        grads = []
+        for copied in (False, True):
+            x, weight = leaf(drawn(4, 2, K, seed=1)), leaf(drawn(N, K, seed=2))
+            out = operator(x, weight)
+            out = out.clone() if copied else out
+            out.mul_(3).sin().sum().backward()
+            grads.append((x.grad, weight.grad))
+        found += zip(*grads, strict=True)
+    return found
+
+
+def _scatter(x: Tensor, weight: Tensor) -> Tensor:
+    return linear_reduce_scatter(x, weight, dist.group.WORLD)
+
+
+def test_an_output_may_be_written_into_as_that_of_a_linear(ranks):
+    for pairs in ranks(2)(written):
+        assert all(torch.equal(one, two) for one, two in pairs)

@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.comm.group_state import group_values
-from tests.plugins.tp_linear.arms import Record, both, draw, layout, mesh, whole
+from tests.plugins.ddp.arms import table
+from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, check_same, draw, layout, mesh, whole
 from tests.plugins.tp_linear.models import MLP, WIDTH
 from tests.plugins.tp_linear.test_contract import PLAN, made
 
@@ -64,11 +64,6 @@ def uneven() -> Record:
     return {"y": [whole(between), whole(behind)], "grads": [grads(up), grads(down), grads(gathered)]}
 
 
-def test_uneven_dtensors_are_left_to_stock(ranks):
-    for result in ranks(2)(both, uneven):
-        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
-
-
 def vectors() -> Record:
     """Inputs without a sequence."""
     up, down = linear(ColwiseParallel()), linear(RowwiseParallel())
@@ -78,24 +73,12 @@ def vectors() -> Record:
     return {"y": whole(y), "x": x.grad, "grads": [grads(up), grads(down)]}
 
 
-def test_vectors(ranks):
-    for result in ranks(2)(both, vectors):
-        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
-        assert result["counters"]["calls"] == 2
-
-
 def complex_numbers() -> Record:
     style = ColwiseParallel(input_layouts=Shard(0))
     model = linear(style, dtype=torch.complex128)
     x = torch.complex(rows().detach(), rows().detach().flip(0)).requires_grad_()
     model(x).abs().square().sum().backward()
     return {"x": x.grad, "grads": grads(model)}
-
-
-def test_complex_numbers_are_left_to_stock(ranks):
-    for result in ranks(2)(both, complex_numbers):
-        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
-        assert result["counters"]["calls"] == 0
 
 
 def on_its_way() -> Record:
@@ -112,12 +95,6 @@ def on_its_way() -> Record:
     return {"y": whole(y), "grads": grads(model), "type": type(y).__name__}
 
 
-def test_inputs_that_are_on_their_way(ranks):
-    for result in ranks(2)(both, on_its_way):
-        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
-        assert result["counters"]["calls"] == 1
-
-
 def added_to_itself() -> Any:
     model, x = made(), rows()
     y = x * 1
@@ -127,13 +104,6 @@ def added_to_itself() -> Any:
     except RuntimeError as error:
         return str(error)
     return {"x": x.grad, "grads": grads(model)}
-
-
-def test_an_input_that_changes_before_backward(ranks):
-    for result in ranks(2)(both, added_to_itself):
-        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
-    for result in ranks(2)(both, added_to_itself, options={"regather": True}):
-        assert "modified by an inplace operation" in result["patched"]
 
 
 # ---------------------------------------------------------------- backward
@@ -154,13 +124,6 @@ def partly(way: str) -> Record:
     return {"x": x.grad, "grads": grads(model)}
 
 
-@pytest.mark.parametrize("way", ["inputs", "grad", "grad of a weight"])
-@pytest.mark.parametrize("fuse", [False, True])
-def test_a_backward_for_some_alone(ranks, way, fuse):
-    for result in ranks(2)(both, partly, way, options={"gradient_accumulation_fusion": fuse}):
-        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
-
-
 def backward_on_one_rank() -> Record:
     model = linear(ColwiseParallel(input_layouts=Shard(0)))
     y = model(rows().detach())
@@ -168,12 +131,6 @@ def backward_on_one_rank() -> Record:
         y.square().sum().backward()
     dist.barrier()
     return {"grad": None if model.weight.grad is None else model.weight.grad.to_local()}
-
-
-@pytest.mark.parametrize("schedule", ["bulk", "ring", "chunk"])
-def test_a_backward_on_one_rank_alone_where_stock_needs_no_other(ranks, schedule):
-    for result in ranks(2)(both, backward_on_one_rank, options={"schedule": schedule}):
-        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
 
 
 def weights_on_one_rank(style: Any) -> Record:
@@ -186,13 +143,6 @@ def weights_on_one_rank(style: Any) -> Record:
     dist.barrier()
     (y * 2).sum().backward()
     return {"alone": None if alone is None else alone.to_local(), "x": x.grad, "grads": grads(model)}
-
-
-@pytest.mark.parametrize("schedule", ["stock", "bulk", "ring", "chunk"])
-def test_a_weights_gradient_on_one_rank_alone(ranks, schedule):
-    for style in (ColwiseParallel(input_layouts=Shard(0)), ColwiseParallel()):
-        for result in ranks(2)(both, weights_on_one_rank, style, options={"schedule": schedule}):
-            compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
 
 
 # ---------------------------------------------------------------- who watches
@@ -219,13 +169,6 @@ def counted() -> Record:
     return {"x": x.grad, "grads": [grads(model), grads(gathered)], "counted": flops > 0, "hook": hook is not None}
 
 
-@pytest.mark.parametrize("shares", [False, True])
-def test_operations_counted_on_one_rank(ranks, shares):
-    for result in ranks(2)(both, counted, options={"shared_gather": shares}):
-        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
-        assert result["counters"]["calls"] == 4
-
-
 # ---------------------------------------------------------------- functions and hooks
 
 
@@ -237,12 +180,6 @@ def replaced_forward() -> Record:
     parallelize_module(model, mesh(), ColwiseParallel(input_layouts=Shard(0)))
     y = model(rows())
     return {"y": whole(y), "signature": str(inspect.signature(type(model).forward))}
-
-
-def test_a_forward_that_was_replaced(ranks):
-    for result in ranks(2)(both, replaced_forward):
-        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
-        assert result["counters"]["linears"] == 0
 
 
 def ordered() -> list[list[str]]:
@@ -383,14 +320,6 @@ def test_dtensors_that_are_written_into(ranks, kind):
         assert result["stock"] is result["patched"] is True
 
 
-@pytest.mark.parametrize("schedule", ["stock", "bulk", "ring", "chunk"])
-def test_a_dtensor_that_is_added_to(ranks, schedule):
-    for result in ranks(2)(both, added_in_place, "sum", options={"schedule": schedule}):
-        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
-    for result in ranks(2)(both, added_in_place, "sum", options={"schedule": schedule, "regather": True}):
-        assert result["patched"] is True, "not kept gathered, it must not change"
-
-
 def other_biases() -> list[Any]:
     """Biases that are not laid out as the style left them."""
     found: list[Any] = []
@@ -401,12 +330,6 @@ def other_biases() -> list[Any]:
         x = draw(4, WIDTH, dtype=DOUBLE).chunk(2 if placement.is_shard() else 1, -1)
         found.append(whole(model(x[dist.get_rank() % len(x)].contiguous())))
     return found
-
-
-def test_other_biases_are_left_to_stock(ranks):
-    for result in ranks(2)(both, other_biases):
-        compare(result["stock"], result["patched"], floor=1e-10).assert_equal()
-        assert result["counters"]["stock_calls"] == 2
 
 
 def groups_made_anew() -> list[bool]:
@@ -428,3 +351,49 @@ def groups_made_anew() -> list[bool]:
 def test_groups_that_are_made_anew(ranks):
     for found in ranks(2)(groups_made_anew):
         assert found == [True, True]
+
+
+# ---------------------------------------------------------------- all of these against stock
+
+SAME = {
+    uneven: {},
+    vectors: {"calls": 2},
+    complex_numbers: {"calls": 0},
+    on_its_way: {"calls": 1},
+    added_to_itself: {},
+    replaced_forward: {"linears": 0},
+    other_biases: {"stock_calls": 2},
+}
+
+
+def test_results_are_stocks(ranks):
+    check_same(ranks(2), SAME)
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_what_options_leave_as_it_is(ranks, on):
+    ways = table(way=["inputs", "grad", "grad of a weight"])
+    check_same(ranks(2), {partly: (ways, {})}, options={"gradient_accumulation_fusion": on})
+    check_same(ranks(2), {counted: {"calls": 4}}, options={"shared_gather": on})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_backwards_on_one_rank_alone_and_dtensors_that_are_added_to(ranks, schedule):
+    styles = {
+        "gathered": {"style": ColwiseParallel(input_layouts=Shard(0))},
+        "replicated": {"style": ColwiseParallel()},
+    }
+    cases = {backward_on_one_rank: {}, weights_on_one_rank: (styles, {}), added_in_place: (table(kind=["sum"]), {})}
+    check_same(ranks(2), cases, options={"schedule": schedule})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_not_kept_gathered_must_not_change(ranks, schedule):
+    for result in ranks(2)(both, errors, options={"schedule": schedule, "regather": True}):
+        said, changed = result["patched"]
+        assert "modified by an inplace operation" in said
+        assert changed is True
+
+
+def errors() -> list[Any]:
+    return [added_to_itself(), added_in_place("sum")]

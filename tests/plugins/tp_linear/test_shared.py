@@ -24,7 +24,6 @@ from tests.support.rarely import RARELY
 
 WIDTH = 24
 Forward = Callable[["Two", Any], Any]
-LIKE_THEM = ("stock", "ring")
 
 
 class Two(nn.Module):

@@ -34,6 +34,7 @@ class Fused(Bulk):
 
     name = "fused"
     ahead = True
+    gathers_grad_at_once = False
 
     def can_run(self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
         """See :meth:`Schedule.can_run`."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
 from ovpatch.overlap.comm.work import WorkGroup
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads, linear
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
@@ -22,6 +23,7 @@ class Bulk(Schedule):
     """
 
     name = "bulk"
+    gathers_grad_at_once = True
 
     def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
         """See :meth:`Schedule.gather_linear_backward`."""
@@ -34,7 +36,7 @@ class Bulk(Schedule):
         gathering.wait()
         if whole is not None and asked.weight_grads is not None:
             asked.weight_grads(whole, asked.grads)
-        scattering.wait()
+        _wait_in_backward(scattering)
         return result
 
     def scattered(self, ranks: TPGroup, asked: ColumnGrads, dtype: torch.dtype) -> tuple[Tensor, WorkGroup]:
@@ -49,14 +51,22 @@ class Bulk(Schedule):
             reducing = ranks.all_reduce(result)
         if asked.kept is not None and asked.weight_grads is not None:
             asked.weight_grads(asked.kept, asked.grads)
-        reducing.wait()
+        _wait_in_backward(reducing)
         return result
+
+
+def _wait_in_backward(pending: WorkGroup) -> None:
+    """Wait for an input's gradient, behind what others can launch under it."""
+    if BACKWARD_WAITS.launch_inside is not None:
+        BACKWARD_WAITS.launch_inside()
+    pending.wait()
 
 
 class Chunk(Bulk):
     """Rows are cut into chunks, fewer where they do not divide; each has rows of every rank."""
 
     ahead = True
+    gathers_grad_at_once = False
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks

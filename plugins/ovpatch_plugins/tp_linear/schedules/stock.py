@@ -8,10 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.comm.work import WorkGroup
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], None]
 """Computes weights' gradients from the whole input, ``[M, k]``, and the outputs' gradients, ``[M, n_i]``."""
+
+GradGather = tuple[Tensor, WorkGroup]
+"""Where the gathered gradient of an output will be, ``[M, n]``, and its collective."""
 
 
 class ColumnGrads(NamedTuple):
@@ -24,6 +28,7 @@ class ColumnGrads(NamedTuple):
     input_dtype: torch.dtype | None  # in which the input's gradient is summed over the ranks, if it needs one
     extra: Tensor | None = None  # a further term of the whole input's gradient, ``[M, k]``
     anew: bool = False  # whether the input has to be gathered anew for the weights' gradients
+    gather: GradGather | None = None  # the gather of the one output's gradient, if it has been started
 
     def compute_input_grad(self, dtype: torch.dtype) -> Tensor:
         """Return this rank's term of the whole input's gradient, ``[M, k]``."""
@@ -38,6 +43,9 @@ class Schedule:
 
     name = "stock"  # the option's value that selects it
     ahead = False  # whether the products of a gathered input are computed with the gather, to hide it
+    # Whether linear_scatter_backward() gathers the whole gradient first. That is started before what forward kept is
+    # asked for: a checkpoint computes it again then, under the gather.
+    gathers_grad_at_once = False
     chooses = False  # whether choose_for_gather() returns another schedule, which depends on the shape
 
     def gather_linear(
@@ -91,7 +99,15 @@ class Schedule:
 
         ``weight_grads`` is called with the gathered gradient, ``[M, n]``; None if no parameter needs a gradient.
         """
-        whole = ranks.gather_rows(grad)
+        return self.scatter_backward_of_gather(ranks.all_gather(grad), weight, weight_grads, needs_input)
+
+    @staticmethod
+    def scatter_backward_of_gather(
+        gather: GradGather, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
+    ) -> Tensor | None:
+        """Do what :meth:`linear_scatter_backward` does with a gradient whose gather has been started."""
+        whole, gathering = gather
+        gathering.wait()
         result = whole @ weight if needs_input else None
         if weight_grads is not None:
             weight_grads(whole, ())

@@ -1,0 +1,200 @@
+"""Megatron's sequence-parallel linears, computed by the operators of ``tp_linear``.
+
+A column-parallel linear gathers the sequence and multiplies, a row-parallel one multiplies and scatters; in backward it
+is the other way round. Megatron launches one after the other in forward, and in backward hides the gather under the
+input's gradient and the scatter under the weight's. The operators do each in the order of a schedule.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ovpatch.overlap.comm.consensus import check_consistent_once
+from ovpatch.overlap.tensors.pending_param import wait_for_param
+from ovpatch_plugins.megatron.report import COUNTERS
+from ovpatch_plugins.megatron.takeover import note_left
+from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
+
+_LAYERS: Final = "megatron.core.tensor_parallel.layers"
+_COLUMN: Final = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
+_REPLACED: Final = (*_COLUMN, "reduce_scatter_to_sequence_parallel_region")  # by one operator in row-parallel linears
+# Arguments of a column-parallel linear that change nothing here; others, as where its weight gradient is deferred, do.
+_IGNORED: Final = ("tp_group", "wgrad_deferral_limit", "async_grad_allreduce")
+_REMEDY: Final = (
+    "Call ovpatch.apply() with the same arguments on every rank before the first forward, and give every rank the same "
+    "OVPATCH variables; OVPATCH_MEGATRON_LINEARS=0 on all ranks leaves linears to Megatron."
+)
+
+
+class LinearPatches:
+    """The wrappers of Megatron's functions, for one set of options."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._how = {name: options[name] for name in ("schedule", "chunks")}
+        self._regather: bool = options["regather"]
+        self._terms = dict(options)
+
+    def wrap_column(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Wrap a function of :data:`_COLUMN`, whose further parameters differ between Megatron's versions."""
+        names = list(inspect.signature(original).parameters)[6:]
+
+        @functools.wraps(original)
+        def linear(
+            input: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            gradient_accumulation_fusion: bool,
+            allreduce_dgrad: bool,
+            sequence_parallel: bool,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Tensor:
+            if sequence_parallel and not torch.compiler.is_compiling():
+                further = dict(zip(names, args, strict=False)) | kwargs
+                found = self._compute_column(input, weight, bias, gradient_accumulation_fusion, further)
+                if found is not None:
+                    return found
+            return original(
+                input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, *args, **kwargs
+            )
+
+        return linear
+
+    def wrap_row(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``RowParallelLinear.forward``, where the product and the scatter behind it meet."""
+
+        @functools.wraps(original)
+        def forward(self_: Any, input_: Tensor) -> Any:
+            scatters = self_.sequence_parallel and self_.input_is_parallel and not self_.explicit_expert_comm
+            if not scatters or torch.compiler.is_compiling():
+                return original(self_, input_)
+            output = self._compute_row(self_, input_)
+            if output is None:
+                return original(self_, input_)
+            if self_.skip_bias_add:
+                return output, self_.bias
+            return (output if self_.bias is None else output + self_.bias), None
+
+        return forward
+
+    def _compute_column(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, fuse: bool, further: dict[str, Any]
+    ) -> Tensor | None:
+        """Return the output ``[world * s, b, n]`` of ``x``, ``[s, b, k]``; None if Megatron has to compute it."""
+        group = _layers().get_tensor_model_parallel_group_if_none(further.get("tp_group"))
+        asked = [name for name, value in further.items() if value is not None and name not in _IGNORED]
+        reason = f"{asked[0]} asks for more" if asked else ""
+        if not self._takes(x, weight, fuse, group, "column", reason):
+            return None
+        output: Tensor
+        (output,) = all_gather_linear(
+            x, [weight], group, regather=self._regather, **self._how, **_weight_grad(weight, fuse)
+        )
+        return output if bias is None else output + bias
+
+    def _compute_row(self, linear: Any, x: Tensor) -> Tensor | None:
+        """Return the output ``[s / world, b, n]`` of ``x``, ``[s, b, k]``; None if Megatron has to compute it."""
+        weight, fuse, group = linear.weight, linear.gradient_accumulation_fusion, linear.tp_group
+        reason = _find_replacement(linear)
+        if group.size() > 1 and x.shape[0] % group.size():
+            reason = "its sequence does not divide by the number of ranks"
+        offloading = linear.config._cpu_offloading_context
+        if offloading is not None and offloading.inside_context:
+            reason = "its input is offloaded to the CPU"
+        if not self._takes(x, weight, fuse, group, "row", reason):
+            return None
+        output: Tensor = linear_reduce_scatter(x, weight, group, **self._how, **_weight_grad(weight, fuse))
+        return output
+
+    def _takes(self, x: Tensor, weight: Any, fuse: bool, group: Any, kind: str, reason: str) -> bool:
+        """Tell whether our operators compute a linear, which is the same on all ranks."""
+        if group.size() == 1:
+            return False
+        if type(weight) is not torch.nn.Parameter:
+            wait_for_param(weight)
+        reason = reason or _find_unsupported(x, weight, fuse)
+        if reason:
+            note_left(f"a {kind}-parallel linear: {reason}")
+            COUNTERS.stock_calls += 1
+            return False
+        check_consistent_once(group, "megatron", self, lambda: self._terms, remedy=_REMEDY)
+        COUNTERS.calls += 1
+        return True
+
+
+def _find_unsupported(x: Tensor, weight: Any, fuse: bool) -> str:
+    if type(weight) not in (Tensor, torch.nn.Parameter) or hasattr(weight, "__fsdp_param__"):
+        return "its weight belongs to another library"
+    if x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
+        return "its input has another dtype, or autocast is on"
+    if fuse and weight.requires_grad and getattr(weight, "main_grad", None) is None:
+        return "gradient_accumulation_fusion without main_grad"
+    return "" if x.numel() else "its input is empty"
+
+
+def _find_replacement(linear: Any) -> str:
+    """Return which function that one operator replaces is no longer Megatron's own, or ""."""
+    layers = _layers()
+    ours = vars(layers.RowParallelLinear)["forward"].__code__  # of all functions that the patch manager installs
+    functions = {name: getattr(layers, name, None) for name in _REPLACED}
+    functions["_forward_impl"] = getattr(getattr(linear, "_forward_impl", None), "__func__", None)
+    for name, function in functions.items():
+        if not _is_megatrons_own(function, ours):
+            return f"{name} is another library's"
+    return ""
+
+
+def _is_megatrons_own(function: Any, ours: Any) -> bool:
+    mark = getattr(function, "__ovpatch__", None)
+    if mark is not None:
+        if function.__code__ is not ours or any(patch.feature != "megatron" for patch in mark.patches):
+            return False
+        function = inspect.unwrap(function)
+    code, home = getattr(function, "__code__", None), getattr(function, "__module__", None) or ""
+    if code is None or not home.startswith("megatron.core."):
+        return False
+    return bool(code.co_filename == sys.modules[home].__file__)  # a copy by functools.wraps has another's code
+
+
+def _weight_grad(weight: Any, fuse: bool) -> dict[str, Any]:
+    if not fuse or not weight.requires_grad:
+        return {}
+    return {"weight_grad": functools.partial(_accumulate, main_grad=weight.main_grad)}
+
+
+def _accumulate(weight: Any, grad: Tensor, x: Tensor, *, main_grad: Tensor) -> Tensor | None:
+    """Add a weight's gradient to ``main_grad`` by Megatron's kernel; return what Megatron returns in its place.
+
+    The kernels belong to Apex. Where DistributedDataParallel counts gradients, autograd gets a dummy, so that its hook
+    is called, on the thread of the backward.
+    """
+    layers, weight.main_grad = _layers(), main_grad
+    kernels = layers.fused_weight_gradient_mlp_cuda
+    if main_grad.dtype == torch.float32:
+        kernels.wgrad_gemm_accum_fp32(x, grad, main_grad)
+    elif main_grad.dtype in (torch.float16, torch.bfloat16):
+        kernels.wgrad_gemm_accum_fp16(x, grad, main_grad)
+    else:
+        raise RuntimeError(
+            f"ovpatch: gradient_accumulation_fusion cannot add to a main_grad of {main_grad.dtype}: use float32, "
+            "float16 or bfloat16, or turn gradient_accumulation_fusion off"
+        )
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    zero = bool(getattr(weight, "zero_out_wgrad", False))
+    if layers.HAVE_TE:
+        dummy: Tensor = layers.get_dummy_wgrad(list(main_grad.shape), x.dtype, zero=zero)
+        return dummy
+    return (x.new_zeros if zero else x.new_empty)(main_grad.shape)
+
+
+def _layers() -> Any:
+    return sys.modules[_LAYERS]

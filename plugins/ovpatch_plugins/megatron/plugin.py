@@ -1,0 +1,126 @@
+"""What is patched for feature ``megatron``, and why there."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ovpatch.hookspecs import Feature, Registrar, hookimpl
+from ovpatch_plugins.megatron.options import OPTIONS
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_GROUP = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
+
+
+@hookimpl
+def ovpatch_feature() -> Feature:
+    """Describe the feature."""
+    return Feature(
+        name="megatron",
+        summary="Megatron-Core: linears whose collectives hide, reductions in one order, no stale parameters.",
+        options=OPTIONS,
+        reorders_products=True,
+        distributed=True,
+        work=("calls", "reductions", "gathers"),
+    )
+
+
+@hookimpl
+def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
+    """Register the patches; they wait for the import of ``megatron.core``."""
+
+    @functools.cache
+    def find(module: str) -> Any:  # the linears' wrappers, of one apply(), share what ranks have agreed on
+        found: Any = importlib.import_module(f"ovpatch_plugins.megatron.{module}")
+        return found.LinearPatches(options) if module == "linears" else found
+
+    def patch(target: str, module: str, wrap: str, why: str) -> None:
+        # Until a target is there, nothing of the feature is imported.
+        patches.register_patch(
+            target, wrap=lambda original: getattr(find(module), wrap)(original), optional=True, why=why
+        )
+
+    if options["linears"]:
+        patch(
+            f"{_LAYERS}.linear_with_grad_accumulation_and_async_allreduce",
+            "linears",
+            "wrap_column",
+            "gathers and multiplies for column-parallel linears and for all others that call it",
+        )
+        patch(f"{_LAYERS}.linear_with_frozen_weight", "linears", "wrap_column", "does so for a frozen weight")
+        patch(
+            f"{_LAYERS}.RowParallelLinear.forward",
+            "linears",
+            "wrap_row",
+            "multiplies, and scatters the product: a patch of either function alone could not overlap them",
+        )
+    if options["ordered_grad_reduce"] or options["early_param_gather"]:
+        patch(
+            "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel.__init__",
+            "takeover",
+            "wrap_init",
+            "is where a model gets its buckets; Megatron has no hook for that",
+        )
+    if options["ordered_grad_reduce"]:
+        patch(
+            f"{_GROUP}.register_grad_ready",
+            "grad_sync",
+            "wrap_register",
+            "counts a gradient, and starts the reduction of a complete group",
+        )
+        patch(
+            f"{_GROUP}.start_grad_sync",
+            "grad_sync",
+            "wrap_start",
+            "starts the reduction of a group, whose place in the order is known by then",
+        )
+        patch(f"{_GROUP}.finish_grad_sync", "grad_sync", "wrap_finish", "is where a step's reductions end")
+        patch(f"{_GROUP}.reset", "grad_sync", "wrap_reset", "is where a step begins, also after a backward that failed")
+    if options["early_param_gather"]:
+        patch(
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.step_with_ready_grads",
+            "param_sync",
+            "wrap_step",
+            "is where parameters have changed, of each of a chain of optimizers",
+        )
+        patch(f"{_GROUP}.start_param_sync", "param_sync", "wrap_start", "starts a gather that the step has started")
+        patch(f"{_GROUP}.finish_param_sync", "param_sync", "wrap_finish", "is where Megatron's hooks wait for a gather")
+        patch(f"{_GROUP}.finish_grad_sync", "param_sync", "wrap_finish_grads", "is where a gather loses its validity")
+
+
+@hookimpl
+def ovpatch_activate(options: Mapping[str, Any]) -> None:
+    """Take over the models that are wrapped already."""
+    if "megatron.core" in sys.modules and (options["ordered_grad_reduce"] or options["early_param_gather"]):
+        from ovpatch_plugins.megatron.takeover import take_over_all
+
+        take_over_all()
+
+
+@hookimpl
+def ovpatch_deactivate() -> None:
+    """Give all models back to Megatron."""
+    param_sync = sys.modules.get("ovpatch_plugins.megatron.param_sync")
+    if param_sync is not None:
+        param_sync.finish_all()
+    takeover = sys.modules.get("ovpatch_plugins.megatron.takeover")
+    if takeover is not None:
+        takeover.give_back_all()
+
+
+@hookimpl
+def ovpatch_counters() -> Mapping[str, int]:
+    """Return the counters of this process."""
+    from ovpatch_plugins.megatron.report import COUNTERS
+
+    return COUNTERS.as_dict()
+
+
+@hookimpl
+def ovpatch_remarks() -> Sequence[str]:
+    """Return what is left to Megatron, and why."""
+    takeover = sys.modules.get("ovpatch_plugins.megatron.takeover")
+    return [] if takeover is None else list(takeover.list_left())

@@ -1,0 +1,25 @@
+"""Counters of the feature in this process."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Counters:
+    """Totals since the process started."""
+
+    calls: int = 0  # sequence-parallel linears that our operators computed, forward passes
+    stock_calls: int = 0  # those that were left to Megatron
+    models: int = 0  # models in Megatron's DistributedDataParallel
+    reductions: int = 0  # bucket groups whose reduction started in backward, in order
+    held: int = 0  # those of them that were ready before an earlier one, and waited for it
+    gathers: int = 0  # bucket groups whose parameters are gathered from the end of a step on
+    reads: int = 0  # those of them that a reader other than Megatron's own hooks has waited for
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the counters by name."""
+        return asdict(self)
+
+
+COUNTERS = Counters()

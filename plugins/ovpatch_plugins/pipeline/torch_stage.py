@@ -1,0 +1,121 @@
+"""Where torch's pipeline stages and schedules of 2.11 to 2.15 differ, told by what they have, not by their version.
+
+To torch 2.14 the descriptors of a stage hold receive buffers for all microbatches. From 2.15 on a descriptor holds a
+buffer from its receive to the computation that takes it, and one at another time is an error. An output leaves the
+stage behind its send, and the backward starts from its edge. FSDP2 starts its reduction and waits for it in two calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+_STATES: Final = ("fwd_cache", "_forward_chunk_states", "bwd_cache", "dw_runner", "backward_state", "output_chunks")
+
+
+# --- messages ---
+
+
+def makes_buffers(stage: Any) -> bool:
+    """Tell whether a stage makes a receive buffer for each message, and has none between messages."""
+    return hasattr(stage, "release_fwd_send_outputs")
+
+
+def has_buffers(infos: Sequence[Any]) -> bool:
+    """Tell whether descriptors of a message hold tensors with data."""
+    buffers = (getattr(info, "buffer", None) for info in infos)
+    return any(isinstance(buffer, Tensor) and not buffer.is_meta for buffer in buffers)
+
+
+def find_shapes(infos: Sequence[Any]) -> list[Tensor | None]:
+    """Return meta tensors like those that descriptors receive, None where none comes."""
+    return [_find_shape(info) for info in infos]
+
+
+def _find_shape(info: Any) -> Tensor | None:
+    if not hasattr(info, "take_buffer"):
+        buffer = getattr(info, "buffer", None)
+        return None if buffer is None else shape_of(buffer)
+    return None if info.is_root_arg or info.tensor_meta is None else _shape_of_meta(info.tensor_meta)
+
+
+def set_buffers(infos: Sequence[Any], buffers: Sequence[Tensor | None]) -> None:
+    """Put buffers into descriptors. Meta tensors stand for no buffer, which torch 2.11 does not expect."""
+    for info, buffer in zip(infos, buffers, strict=True):
+        if hasattr(info, "buffer"):  # not a placeholder of torch 2.11 for an argument of the script
+            is_none = buffer is not None and buffer.is_meta and hasattr(info, "take_buffer")
+            info.buffer = None if is_none else buffer
+
+
+def shape_of(tensor: Tensor) -> Tensor:
+    """Return a meta tensor like another one."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def find_output_shapes(stage: Any) -> list[Tensor]:
+    """Return meta tensors like the outputs of a stage."""
+    metas = getattr(getattr(stage, "_stage_meta", None), "outputs", None)
+    return [_shape_of_meta(meta) for meta in (stage.get_outputs_meta() if metas is None else metas)]
+
+
+def find_input_grad_shapes(stage: Any, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return meta tensors like the gradients that a stage sends, None for an input that gets none.
+
+    Args:
+        stage: The stage.
+        inputs: Meta tensors like those that it receives; torch 2.11 sends a gradient for each.
+    """
+    find_meta = getattr(stage, "_get_grad_send_meta", None)
+    if find_meta is None:
+        return list(inputs)
+    metas = [None if shape is None else find_meta(place) for place, shape in enumerate(inputs)]
+    return [None if meta is None else _shape_of_meta(meta) for meta in metas]
+
+
+def _shape_of_meta(meta: Any) -> Tensor:
+    stride = meta.stride() if callable(meta.stride) else meta.stride  # a tensor in torch 2.11
+    return torch.empty_strided(tuple(meta.shape), tuple(stride), dtype=meta.dtype, device="meta")
+
+
+def release_outputs(stage: Any, microbatch: int) -> None:
+    """Have a stage forget the outputs of a microbatch that it has handed over to be sent."""
+    if makes_buffers(stage):
+        stage.release_fwd_send_outputs(microbatch)
+
+
+def find_output_nodes(stage: Any, microbatch: int) -> list[Any]:
+    """Return the nodes of autograd from which a microbatch's backward starts."""
+    if hasattr(stage, "fwd_cache"):
+        outputs, _ = stage.fwd_cache[microbatch]
+    else:
+        outputs = stage._forward_chunk_states[microbatch].stage_output_for_backward()
+    nodes = [one.grad_fn if isinstance(one, Tensor) else getattr(one, "node", None) for one in outputs]
+    return [node for node in nodes if node is not None]
+
+
+def clear_states(stage: Any) -> None:
+    """Drop what an interrupted step left in a stage."""
+    for name in _STATES:
+        getattr(stage, name, {}).clear()
+
+
+# --- schedules ---
+
+
+def finalizes_gradients(schedule: Any) -> bool:
+    """Tell whether a call of ``schedule.step()`` reduces gradients of FSDP2, or leaves that to a later call."""
+    return bool(getattr(schedule, "_finalize_gradients", True))
+
+
+def defers_wait(schedule: Any) -> bool:
+    """Tell whether a schedule waits for a stage's reduction only before it starts the next one, or at its end."""
+    return bool(getattr(schedule, "_defer_reduce_grad_wait", False))
+
+
+def limits_sends(schedule: Any) -> bool:
+    """Tell whether the script limits how many sends are under way."""
+    return getattr(schedule, "_max_outstanding_sends", None) is not None

@@ -1,0 +1,24 @@
+"""Feature ``recompute``: blocks that are computed again in backward instead of being kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ovpatch_plugins.recompute.recomputation import RecomputeError as RecomputeError
+    from ovpatch_plugins.recompute.takeover import recompute as recompute
+
+__all__ = ["RecomputeError", "recompute"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is public when it is first used: the feature's package is imported without torch."""
+    if name == "recompute":
+        from ovpatch_plugins.recompute.takeover import recompute
+
+        return recompute
+    if name == "RecomputeError":
+        from ovpatch_plugins.recompute.recomputation import RecomputeError
+
+        return RecomputeError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,140 @@
+"""What a block's forward depends on besides its arguments: random numbers, autocast, parameters and buffers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+
+class RandomState:
+    """The random generators of the CPU and of the inputs' devices when a forward begins."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._cpu = torch.get_rng_state()
+        on_devices = {tensor.device: tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+        self._kind = next(iter(on_devices)).type if on_devices else ""
+        self._devices, self._states = get_device_states(*on_devices.values()) if on_devices else ([], [])
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Draw the numbers of the forward again, and go on behind with those that are due."""
+        with torch.random.fork_rng(self._devices, device_type=self._kind or "cuda"):
+            torch.set_rng_state(self._cpu)
+            if self._devices:
+                set_device_states(self._devices, self._states, device_type=self._kind)
+            yield
+
+
+class Autocast:
+    """The state of autocast when a forward begins."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        kinds = dict.fromkeys(["cpu", *(tensor.device.type for tensor in tensors)])
+        available = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
+        self._states = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in available]
+        self._caches = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Cast as in the forward."""
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self._states:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
+            yield
+
+
+class Params:
+    """A block's parameters behind its forward.
+
+    FSDP2 swaps them for shards until backward comes near; then the block cannot be computed ahead of that.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._versions = [(id(param), _version(param)) for param in block.parameters()]
+
+    def are_there(self, block: nn.Module) -> bool:
+        """Tell whether the block has the parameters of its forward."""
+        now = [id(param) for param in block.parameters()]
+        return now == [key for key, _ in self._versions]
+
+    def find_changed(self, block: nn.Module) -> str:
+        """Return the name of a parameter that was changed in place since, or ""."""
+        versions = dict(self._versions)
+        for name, param in block.named_parameters():
+            if versions.get(id(param), _version(param)) != _version(param):
+                return name
+        return ""
+
+
+class Buffers:
+    """A block's buffers that its forward changes, such as running averages, as they are before it.
+
+    The recomputation starts from these again, and leaves what the forward left: they change once, as under stock. Which
+    ones change is seen at the block's first forward, from their versions. Batch norm changes its averages without that.
+
+    Args:
+        block: The block.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._known = _changing.get(block)
+        self._versions = {name: (id(buffer), _version(buffer)) for name, buffer in block.named_buffers()}
+        wanted = self._versions if self._known is None else self._known
+        self._before = {name: buffer.detach().clone() for name, buffer in block.named_buffers() if name in wanted}
+
+    def end_forward(self) -> None:
+        """Find out which of them have changed.
+
+        Raises:
+            KeyError: One has changed for the first time in a later forward.
+        """
+        changed = {
+            name
+            for name, buffer in self._block.named_buffers()
+            if self._versions.get(name) != (id(buffer), _version(buffer))
+        }
+        if self._known is not None and not changed <= self._known:
+            raise KeyError(min(changed - self._known))
+        if self._known is None:
+            _changing[self._block] = self._known = frozenset(changed | _list_averages(self._block))
+            self._before = {name: value for name, value in self._before.items() if name in self._known}
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Have the buffers of before the forward, and in the end those that are there now."""
+        if not self._before:
+            yield
+            return
+        places = {}
+        for name in self._before:
+            path, _, key = name.rpartition(".")
+            places[name] = self._block.get_submodule(path)._buffers, key
+        now = {name: buffers[key] for name, (buffers, key) in places.items()}
+        try:
+            for name, (buffers, key) in places.items():
+                buffers[key] = self._before[name].clone()
+            yield
+        finally:
+            for name, (buffers, key) in places.items():
+                buffers[key] = now[name]
+
+
+_changing: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def _list_averages(block: nn.Module) -> set[str]:
+    found = set()
+    for path, module in block.named_modules():
+        if module.training and getattr(module, "track_running_stats", False):
+            found |= {f"{path}.{key}".lstrip(".") for key, value in module._buffers.items() if value is not None}
+    return found
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

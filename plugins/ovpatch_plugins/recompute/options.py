@@ -1,0 +1,70 @@
+"""Options of the feature."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ovpatch.hookspecs import Option
+
+FULL: Final = "full"
+SELECTIVE: Final = "selective"
+NONE: Final = "none"
+
+GRANULARITIES: Final = (NONE, FULL, SELECTIVE)
+"""What of a block is recomputed: nothing, all of it, all but attention."""
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Return the parts of a list that is separated by commas."""
+    return tuple(part for part in (piece.strip() for piece in text.split(",")) if part)
+
+
+def _parse_blocks(text: str) -> str:
+    return ",".join(split_names(text))
+
+
+def _parse_operators(text: str) -> str:
+    names = split_names(text)
+    for name in names:
+        if "::" not in name and not name.startswith("aten."):
+            raise ValueError("expected names of operators, as aten.mm or mylib::op, separated by commas")
+    return ",".join(names)
+
+
+def _parse_count(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise ValueError("expected a number of blocks, 0 for none")
+    return int(text)
+
+
+OPTIONS: Final = (
+    Option(
+        "granularity",
+        FULL,
+        "What of a block is computed again in backward instead of being kept: full, all of it, so that its input alone "
+        "is kept; selective, all but attention, whose operators are dear and whose outputs are small; none, nothing.",
+        choices=GRANULARITIES,
+        aliases=("mode",),
+    ),
+    Option(
+        "blocks",
+        "",
+        "Which modules are blocks, separated by commas: names with a * for a part between dots, as model.layers.*, or "
+        "names of classes. Empty: the members of each outermost list of modules of one class.",
+        parse=_parse_blocks,
+    ),
+    Option(
+        "keep",
+        "",
+        "Further operators whose outputs selective keeps, separated by commas, as aten.mm or mylib::op.",
+        parse=_parse_operators,
+    ),
+    Option(
+        "ahead",
+        1,
+        "How many blocks of a pipeline's stage are recomputed before the gradient of its output has come, each with "
+        "the memory of its activations; 0 also keeps tensor parallelism from launching the next block's recomputation "
+        "before the wait for its gradient.",
+        parse=_parse_count,
+    ),
+)

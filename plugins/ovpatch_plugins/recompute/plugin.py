@@ -1,0 +1,74 @@
+"""The patches of feature ``recompute``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ovpatch.hookspecs import Feature, Registrar, hookimpl
+from ovpatch_plugins.recompute.options import OPTIONS
+
+
+@hookimpl
+def ovpatch_feature() -> Feature:
+    """Describe the feature."""
+    return Feature(
+        name="recompute",
+        summary="Blocks computed again in backward instead of kept, launched under what the backward waits for.",
+        options=OPTIONS,
+        default=False,
+        work=("calls", "compiled_calls"),
+    )
+
+
+@hookimpl
+def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
+    """Register the patch."""
+    patches.register_patch(
+        "torch.optim.optimizer.Optimizer.__init__",
+        wrap=functools.partial(_wrap_init, options=options),
+        why="is where a script hands over the parameters that it is going to train, whatever trains them; no hook of "
+        "torch is called before the first forward, which would keep all activations",
+    )
+
+
+@hookimpl
+def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
+    """Take over the models of optimizers that exist, and fill the waits of other features."""
+    from ovpatch_plugins.recompute import takeover
+
+    takeover.fill_backward_waits(options["ahead"])
+    takeover.take_over_living_models(options)
+    return []
+
+
+@hookimpl
+def ovpatch_deactivate() -> None:
+    """Give all blocks back to stock."""
+    takeover = sys.modules.get("ovpatch_plugins.recompute.takeover")
+    if takeover is not None:
+        takeover.give_back_all()
+
+
+@hookimpl
+def ovpatch_counters() -> Mapping[str, int]:
+    """Return the counters."""
+    from ovpatch_plugins.recompute.report import COUNTERS
+
+    return COUNTERS.as_dict()
+
+
+@hookimpl
+def ovpatch_remarks() -> Sequence[str]:
+    """Return which blocks are recomputed, which are not, and why."""
+    from ovpatch_plugins.recompute.report import write_remarks
+
+    return write_remarks()
+
+
+def _wrap_init(original: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
+    from ovpatch_plugins.recompute.takeover import wrap_optimizer_init
+
+    return wrap_optimizer_init(original, options)

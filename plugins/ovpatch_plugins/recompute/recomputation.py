@@ -1,0 +1,304 @@
+"""One call of a block whose activations are computed again in backward.
+
+``torch.utils.checkpoint`` ties a recomputation to the backward that asks for it. Here it can be launched before, while
+a gradient that the backward waits for is under way; the rest is alike: tensors that the forward saves are left out by
+saved-tensor hooks, and the forward runs again, with the random numbers and the autocast of the first time, when the
+first of them is asked for or when somebody launches it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ovpatch.overlap.comm.streams import profiler_label, profiler_span
+from ovpatch_plugins.recompute.block_inputs import BlockInputs, find_tensors
+from ovpatch_plugins.recompute.forward_state import Autocast, Buffers, Params, RandomState
+from ovpatch_plugins.recompute.report import COUNTERS
+from ovpatch_plugins.recompute.selective import Contexts
+
+_KEY: Final = "ovpatch_recomputation"  # in the metadata of nodes that made a block's outputs
+_LITTLE: Final = 4  # a block is nearly through its backward when a quarter of its saved tensors is left
+
+
+class RecomputeError(RuntimeError):
+    """A block cannot be computed again as its forward was; the text names it and ends with the remedy."""
+
+
+class _EnoughError(Exception):
+    """Ends a recomputation behind the last tensor that backward needs."""
+
+
+class _SavedTensor:
+    """Stands in the graph for a tensor that was not kept."""
+
+    __slots__ = ("__weakref__", "call", "value")
+
+    def __init__(self, call: Recomputation) -> None:
+        self.call = call
+        self.value: Tensor | None = None  # while it is computed again and not yet used
+
+
+class _Thread(threading.local):
+    """Of a thread that computes: blocks it is in, and the call whose backward it is in."""
+
+    depth = 0
+    current: Callable[[], Recomputation | None] = staticmethod(lambda: None)
+
+
+_thread = _Thread()
+
+
+def is_inside_block() -> bool:
+    """Tell whether this thread computes a block already."""
+    return _thread.depth > 0
+
+
+class Recomputation:
+    """What is kept of one call of a block: its inputs, and the state under which it ran.
+
+    It lives as long as a tensor of the graph needs it, so it holds neither the output nor the saved tensors.
+
+    Args:
+        block: The block.
+        name: Its name, for errors and profilers.
+        forward: Its forward.
+        args: Arguments of the call.
+        kwargs: Keyword arguments of the call.
+        contexts: Those of forward and recomputation.
+
+    Attributes:
+        previous: Returns the call of the block whose output this one read, or None.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        name: str,
+        forward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        contexts: Contexts,
+    ) -> None:
+        self._block, self._name, self._forward = block, name, forward
+        self._contexts = contexts
+        self._inputs = BlockInputs(args, kwargs)
+        self._saved: list[weakref.ref[_SavedTensor]] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._left = 0  # tensors computed again and not yet used
+        self._seen = 0  # tensors of the recomputation that runs
+        self._has_begun = False  # backward has used one of them
+        tensors = list(find_tensors([args, kwargs]))
+        self._random, self._autocast, self._buffers = RandomState(tensors), Autocast(tensors), Buffers(block)
+        self._params: Params | None = None  # until the forward has ended
+        self.previous = _find_call(tensor.grad_fn for tensor in tensors)
+
+    # --- forward ---
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Compute the block, and return its output."""
+        COUNTERS.calls += 1
+        with _inside_block(), self._contexts[0], saved_tensors_hooks(self._pack, _unpack):
+            output = self._forward(self._block, *args, **kwargs)
+        try:
+            self._buffers.end_forward()
+        except KeyError as error:
+            raise self._make_error(f"its forward changes buffer {error}, which earlier ones did not") from None
+        self._params = Params(self._block)
+        here = weakref.ref(self)
+        for tensor in find_tensors(output):
+            node: Any = tensor.grad_fn
+            if node is not None:
+                node.metadata[_KEY] = here
+        return output
+
+    def _pack(self, tensor: Tensor) -> _SavedTensor:
+        made = _SavedTensor(self)
+        self._saved.append(weakref.ref(made))
+        self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
+        return made
+
+    # --- backward ---
+
+    def get(self, saved: _SavedTensor) -> Tensor:
+        """Return a tensor that the forward saved, and let go of it."""
+        if saved.value is None:
+            self.launch()
+        if not self._has_begun:
+            self._has_begun = True
+            _thread.current = weakref.ref(self)
+        value, saved.value = saved.value, None
+        self._left -= 1
+        assert value is not None
+        return value
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether it is computed again, and backward has not used all of it."""
+        return self._left > 0
+
+    @property
+    def is_nearly_used(self) -> bool:
+        """Whether its backward needs little more; the same on all ranks that run the same blocks."""
+        return self._left * _LITTLE <= len(self._saved)
+
+    @property
+    def can_launch_ahead(self) -> bool:
+        """Whether it can be computed again before its backward; see :class:`.Params`."""
+        return self._params is not None and bool(self._saved) and self._params.are_there(self._block)
+
+    def launch(self) -> None:
+        """Compute the block again, up to the last tensor that backward needs.
+
+        Raises:
+            RecomputeError: It saves other tensors than in its forward, or its inputs have changed.
+        """
+        if self._params is None:
+            raise RecomputeError(
+                f"block {self._name} takes gradients inside its forward, which a recomputed block cannot. Leave it out "
+                "with OVPATCH_RECOMPUTE_BLOCKS, or set OVPATCH_RECOMPUTE=0."
+            )
+        if changed := self._params.find_changed(self._block):
+            raise RecomputeError(
+                f"parameter {changed} of block {self._name} was changed in place between its forward and its backward. "
+                "Change parameters after the backward, or set OVPATCH_RECOMPUTE=0."
+            )
+        COUNTERS.recomputations += 1
+        args, kwargs = self._read_inputs()
+        self._seen = self._left = 0
+        self._has_begun = False
+        try:
+            hooks = saved_tensors_hooks(self._take, lambda tensor: tensor)
+            with suppress(_EnoughError), self._restored_state(), hooks:
+                self._forward(self._block, *args, **kwargs)
+            if self._seen != len(self._saved):
+                raise self._make_error(f"it saved {len(self._saved)} tensors for backward, and now {self._seen}")
+        except BaseException:
+            self._drop()
+            raise
+
+    @contextmanager
+    def _restored_state(self) -> Iterator[None]:
+        label = profiler_label("recompute", "forward", self._name)
+        with (
+            profiler_span(label),
+            _inside_block(),
+            self._random.restored(),
+            self._autocast.restored(),
+            self._buffers.restored(),
+            self._contexts[1],
+            torch.enable_grad(),
+        ):
+            yield
+
+    def _drop(self) -> None:
+        """Let go of what a recomputation computed that did not end."""
+        self._left = 0
+        for saved in filter(None, (reference() for reference in self._saved)):
+            saved.value = None
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        index, self._seen = self._seen, self._seen + 1
+        value = tensor.detach()
+        if index < len(self._saved):
+            kind, then = (tensor.shape, tensor.dtype, tensor.device), self._kinds[index]
+            if kind != then:
+                raise self._make_error(
+                    f"tensor {index} that it saved was {_describe(then)}, and now is {_describe(kind)}"
+                )
+            saved = self._saved[index]()
+            if saved is not None:
+                saved.value = value
+                self._left += 1
+        if self._seen == len(self._saved):
+            raise _EnoughError
+        return value
+
+    def _read_inputs(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        try:
+            return self._inputs.read()
+        except RuntimeError as error:
+            raise RecomputeError(
+                f"an input of block {self._name} was changed in place after its forward read it ({error}). Have the "
+                "model make a new tensor there, or leave the block out with OVPATCH_RECOMPUTE_BLOCKS."
+            ) from error
+
+    def _make_error(self, what: str) -> RecomputeError:
+        return RecomputeError(
+            f"block {self._name} does not compute the same again: {what}. Its forward depends on something that has "
+            "changed since, such as a counter or a cache: leave it out with OVPATCH_RECOMPUTE_BLOCKS, or set "
+            "OVPATCH_RECOMPUTE=0."
+        )
+
+
+def _unpack(saved: _SavedTensor) -> Tensor:
+    return saved.call.get(saved)
+
+
+def _describe(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+    shape, dtype, device = kind
+    return f"{dtype} {list(shape)} on {device}"
+
+
+# --- launched before a wait ---
+
+
+def launch_inside() -> None:
+    """Compute the next block of a backward again, before the backward waits for a collective.
+
+    Only when the block whose backward runs is nearly through it: what it and the next one save would else be in memory
+    at the same time. That is counted in tensors, which are as many on all ranks.
+    """
+    current = _thread.current()
+    previous = current.previous() if current is not None and current.is_nearly_used else None
+    if previous is not None:
+        _launch_ahead(previous)
+
+
+def make_launch_before(ahead: int) -> Callable[[Sequence[Any]], None]:
+    """Return a function that computes the last blocks of a graph again, before the gradients of its outputs are there.
+
+    Args:
+        ahead: Number of blocks.
+    """
+
+    def launch_before(nodes: Sequence[Any]) -> None:
+        call = _find_call(nodes)()
+        for _ in range(ahead):
+            if call is None:
+                return
+            _launch_ahead(call)
+            call = call.previous()
+
+    return launch_before
+
+
+def _launch_ahead(call: Recomputation) -> None:
+    if not call.is_launched and call.can_launch_ahead:
+        call.launch()
+        COUNTERS.launched_ahead += 1
+
+
+def _find_call(nodes: Iterable[Any]) -> Callable[[], Recomputation | None]:
+    """Return a weak reference to the call of a block that made the tensor of one of these nodes."""
+    for node in nodes:
+        found: weakref.ref[Recomputation] | None = None if node is None else node.metadata.get(_KEY)
+        if found is not None:
+            return found
+    return lambda: None
+
+
+@contextmanager
+def _inside_block() -> Iterator[None]:
+    _thread.depth += 1
+    try:
+        yield
+    finally:
+        _thread.depth -= 1

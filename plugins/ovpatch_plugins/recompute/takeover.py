@@ -1,0 +1,306 @@
+"""Which blocks are recomputed: marks them, and wraps the forward of their classes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
+from ovpatch_plugins.recompute.blocks import Block, find_blocks, is_checkpoint_wrapper, list_class_names
+from ovpatch_plugins.recompute.options import FULL, GRANULARITIES, NONE, split_names
+from ovpatch_plugins.recompute.recomputation import (
+    Recomputation,
+    is_inside_block,
+    launch_inside,
+    make_launch_before,
+)
+from ovpatch_plugins.recompute.report import COUNTERS, drop_remarks, note, note_left, note_model
+from ovpatch_plugins.recompute.selective import make_contexts
+
+_MARK: Final = "_ovpatch_recompute"
+"""Attribute of a block: granularity, names of further operators to keep, the block's name, and the class whose forward
+is wrapped for it. Plain text, so that a pickled model loads without ovpatch."""
+
+_LAYER_FORWARD: Final = "forward_with_checkpointing"
+"""Name of the forward that transformers gives to layers, in its code."""
+
+Mark = tuple[str, tuple[str, ...], str, str]
+
+
+class _WrappedForward:
+    """The forward of a class while it is wrapped.
+
+    Layers of transformers have a forward that checkpoints the model's own if it is told to, and only if their class has
+    that very function. So the one inside of it is wrapped, in the cell from which it is read.
+
+    Args:
+        owner: The class.
+    """
+
+    def __init__(self, owner: type[nn.Module]) -> None:
+        self._owner = owner
+        self._stock: Callable[..., Any] = vars(owner)["forward"]
+        self._cell = _find_cell(self._stock)
+        if self._cell is not None:
+            self._stock = self._cell.cell_contents
+        self._wrapped = wrap_forward(self._stock, f"{owner.__module__}.{owner.__qualname__}")
+        self._write(self._wrapped)
+
+    def restore(self) -> None:
+        """Give the class its own forward, unless somebody has wrapped ours, which does nothing without marks."""
+        now = vars(self._owner).get("forward") if self._cell is None else self._cell.cell_contents
+        if now is self._wrapped:
+            self._write(self._stock)
+
+    def _write(self, forward: Callable[..., Any]) -> None:
+        if self._cell is None:
+            self._owner.forward = forward
+        else:
+            self._cell.cell_contents = forward
+
+
+def _find_cell(forward: Callable[..., Any]) -> Any:
+    """Return the cell from which a layer of transformers reads the model's own forward, None for other forwards."""
+    code = getattr(forward, "__code__", None)
+    cells: Any = getattr(forward, "__closure__", None)
+    if code is None or code.co_name != _LAYER_FORWARD or "forward" not in code.co_freevars:
+        return None
+    return cells[code.co_freevars.index("forward")]
+
+
+@dataclass
+class _Taken:
+    """What was taken over: blocks, and the forwards of their classes."""
+
+    blocks: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    classes: dict[type[nn.Module], _WrappedForward] = field(default_factory=dict)
+
+
+_taken: Final = _Taken()
+
+
+# --- models ---
+
+
+def wrap_optimizer_init(original: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
+    """Wrap ``Optimizer.__init__``: the model of an optimizer is one that is going to be trained."""
+
+    @functools.wraps(original)
+    def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        take_over_models(optimizer, options)
+
+    return __init__
+
+
+def take_over_living_models(options: Mapping[str, Any]) -> None:
+    """Take over the models of optimizers that exist already."""
+    # Not isinstance, which asks objects for their __class__ and so runs foreign code.
+    for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]:
+        if hasattr(optimizer, "param_groups"):
+            take_over_models(optimizer, options)
+
+
+def take_over_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
+    """Take over the blocks of the models that an optimizer trains, as far as its options say."""
+    if options["granularity"] == NONE:
+        return
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for model in _find_models(params):
+        patterns = split_names(options["blocks"])
+        found = find_blocks(model, patterns)
+        if found:
+            take_over(model, found, options["granularity"], split_names(options["keep"]))
+        elif patterns:
+            note(f"{type(model).__name__} has no module that blocks={options['blocks']} names")
+        else:
+            note(
+                f"{type(model).__name__} has no list of blocks of one class: name its blocks with "
+                "OVPATCH_RECOMPUTE_BLOCKS, as model.layers.* or DecoderLayer"
+            )
+
+
+def _find_models(params: set[int]) -> list[nn.Module]:
+    """Return the outermost modules with some of these parameters, by id."""
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    modules = [module for module in modules if "_modules" in vars(module)]
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    outer = [module for module in modules if id(module) not in inner]
+    return [module for module in outer if any(id(param) in params for param in module.parameters())]
+
+
+def recompute(model: nn.Module, granularity: str = FULL, blocks: str = "", keep: str = "") -> list[str]:
+    """Compute the blocks of a model again in backward instead of keeping what their forwards save.
+
+    For scripts that choose by model; with ``ovpatch.apply("recompute")`` the models of all optimizers are.
+
+    Args:
+        model: The model.
+        granularity: ``full``, ``selective``, or ``none``, which gives its blocks back.
+        blocks: Which of its modules, as the option ``blocks``.
+        keep: Further operators whose outputs ``selective`` keeps, as the option ``keep``.
+
+    Returns:
+        The names of the blocks.
+
+    Raises:
+        ValueError: The granularity is unknown, or the model has no such blocks.
+    """
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"granularity={granularity!r} is none of {', '.join(GRANULARITIES)}. Give one of these.")
+    found = find_blocks(model, split_names(blocks))
+    if not found:
+        what = f"no module that blocks={blocks!r} names" if blocks else "no list of blocks of one class"
+        raise ValueError(
+            f"{type(model).__name__} has {what}. Give names as model.named_modules() shows them, with * for a part "
+            'between dots, or a class, as in recompute(model, blocks="model.layers.*").'
+        )
+    if granularity == NONE:
+        for block in found:
+            _give_back(block.module)
+        _restore_classes(set(map(_find_owner, _taken.blocks)))
+        return [block.name for block in found]
+    return take_over(model, found, granularity, split_names(keep))
+
+
+# --- blocks ---
+
+
+def take_over(model: nn.Module, blocks: Sequence[Block], granularity: str, keep: Sequence[str]) -> list[str]:
+    """Recompute blocks from their next forward on; returns the names of those that can be."""
+    taken = []
+    for block in blocks:
+        reason = find_reason_against(block.module)
+        if reason:
+            if block.module not in _taken.blocks:
+                note_left(reason)
+            continue
+        owner = _find_owner(block.module)
+        if owner not in _taken.classes:
+            _taken.classes[owner] = _WrappedForward(owner)
+        mark: Mark = granularity, tuple(keep), block.name, f"{owner.__module__}.{owner.__qualname__}"
+        block.module.__dict__[_MARK] = mark
+        COUNTERS.blocks += block.module not in _taken.blocks
+        _taken.blocks.add(block.module)
+        taken.append(block)
+    if taken:
+        classes = ", ".join(list_class_names(taken))
+        note_model(
+            f"{type(model).__name__}: {len(taken)} blocks of class {classes} are recomputed ({granularity}), "
+            f"{taken[0].name} to {taken[-1].name}"
+        )
+    return [block.name for block in taken]
+
+
+def find_reason_against(module: nn.Module) -> str:
+    """Return why a block is left to stock, or ""."""
+    if is_checkpoint_wrapper(module):
+        return "the script checkpoints them"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "they are ScriptModules"
+    if "forward" in vars(module):
+        return "their forward was replaced by another function"
+    if _find_owner(module) is nn.Module:
+        return f"{type(module).__name__} has no forward"
+    return ""
+
+
+def _find_owner(module: nn.Module) -> type[nn.Module]:
+    """Return the class that has a module's forward."""
+    return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+
+
+def give_back_all() -> None:
+    """Give all blocks and their classes back to stock."""
+    for block in list(_taken.blocks):
+        _give_back(block)
+    _restore_classes(set())
+    drop_remarks()
+    BACKWARD_WAITS.launch_inside = BACKWARD_WAITS.launch_before = None
+
+
+def _restore_classes(used: set[type[nn.Module]]) -> None:
+    """Restore the forwards of all classes but those used."""
+    for owner in set(_taken.classes) - used:
+        _taken.classes.pop(owner).restore()
+
+
+def _give_back(block: nn.Module) -> None:
+    vars(block).pop(_MARK, None)
+    _taken.blocks.discard(block)
+
+
+def fill_backward_waits(ahead: int) -> None:
+    """Have features that communicate in backward launch recomputations before they wait."""
+    if ahead:
+        BACKWARD_WAITS.launch_inside = launch_inside
+        BACKWARD_WAITS.launch_before = make_launch_before(ahead)
+
+
+# --- a forward ---
+
+
+def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
+    """Wrap the forward of a class whose name is ``owner``: for its marked instances, activations are not kept."""
+
+    @functools.wraps(stock)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mark: Mark | None = self.__dict__.get(_MARK)
+        if mark is None or mark[3] != owner or not torch.is_grad_enabled():
+            return stock(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _run_compiled(stock, self, mark, args, kwargs)
+        if is_inside_block() or not _may_save():
+            return stock(self, *args, **kwargs)
+        if _is_checkpointed(self):
+            COUNTERS.stock_calls += 1
+            return stock(self, *args, **kwargs)
+        call = Recomputation(self, mark[2], stock, args, kwargs, make_contexts(mark[0], mark[1]))
+        return call.run(args, kwargs)
+
+    forward.__ovpatch__ = True  # type: ignore[attr-defined]
+    return forward
+
+
+def _run_compiled(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, kwargs: Any) -> Any:
+    """Have the compiler recompute: it knows ``torch.utils.checkpoint``, and saves and orders in its own graph."""
+    if getattr(block, "gradient_checkpointing", False) and block.training:  # transformers' own, around this forward
+        return stock(block, *args, **kwargs)
+    _count_compiled()
+    more: dict[str, Any] = {}
+    if mark[0] != FULL:
+        more["context_fn"] = functools.partial(make_contexts, mark[0], mark[1])
+    return checkpoint(stock.__get__(block), *args, use_reentrant=False, **more, **kwargs)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _count_compiled() -> int:
+    COUNTERS.compiled_calls += 1
+    return 0
+
+
+def _may_save() -> bool:
+    """Tell whether tensors for backward may be left out: not under torch.func and tracers, which refuse hooks."""
+    autograd: Any = torch._C._autograd
+    return (
+        not torch._C._are_functorch_transforms_active()
+        and not torch._C._is_tracing()
+        and bool(autograd._saved_tensors_hooks_is_enabled())
+    )
+
+
+def _is_checkpointed(block: nn.Module) -> bool:
+    """Tell whether the script checkpoints this call itself: torch's hooks are on top, or a backward recomputes."""
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__

@@ -1,0 +1,157 @@
+"""A GPT with sequence parallelism computes what Megatron computes, in every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ovpatch
+from ovpatch.insight.equality import Verdict, compare
+from tests.plugins.megatron import models
+from tests.plugins.megatron.models import train_gpt
+from tests.scripts.arms import needs
+
+pytestmark = needs("megatron")
+
+LINEARS = 2 * 4 + 1  # of two layers, and the output layer
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"share_embeddings_and_output_weights": True},
+    "gated, without biases": {"config": {"gated_linear_unit": True, "add_bias_linear": False}},
+    "recomputed": {"config": RECOMPUTED},
+    "bf16": {"dtype": torch.bfloat16, "config": {"bf16": True}},
+    "frozen": {"prepare": "freeze_linears"},
+    "fused": {"prepare": "fuse_gradients"},
+    "fused, bf16": {"prepare": "fuse_gradients", "dtype": torch.bfloat16, "config": {"bf16": True}},
+}
+# Other orders of sums round otherwise: in float64 that is far below what a wrong term would make.
+WIDE: dict[str, dict[str, Any]] = {
+    "plain": {"dtype": torch.float64},
+    "frozen": {"dtype": torch.float64, "prepare": "freeze_linears"},
+}
+
+
+def run(cases: Mapping[str, Any], options: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what Megatron gives, and for each of the options what we give and have counted."""
+    from ovpatch_plugins.megatron.report import COUNTERS
+
+    found: dict[str, Any] = {}
+    for name, case in cases.items():
+        kernels = models.Kernels.calls
+        found[name] = {"stock": train_gpt(**case), "patched": [], "kernels": models.Kernels.calls - kernels}
+    for option in options:
+        with ovpatch.applied("megatron", options={"megatron": option}):
+            for name, case in cases.items():
+                before, kernels = COUNTERS.as_dict(), models.Kernels.calls
+                patched = train_gpt(**case)
+                counters = {key: value - before[key] for key, value in COUNTERS.as_dict().items()}
+                found[name]["patched"].append((patched, counters, models.Kernels.calls - kernels))
+    return found
+
+
+def test_with_megatrons_order_of_sums_all_bits_are_megatrons(ranks):
+    options = [{}, {"regather": False}]
+    for found in ranks(2)(run, CASES, options):
+        for name, runs in found.items():
+            recomputed = 2 * 2 * 4 if name == "recomputed" else 0
+            for option, (patched, counters, kernels) in zip(options, runs["patched"], strict=True):
+                rows = compare(runs["stock"], patched).rows
+                assert [row.name for row in rows if row.verdict is not Verdict.BITWISE] == [], (name, option)
+                assert (counters["calls"], counters["stock_calls"]) == (2 * LINEARS + recomputed, 0), (name, option)
+                assert kernels == runs["kernels"] == (2 * LINEARS if "fused" in name else 0), (name, option)
+
+
+@pytest.mark.parametrize(("world", "schedules"), [(2, ("ring", "chunk")), (4, ("stock", "bulk", "ring", "chunk"))])
+def test_with_another_order_of_sums_only_rounding_differs(ranks, world, schedules):
+    options = [{"schedule": schedule, "chunks": 2} for schedule in schedules]
+    cases = WIDE if world == 2 else {"plain": WIDE["plain"]}
+    for found in ranks(world)(run, cases, options):
+        for name, runs in found.items():
+            for patched, counters, _ in runs["patched"]:
+                compare(runs["stock"], patched, floor=1e-12).assert_equal()
+                assert counters["calls"] == 2 * LINEARS, name
+
+
+def left_to_megatron() -> tuple[dict[str, Any], list[str]]:
+    from megatron.core.tensor_parallel import layers
+
+    from ovpatch_plugins.megatron.report import COUNTERS
+
+    with ovpatch.applied("megatron"):
+        stock, before = layers.reduce_scatter_to_sequence_parallel_region, COUNTERS.as_dict()
+        layers.reduce_scatter_to_sequence_parallel_region = lambda *args, **kwargs: stock(*args, **kwargs)
+        try:
+            train_gpt()
+        finally:
+            layers.reduce_scatter_to_sequence_parallel_region = stock
+        with models.parallel(tp=2):
+            layers.linear_with_grad_accumulation_and_async_allreduce(
+                torch.ones(2, 1, 4), torch.nn.Parameter(torch.ones(4, 4)), None, False, False, True, []
+            )
+        remarks = list(ovpatch.report()["megatron"].remarks)
+        return {key: value - before[key] for key, value in COUNTERS.as_dict().items()}, remarks
+
+
+def test_what_another_library_replaces_is_left_to_it_and_said(ranks):
+    for counters, remarks in ranks(2)(left_to_megatron):
+        rows = 2 * 2  # of row-parallel linears
+        assert counters["calls"] == 2 * (LINEARS - rows)
+        assert counters["stock_calls"] == 2 * rows + 1
+        text = " ".join(remarks)
+        assert "a row-parallel linear: reduce_scatter_to_sequence_parallel_region is another library's" in text
+        assert "a column-parallel linear: grad_output_buffer asks for more" in text
+
+
+def of_0_17(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: Any = None,
+    wgrad_deferral_limit: Any = 0,
+    tp_group: Any = None,
+) -> Any:
+    """Has the signature of Megatron-Core 0.17, in which a parameter is gone."""
+    return tp_group
+
+
+def called_as_in_0_17() -> list[bool]:
+    from ovpatch_plugins.megatron.linears import LinearPatches
+
+    options = {"schedule": "bulk", "chunks": 4, "regather": True}
+    linear, group = LinearPatches(options).wrap_column(of_0_17), dist.group.WORLD
+    with models.parallel(tp=2):
+        x, weight = torch.randn(2, 1, 4), torch.nn.Parameter(torch.randn(3, 4))
+        found = linear(x, weight, None, False, False, True, None, 0, group)
+        whole = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(whole, x)
+        plain = linear(x, weight, None, False, False, False, tp_group=group)
+        deferred = linear(x, weight, None, False, False, True, [])
+        return [torch.equal(found, torch.cat(whole) @ weight.t()), plain is group, deferred is None]
+
+
+def test_functions_of_other_versions_are_called_as_they_are(ranks):
+    assert ranks(2)(called_as_in_0_17) == [[True, True, True]] * 2
+
+
+def with_a_schedule_of_each_rank() -> str:
+    schedule = ("bulk", "ring")[dist.get_rank()]
+    with (
+        ovpatch.applied("megatron", options={"megatron": {"schedule": schedule}}),
+        pytest.raises(RuntimeError) as caught,
+    ):
+        train_gpt(steps=1)
+    return str(caught.value)
+
+
+def test_ranks_that_differ_are_named(ranks):
+    for text in ranks(2)(with_a_schedule_of_each_rank):
+        assert 'ranks disagree on \'megatron\': schedule is "bulk" on rank 0 but "ring" on rank 1' in text
+        assert "OVPATCH_MEGATRON_LINEARS=0" in text

@@ -1,0 +1,98 @@
+"""The patch manager on the names of ``megatron.core``: before and after its import, and reverted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.plugins.megatron.models import parallel, rows, transformer_config
+from tests.scripts.arms import needs
+from tests.support.environment import clean
+
+pytestmark = needs("megatron")
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+HOME = "megatron.core.tensor_parallel"
+FUNCTION = "reduce_scatter_to_sequence_parallel_region"
+METHODS = [f"{kind}ParallelLinear.{method}" for kind in ("Column", "Row") for method in ("__init__", "forward")]
+
+
+def adaptor(imported: bool) -> None:
+    """What an adaptor in MindSpeed's style does: it wraps methods of the linears and replaces a function."""
+    if imported:
+        import megatron.core  # noqa: F401
+
+    from ovpatch import PatchManager
+
+    calls: list[str] = []
+
+    def wrap(name: str) -> Any:
+        def wrapping(original: Any) -> Any:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                calls.append(name)
+                return original(*args, **kwargs)
+
+            return wrapped
+
+        return wrapping
+
+    def scatter(input_: Any, group: Any = None, input_split_sizes: Any = None, use_global_buffer: Any = False) -> Any:
+        calls.append("scatter")
+        return 3 * input_.chunk(group.size())[group.rank()]
+
+    pm = PatchManager()
+    for method in METHODS:
+        pm.register_patch(f"{HOME}.layers.{method}", wrap=wrap(method))
+    pm.register_patch(f"{HOME}.mappings.{FUNCTION}", scatter)
+    pm.apply()
+    assert {status.state.value for status in pm.statuses()} == ({"applied"} if imported else {"pending"})
+
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel import layers, mappings
+
+    modules, kinds = (tensor_parallel, layers, mappings), (layers.ColumnParallelLinear, layers.RowParallelLinear)
+    assert {status.state.value for status in pm.statuses()} == {"applied"}
+    assert len({id(getattr(module, FUNCTION)) for module in modules}) == 1, "who imported it by name reaches it, too"
+    with parallel(tp=dist.get_world_size()):
+        config = transformer_config(tensor_model_parallel_size=dist.get_world_size(), sequence_parallel=False)
+        config.sequence_parallel = True
+        given = {"config": config, "init_method": lambda tensor: tensor, "bias": False, "skip_bias_add": False}
+        column = layers.ColumnParallelLinear(16, 8, gather_output=False, **given)
+        row = layers.RowParallelLinear(8, 16, input_is_parallel=True, **given)
+        x = rows(0, dist.get_rank()).view(2, 2, 16)
+        out, _ = row(column(x)[0])
+        assert calls == [METHODS[0], METHODS[2], METHODS[1], METHODS[3], "scatter"]
+        pm.revert()
+        again, _ = row(column(x)[0])
+        assert len(calls) == 5
+        assert not out.equal(again), "the replacement scales"
+    left = [name for owner in (*modules, *kinds) for name, one in vars(owner).items() if hasattr(one, "__ovpatch__")]
+    assert left == []
+
+
+def test_an_adaptors_patches_reach_all_callers_after_the_import_and_go(ranks):
+    ranks(2)(adaptor, True)
+
+
+ALONE = """
+import sys
+import torch.distributed as dist
+from tests.plugins.megatron.test_patches import adaptor
+assert not [name for name in sys.modules if name.startswith("megatron")]
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+adaptor(False)
+dist.destroy_process_group()
+"""
+
+
+def test_an_adaptors_patches_wait_for_the_import_and_go(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", ALONE, str(tmp_path / "meet")]
+    done = subprocess.run(command, env=clean(os.environ), capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

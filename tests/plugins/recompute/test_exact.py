@@ -1,0 +1,347 @@
+"""Losses, gradients, parameters, buffers and random numbers are bitwise stock's, whatever blocks do."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+import ovpatch
+from ovpatch_plugins.recompute import RecomputeError, recompute
+from ovpatch_plugins.recompute.report import COUNTERS
+from ovpatch_plugins.recompute.selective import make_policy
+from tests.plugins.recompute.models import WIDTH, Block, Decoder, Derived, count_differences, data, record
+
+
+def _mean(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).float().square().mean()
+    loss.backward()
+    return loss
+
+
+def _twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss
+
+
+def _grad_of_grad(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x.requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH):  # no other one has second derivatives
+        loss = model(x).square().mean()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + grad.square().sum()).backward()
+    return loss
+
+
+def _two_forwards(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    first, second = model(x).square().mean(), model(-x).square().mean()
+    first.backward()
+    second.backward()
+    return first
+
+
+def _fails_first(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    hook = model.layers[0].up.weight.register_hook(lambda _grad: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        loss.backward()
+    hook.remove()
+    model.zero_grad()
+    return _mean(model, x)
+
+
+def _moved_to_host(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def _autocast(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    return loss
+
+
+def _evaluated_between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model(x)
+    model.eval()
+    with torch.inference_mode():
+        model(x)
+    model.train()
+    return _mean(model, x)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loop.
+
+    Attributes:
+        make: Makes a block.
+        step: Runs forward and backward.
+        model: Arguments of the model.
+        wrap: Changes the model.
+        dtype: Of the parameters.
+        granularities: What is tried.
+        calls: Recomputed calls of a block in two steps; None for those of every forward.
+    """
+
+    make: Callable[[], nn.Module] = Block
+    step: Callable[[Any, torch.Tensor], torch.Tensor] = _mean
+    model: dict[str, Any] = field(default_factory=dict)
+    wrap: Callable[[nn.Module], object] = lambda model: None
+    dtype: torch.dtype = torch.float32
+    granularities: tuple[str, ...] = ("full", "selective")
+    calls: int = 6
+
+
+def _wrap_blocks(model: Any) -> None:
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(layer)
+
+
+def _kind(kind: str) -> Callable[[], nn.Module]:
+    return functools.partial(Block, kind, 0.2)
+
+
+FULL = ("full",)  # torch's selective policies allow one backward
+CASES = {
+    "plain": Case(),
+    "dropout": Case(functools.partial(Block, "", 0.3)),
+    "bf16": Case(functools.partial(Block, "", 0.3), dtype=torch.bfloat16),
+    "autocast": Case(functools.partial(Block, "", 0.3), _autocast),
+    "batch norm": Case(_kind("batch norm")),
+    "buffer changed": Case(_kind("counted")),
+    "buffer replaced": Case(_kind("replaced")),
+    "spectral norm": Case(_kind("spectral")),
+    "frozen": Case(_kind("frozen")),
+    "several outputs": Case(_kind("several outputs")),
+    "checkpoint inside": Case(_kind("checkpoint inside"), granularities=FULL),
+    "forward of a base class": Case(functools.partial(Derived, "", 0.2)),
+    "two backwards": Case(step=_twice, granularities=FULL),
+    "gradient of a gradient": Case(step=_grad_of_grad, granularities=FULL),
+    "two forwards": Case(functools.partial(Block, "", 0.2), _two_forwards, calls=12),
+    "a failed backward": Case(functools.partial(Block, "", 0.2), _fails_first, calls=12),
+    "saved tensors on the host": Case(_kind(""), _moved_to_host),
+    "evaluated between": Case(_kind(""), _evaluated_between),
+    "checkpointed by the script": Case(
+        _kind(""), model={"call": functools.partial(checkpoint, use_reentrant=False)}, calls=0
+    ),
+    "checkpoint wrappers": Case(_kind(""), wrap=_wrap_blocks, calls=0),
+}
+
+
+def _train(case: Case) -> list[Any]:
+    torch.manual_seed(1)
+    model = Decoder(case.make, **case.model).to(case.dtype)
+    case.wrap(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    found = []
+    for step in range(2):
+        loss = case.step(model, data(step, case.dtype))
+        found += record(model, loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + record(model)
+
+
+def _compare(names: list[str]) -> dict[str, tuple[int, int, int]]:
+    found = {}
+    for name in names:
+        case = CASES[name]
+        stock = _train(case)
+        for granularity in case.granularities:
+            calls, again = COUNTERS.calls, COUNTERS.recomputations
+            with ovpatch.applied("recompute", options={"recompute": {"granularity": granularity}}):
+                patched = _train(case)
+            changed = count_differences(stock, patched)
+            found[f"{name}, {granularity}"] = changed, COUNTERS.calls - calls, COUNTERS.recomputations - again
+    return found
+
+
+def test_as_stock(ranks: Any) -> None:
+    (found,) = ranks(1)(_compare, list(CASES))
+    for name, (changed, calls, again) in found.items():
+        case = CASES[name.rpartition(", ")[0]]
+        assert not changed, f"{name}: {changed} tensors differ"
+        assert calls == case.calls, name
+        assert bool(again) == bool(calls), name
+
+
+# --- what is kept ---
+
+
+def _saved_bytes(granularity: str) -> tuple[int, list[int]]:
+    """Return the bytes that a forward keeps, without parameters, and how often each block ran in a step."""
+    torch.manual_seed(0)
+    model = Decoder(layers=4)
+    recompute(model, granularity)
+    sizes = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    params = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(data(0)).square().mean()
+    kept = sum(size for key, size in sizes.items() if key not in params)
+    loss.backward()
+    runs = [layer.runs for layer in model.layers]
+    recompute(model, "none")
+    return kept, runs
+
+
+def test_inputs_of_blocks_alone_are_kept(ranks: Any) -> None:
+    ((stock, runs),) = ranks(1)(_saved_bytes, "none")
+    assert runs == [1] * 4
+    ((kept, runs),) = ranks(1)(_saved_bytes, "full")
+    assert runs == [2] * 4
+    assert kept < stock / 4
+
+
+def _count_operators() -> dict[str, int]:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = self.products = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func._schema.name
+            self.attention += "attention" in name and "backward" not in name
+            self.products += name in ("aten::mm", "aten::addmm")
+            return func(*args, **(kwargs or {}))
+
+    found = {}
+    for granularity in ("full", "selective"):
+        for dropout in (0.0, 0.5):
+            model = Decoder(layers=2)
+            recompute(model, granularity)
+            loss = model(data(0)).square().mean()
+            with Count() as count:
+                loss.backward()
+            recompute(model, "none")
+            found[f"{granularity} {dropout}"] = count.attention, count.products
+    return found
+
+
+def test_selective_keeps_attention_and_full_does_not(ranks: Any) -> None:
+    (found,) = ranks(1)(_count_operators)
+    assert found["full 0.0"][0] == 2
+    assert found["selective 0.0"][0] == 0
+    assert found["full 0.0"][1] == found["selective 0.0"][1] > 0
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments", "keep", "kept"),
+    [
+        ("_scaled_dot_product_flash_attention", (None, None, None, 0.0), (), True),
+        ("_scaled_dot_product_flash_attention", (None, None, None, 0.1), (), False),
+        ("_scaled_dot_product_efficient_attention", (None, None, None, None, True, 0.1), (), False),
+        ("_scaled_dot_product_flash_attention", (None, None, None), (), True),
+        ("mm", (None, None), (), False),
+        ("mm", (None, None), ("aten.mm",), True),
+        ("bernoulli", (None,), ("aten::bernoulli",), False),
+    ],
+)
+def test_operators_that_move_the_random_generator_are_not_kept(
+    operator: str, arguments: tuple[Any, ...], keep: tuple[str, ...], kept: bool
+) -> None:
+    """Without attention's dropout, a dropout behind it would draw other numbers in the recomputation."""
+    policy = make_policy(keep)(None, getattr(torch.ops.aten, operator).default, *arguments)
+    assert policy is (CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+# --- errors ---
+
+
+class _Breaks(Block):
+    """A block that cannot be computed again; ``how`` says why."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor, rotary: Any, *, mask: Any = None) -> torch.Tensor:
+        if self.how == "other tensors" and self.runs:
+            x = x * torch.ones(1, WIDTH)
+        if self.how == "fewer tensors" and self.runs:
+            self.runs += 1
+            return x + self.norm(x)
+        if self.how == "other shapes" and self.runs:
+            x = x[:, :3].repeat(1, 2, 1)[:, :4]
+            mask, rotary = None, [one[:4] for one in rotary]
+        result = super().forward(x, rotary, mask=mask)
+        if self.how == "gradient inside":
+            torch.autograd.grad(result.sum(), self.up.weight, retain_graph=True)
+        return result
+
+
+BROKEN = {
+    "other tensors": "does not compute the same again",
+    "fewer tensors": "it saved",
+    "other shapes": "and now is",
+    "gradient inside": "takes gradients inside its forward",
+    "input changed": "was changed in place after its forward",
+    "parameter changed": "parameter up.weight of block layers.1 was changed in place",
+}
+
+
+def _break(how: str) -> str:
+    model = Decoder(lambda: _Breaks(how), layers=2)
+    recompute(model)
+    inputs = []
+    model.layers[1].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    try:
+        loss = model(data(0)).square().mean()
+        if how == "input changed":
+            inputs[0].detach().add_(1)
+        if how == "parameter changed":
+            model.layers[1].up.weight.data.add_(1)
+            with torch.no_grad():
+                model.layers[1].up.weight.add_(1)
+        loss.backward()
+    except RecomputeError as error:
+        return str(error)
+    finally:
+        recompute(model, "none")
+    return ""
+
+
+def _break_all() -> dict[str, str]:
+    return {how: _break(how) for how in BROKEN}
+
+
+def test_what_cannot_be_computed_again_is_an_error_with_a_remedy(ranks: Any) -> None:
+    (found,) = ranks(1)(_break_all)
+    for how, text in found.items():
+        assert BROKEN[how] in text, f"{how}: {text}"
+        assert "layers." in text
+        assert text.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"granularity": "half"}, "granularity='half' is none of none, full, selective"),
+        ({"blocks": "layers.*.attention"}, "has no module that blocks='layers.*.attention' names"),
+    ],
+)
+def test_unknown_names_are_errors(arguments: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=text.replace("*", r"\*")):
+        recompute(Decoder(), **arguments)

@@ -1,0 +1,95 @@
+"""What MkDocs does not do by itself for the documentation site; ``mkdocs.yml`` names this file as a hook.
+
+Some pages stand outside of ``docs/``, because people and package indexes look for them elsewhere. They are added here.
+Links between pages are written for the repository, and are rewritten for the site. A link to a file that is not a page,
+such as a source file, becomes its text.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+
+#: Pages outside of ``docs/``, by their path on the site.
+OUTSIDE: Final = {
+    "index.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+    "examples.md": "examples/README.md",
+    "notes.md": "benchmarks/NOTES.md",
+}
+
+_LINK: Final = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_FENCED: Final = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
+_ROLE: Final = re.compile(r":(?:func|class|meth|mod|attr|data|exc):(?=<code>)")
+
+
+def locate(file: Path) -> str | None:
+    """Return where the site has a file of the repository, or None if it does not."""
+    name = file.relative_to(ROOT).as_posix()
+    for uri, source in OUTSIDE.items():
+        if name == source:
+            return uri
+    if name == "docs/README.md":  # the list of pages, which on the site is the navigation
+        return "index.md"
+    return name.removeprefix("docs/") if name.startswith("docs/") and file.is_file() else None
+
+
+def rewrite_links(text: str, source: Path, uri: str) -> str:
+    """Return a page with the links of the repository made links of the site.
+
+    Args:
+        text: Markdown of the page.
+        source: The page's file in the repository.
+        uri: The page's path on the site.
+
+    Raises:
+        ValueError: A link leads to a file that does not exist.
+    """
+
+    def rewrite(match: re.Match[str]) -> str:
+        picture, label, target = match.groups()
+        path, mark, anchor = target.partition("#")
+        if not path or re.match(r"[a-z]+:", target):
+            return match[0]
+        file = Path(os.path.normpath(source.parent / path))
+        if not file.is_relative_to(ROOT) or not file.exists():
+            raise ValueError(f"{source.relative_to(ROOT)}: there is no {target}. Correct the link.")
+        found = locate(file)
+        if found is None:
+            return label
+        return f"{picture}[{label}]({posixpath.relpath(found, posixpath.dirname(uri) or '.')}{mark}{anchor})"
+
+    pieces = _FENCED.split(text)
+    return "".join(piece if index % 2 else _LINK.sub(rewrite, piece) for index, piece in enumerate(pieces))
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that stand outside of ``docs/``."""
+    from mkdocs.structure.files import File
+
+    for uri, name in OUTSIDE.items():
+        files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Rewrite the links of a page."""
+    uri = page.file.src_uri
+    return rewrite_links(markdown, ROOT / OUTSIDE.get(uri, f"docs/{uri}"), uri)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Remove the roles of Sphinx that docstrings have around names."""
+    return _ROLE.sub("", html)
