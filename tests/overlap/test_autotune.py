@@ -19,8 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from ovpatch.overlap.autotune import Autotuner, Tuning, TuningBudget, autotuner_for, report_lines
 from ovpatch.overlap.autotune import autotuner as autotuner_module
 from ovpatch.overlap.autotune.autotuner import run_in_own_thread
-from ovpatch.overlap.autotune.measure import TuningCache, pick_fastest
+from ovpatch.overlap.autotune.measure import Choice, TuningCache, pick_fastest
 from ovpatch.overlap.comm.consensus import RankMismatchError
+from ovpatch.overlap.copy_engine import selection
+from ovpatch.overlap.copy_engine.registry import Chosen
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {"device": "a", "ranks": "2"}
@@ -49,6 +51,26 @@ SLEEPS = {"first": 8e-3, "second": 5e-3, "third": 1e-3}
 )
 def test_the_default_and_the_baseline_win_ties(times, default, expected):
     assert pick_fastest(times, default) == expected
+
+
+@pytest.mark.parametrize(
+    ("copies_ms", "gathers", "scatters"), [(3.8, False, True), (3.5, True, True), (4.2, False, False)]
+)
+def test_copy_engines_gather_only_where_that_saves_more_than_their_host_time(copies_ms, gathers, scatters):
+    chosen, tuner, group = Chosen(), mock.Mock(), mock.Mock()
+    chosen.engine = mock.Mock()
+    group.size.return_value = 2
+    times = {selection.BACKEND: 4.0, selection.COPIES: copies_ms}
+    tuner.tune.side_effect = lambda _group, tuning, _communicator: Choice(tuning.pick(times), "", times)
+    with (
+        mock.patch.object(selection, "chosen_for", return_value=chosen),
+        mock.patch.object(selection, "is_capturing", return_value=False),
+        mock.patch.object(selection, "autotuner_for", return_value=tuner),
+        mock.patch.object(selection.memory, "unsupported_reason", return_value=""),
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
+    ):
+        selection.choose(group, torch.device("cuda"), "auto", feature="test", directory=None)
+    assert (chosen.gathers, chosen.scatters, chosen.final) == (gathers, scatters, True)
 
 
 def test_what_is_written_is_read_by_the_next(tmp_path):

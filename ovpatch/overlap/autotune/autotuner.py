@@ -27,7 +27,6 @@ from ovpatch.overlap.autotune.measure import (
     Tuning,
     TuningCache,
     measure_candidates,
-    pick_fastest,
 )
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, wait_limit_s
@@ -159,7 +158,7 @@ class Autotuner:
         found = numbers.broadcast(given)
         if all(found):
             times = dict(zip(tuning.candidates, found, strict=True))
-            return Choice(pick_fastest(times, tuning.default), "measured in an earlier run", times)
+            return Choice(tuning.pick(times), "measured in an earlier run", times)
         if numbers.maximum([-self._budget.seconds_left()])[0] >= 0:
             return self._out_of_time(tuning)
         with self._budget.spend():
@@ -178,7 +177,7 @@ class Autotuner:
             return self._out_of_time(tuning)
         if group.rank() == 0:
             cache.write(tuning.key, times)
-        return Choice(pick_fastest(times, tuning.default), "measured", times)
+        return Choice(tuning.pick(times), "measured", times)
 
     def _make(self, tuning: Tuning) -> Candidates | _Problem:
         """Return the candidates, the baseline first, or why there are none. It must not raise: peers would wait."""

@@ -48,6 +48,13 @@ class Tuning:
     # Returns whether a candidate can be used at all. It returns the same on all ranks, which all call it; it may be a
     # collective.
     usable: Callable[[str], bool] = lambda name: True
+    # By candidate, milliseconds of the host beyond the baseline's that a call takes. A sample does not show them, since
+    # the host launches beside a busy device; a step whose host is the limit does.
+    host_ms: Mapping[str, float] = field(default_factory=dict)
+
+    def pick(self, times: Mapping[str, float]) -> str:
+        """Return the candidate to take, by each one's milliseconds and its host time; see :func:`pick_fastest`."""
+        return pick_fastest({name: ms + self.host_ms.get(name, 0.0) for name, ms in times.items()}, self.default)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,9 @@ _BYTES: Final = 512 * 1024 * 1024  # of a collective, which takes a millisecond 
 _TENSORS: Final = 32
 _ROWS, _FEATURES = 4096, 4096  # of a product, which takes a fifth of a millisecond on an H100 or H200
 _BEFORE, _BESIDE = 3, 16
+# To launch copies to all ranks takes the host so much longer than the backend's kernel does (one gather, 2 H100). The
+# products hide it, but where the host is the limit a step is longer by it, so the copies must save more.
+_GATHER_HOST_MS: Final = 0.3
 _TIMEOUT_S: Final = 60.0  # ranks have synchronised just before
 
 
@@ -77,8 +80,8 @@ def choose(
         chosen.gathers, chosen.scatters, chosen.final = True, not sums, True
         return
     ask = functools.partial(_asked, group, communicator or group, device, chosen.engine, feature, directory)
-    chosen.gathers, gathers_finally = ask("gather", _gathers)
-    chosen.scatters, scatters_finally = (False, True) if sums else ask("reduce-scatter", _scatters)
+    chosen.gathers, gathers_finally = ask("gather", _gathers, _GATHER_HOST_MS)
+    chosen.scatters, scatters_finally = (False, True) if sums else ask("reduce-scatter", _scatters, 0.0)
     chosen.final = gathers_finally and scatters_finally
     if chosen.final and not chosen.gathers and not chosen.scatters:
         chosen.engine = None  # its memory
@@ -127,6 +130,7 @@ def _asked(
     directory: Path | None,
     what: str,
     calls: Calls,
+    host_ms: float,
 ) -> tuple[bool, bool]:
     """Return whether copy engines run a collective, and whether that is final."""
     key = f"{what} of {_BYTES >> 20} MiB beside products, {group.size()} ranks"
@@ -136,7 +140,7 @@ def _asked(
     def make(generator: torch.Generator) -> Candidates:
         return calls(communicator, engine, generator)
 
-    tuning = Tuning(key, (BACKEND, COPIES), BACKEND, make, needs)
+    tuning = Tuning(key, (BACKEND, COPIES), BACKEND, make, needs, host_ms={COPIES: host_ms})
     choice = autotuner_for(group, device, feature, directory).tune(group, tuning, communicator)
     engine.failed_everywhere()  # a candidate may have failed; on some ranks only, it would have raised
     return choice.candidate == COPIES, choice.final

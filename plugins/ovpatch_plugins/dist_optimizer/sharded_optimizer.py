@@ -196,8 +196,7 @@ class ShardedOptimizer:
                 if other is not self:
                     other._sync.finish_param_sync()
         with torch._C.DisableTorchFunctionSubclass():
-            for one in params:
-                COUNTERS.grads_sharded += type(one.param.grad) is LazyTensor
+            COUNTERS.grads_sharded += [type(one.param.grad) for one in params].count(LazyTensor)
         for state in self._states.values():
             state.wait_for_readers()
         for shards, of_model in models.items():

@@ -46,6 +46,12 @@ _REPLACED = (
     "content is gone. Read or copy it before the step, or turn dist_optimizer off."
 )
 
+_MISPLACED = (
+    "ovpatch: the tensor '{}' in the optimizer's state of parameter '{}' is that of another parameter, or has another "
+    "name there, and has not been read, so each rank has the wrong shard of it. Put a copy there (tensor.clone()), or "
+    "turn dist_optimizer off."
+)
+
 _TOO_LATE = (
     "A step went on meanwhile. Read optimizer state between a step and the next backward, on every rank that reads; "
     "what a thread is to read later, copy before, as by copy.deepcopy(optimizer.state_dict())"
@@ -427,6 +433,8 @@ class KeptState:
         values = _values(self.shown.values())
         if len(values) != len(self._shards) or not all(map(operator.is_, values, self._shards)):
             return False
+        if len(states) < len(self.shown):
+            return False
         made = [states.popitem() for _ in self.shown][::-1]  # they came last
         if list(map(id, itertools.chain.from_iterable(made))) == self._ids:
             return True
@@ -440,7 +448,9 @@ _VALUES: Final = operator.methodcaller("values")
 
 
 def _names(states: Iterable[Any]) -> list[Any]:
-    return list(itertools.chain.from_iterable(states))
+    """Return the names in each state, and how many there are."""
+    known = list(states)
+    return [*map(len, known), *itertools.chain.from_iterable(known)]
 
 
 def _values(states: Iterable[Any]) -> list[Any]:
@@ -486,6 +496,8 @@ class ElementwiseState(ShardedState):
             states[shard_param] = shown = dict(state)
             for name, value in shown.items():
                 if type(value) is LazyTensor and vars(value).get("source") is self:
+                    if vars(value).get("key") != (index, name):
+                        raise RuntimeError(_MISPLACED.format(name, self._shards.names[index]))
                     shown[name] = local[index, name]
                 elif isinstance(value, Tensor) and value.shape == shape:  # what the script has put there
                     self._shard_tensor((index, name), value, state)
@@ -493,13 +505,16 @@ class ElementwiseState(ShardedState):
 
     def _write_back(self, swapped: Swapped, states: States) -> None:
         kept, self._kept = self._kept, None  # whatever raises, the next step looks at each tensor
-        if kept is not None and kept.end_step(states):
-            swapped.clear()
-        else:
-            updated = list(swapped)
-            shown = {shard_param: states.get(shard_param) for _, shard_param in swapped}
-            super()._write_back(swapped, states)
-            kept = KeptState.of(self, updated, states, shown)
+        is_done = False
+        try:
+            is_done = kept is not None and kept.end_step(states)
+        finally:  # also where it was interrupted
+            if not is_done:
+                updated = list(swapped)
+                shown = {shard_param: states.get(shard_param) for _, shard_param in swapped}
+                super()._write_back(swapped, states)
+                kept = KeptState.of(self, updated, states, shown)
+        swapped.clear()
         self._kept = kept
 
     def _write_back_param(self, one: ShardedParam, shown: Parameter, states: States) -> None:

@@ -7,6 +7,8 @@ import io
 import pickle
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -285,6 +287,98 @@ def plain() -> list[dict[str, Any]]:
 def test_revert_in_mid_training(ranks):
     for stock, patched in zip(ranks(2)(plain), ranks(2)(reverted), strict=True):
         compare(stock, patched).assert_bitwise()
+
+
+def _replace(opt: torch.optim.Optimizer, states: list[dict[str, Any]]) -> None:
+    for param in list(opt.state)[:2]:
+        opt.state[param] = {name: value.clone() for name, value in opt.state[param].items()}
+
+
+#: What a script may do to the state between two steps.
+EDITS: dict[str, Callable[[torch.optim.Optimizer, list[dict[str, Any]]], Any]] = {
+    "read": lambda opt, states: [value.sum() for value in states[1].values()],
+    "value": lambda opt, states: states[1].update(exp_avg=torch.ones_like(states[1]["exp_avg"])),
+    "in place": lambda opt, states: states[1]["exp_avg_sq"].mul_(2),
+    "number of steps": lambda opt, states: states[1].update(step=torch.tensor(1.0)),
+    "added": lambda opt, states: states[1].update(note=torch.ones_like(states[1]["exp_avg"])),
+    "replaced": _replace,
+    "dropped": lambda opt, states: opt.state.pop(next(iter(opt.state))),
+    "loaded": lambda opt, states: opt.load_state_dict(copy.deepcopy(opt.state_dict())),
+    "less groups": lambda opt, states: opt.param_groups[0]["params"].pop(),
+}
+
+
+def edited(edit: str, again: bool) -> list[dict[str, Any]]:
+    """Change the state by hand after steps that have left it alone, once or before two steps running."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    records = []
+    for number in range(7):
+        step(model, opt, number)
+        if number == 3 or (again and number == 4):
+            EDITS[edit](opt, list(opt.state.values()))
+        records.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    return [*records, *({name: value.clone() for name, value in state.items()} for state in opt.state.values())]
+
+
+def check_edited(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["steps"] >= 7
+
+
+def test_state_that_is_changed_between_steps_is_what_the_next_step_takes(ranks):
+    results = ranks(2)(all_both, edited, table(edit=EDITS, again=[False, True]), apply=apply_all)
+    check_all(results, check=check_edited)
+
+
+def misplaced() -> str:
+    """Give two parameters each other's state, unread; return the error of the next step."""
+    with apply_all():
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+        opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for number in range(3):
+            step(model, opt, number)
+        first, second = (s for s in opt.state.values() if s["exp_avg"].dim() == 2)
+        first["exp_avg"], second["exp_avg"] = second["exp_avg"], first["exp_avg"]
+        with pytest.raises(RuntimeError) as caught:
+            step(model, opt, 3)
+        first["exp_avg"], second["exp_avg"] = second["exp_avg"], first["exp_avg"]
+        step(model, opt, 4)
+        dist.barrier()
+    return str(caught.value)
+
+
+def test_state_of_another_parameter_is_an_error(ranks):
+    for message in ranks(2)(misplaced):
+        assert "'exp_avg'" in message
+        assert "tensor.clone()" in message
+
+
+def apply_all() -> Any:
+    return apply({"min_param_numel": 1})
+
+
+def moved() -> list[Any]:
+    """Memory that the script takes from a parameter is freed, and the next step works on what it has instead."""
+    model, opt = build()
+    records: list[Any] = []
+    for number in range(5):
+        step(model, opt, number)
+        param = next(model.parameters())
+        param.sum()
+        storage = weakref.ref(param.untyped_storage())
+        param.data = param.data.clone() * 2
+        records.append({"freed": torch.tensor(storage() is None), "param": param.detach().clone()})
+    return records
+
+
+def test_memory_of_a_parameter_that_moves_is_freed(ranks):
+    for result in ranks(2)(both, moved):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert all(record["freed"] for record in result["patched"])
+        assert result["counters"]["gathers_overlapped"] >= 4
 
 
 def unreadable() -> list[bool]:
