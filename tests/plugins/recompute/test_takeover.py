@@ -264,6 +264,7 @@ def _train_layers(kwargs: dict[str, bool] | None, patched: bool) -> tuple[list[A
     options = {"recompute": {"blocks": "model.layers.[01]"}}
     with ovpatch.applied("recompute", options=options) if patched else contextlib.nullcontext():
         model = LlamaForCausalLM(LlamaConfig(vocab_size=32, attention_dropout=0.1, **sizes)).train()
+        vars(nn.Module).get("smart_apply") and delattr(nn.Module, "smart_apply")  # which transformers leaves there
         if kwargs is not None:
             model.gradient_checkpointing_enable(kwargs)
         optimizer = _sgd(model)
