@@ -258,7 +258,8 @@ def test_every_patched_method_of_ddp_is_explained():
     ovpatch_register(patches=Patches(), options={"bucket_cap_mb": None})
     text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     named = [name for row in cells(text)[2:] for name in re.findall(r"`(\w+)`", row[0])]
-    assert sorted(named) == sorted(targets)
+    lacking = {"_check_manual_backward_finalization_supported"} - set(dir(torch.nn.parallel.DistributedDataParallel))
+    assert sorted(set(named) - lacking) == sorted(targets)
 
 
 # --- quoted texts ---

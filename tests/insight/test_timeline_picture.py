@@ -47,7 +47,7 @@ def red_share(path):
     from matplotlib.image import imread
 
     pixels = (imread(path)[:, :, :3] * 255).round().astype(int)
-    red = (numpy.abs(pixels - RED).max(axis=2) <= 2)[: int(len(pixels) * 0.9)]  # without the legend
+    red = (numpy.abs(pixels - RED).max(axis=2) <= 2)[: int(len(pixels) * 0.8)]  # without the legend
     columns = numpy.flatnonzero(red.any(axis=0)) / pixels.shape[1]
     return red.sum() / red.size, columns
 

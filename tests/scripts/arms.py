@@ -207,7 +207,7 @@ def assert_stood_down(report: dict[str, Any] | None, *because: str) -> None:
     assert ddp["state"] == "applied", ddp
     assert [process["rank"] for process in ddp["processes"]] == [*range(WORLD)], ddp["processes"]
     assert not any(ddp["counters"].values()), ddp["counters"]
-    assert ddp["remarks"][:-1] == [*because]
+    assert ddp["remarks"][:-1] == [*because], ddp["remarks"]
     assert ddp["remarks"][-1] in IDLE
 
 

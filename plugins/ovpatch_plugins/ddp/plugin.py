@@ -13,12 +13,13 @@ from ovpatch_plugins.ddp.options import OPTIONS
 
 _DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
 
+_FINALIZES = "_check_manual_backward_finalization_supported"  # since torch 2.15
 _NEEDS_STOCK = {
     "register_comm_hook": "a communication hook is registered, which reduces buckets of the C++ reducer",
     "_register_builtin_comm_hook": "a communication hook is registered, which reduces buckets of the C++ reducer",
     "_register_fused_optim": "an optimizer is fused into the reduction",
     "_set_sparse_metadata": "sparse metadata is set, which the C++ reducer uses",
-    "_check_manual_backward_finalization_supported": "the script finalizes its backwards, which takes the C++ reducer",
+    _FINALIZES: "the script finalizes its backwards, which takes the C++ reducer",
     "join": "join() shadows the collectives of the C++ reducer",
     "join_hook": "Join([...]) shadows the collectives of the C++ reducer",
 }
@@ -39,6 +40,8 @@ def ovpatch_feature() -> Feature:
 @hookimpl
 def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches; all of them are methods of the stock class, which itself stays."""
+    from torch.nn.parallel import DistributedDataParallel
+
     from ovpatch_plugins.ddp.takeover import Takeover
 
     takeover = Takeover(options)
@@ -68,6 +71,8 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         "reducer can follow; there is no hook for its beginning",
     )
     for name, reason in _NEEDS_STOCK.items():
+        if name == _FINALIZES and not hasattr(DistributedDataParallel, name):
+            continue
         patches.register_patch(
             f"{_DDP}.{name}",
             wrap=functools.partial(takeover.wrap_needs_stock, reason=reason),
