@@ -48,7 +48,7 @@ def checkpoint_blocks(model: GPT, *, selective: bool) -> None:
     if selective:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     for block in model.blocks:
-        block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+        block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]  # as scripts do
 
 
 class Watch(TorchDispatchMode):

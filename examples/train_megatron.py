@@ -47,7 +47,7 @@ class LayerNorm(nn.LayerNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps)
         for param in self.parameters():
-            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
 
 
 def answer_for_the_cpu() -> None:
@@ -60,7 +60,7 @@ def answer_for_the_cpu() -> None:
 
         return make_on_cpu
 
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]  # Megatron makes a device of it
     for name in ("empty", "tensor", "zeros"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
 

@@ -108,6 +108,19 @@ class Scale(torch.autograd.Function):
 
 apply_scale = Scale.apply  # as scripts do it, before anything is patched
 
+
+class Outer(torch.autograd.Function):
+    """A Function that gets no parameter, and reads one in another Function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, holder: nn.Module) -> Tensor:
+        return apply_scale(x, holder.weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
 # --- modules ---
 
 
@@ -235,6 +248,7 @@ READERS["operator"] = Kind(linear, lambda m: torch.ops.aten.mul.Tensor(m.weight,
 READERS["foreach"] = Kind(linear, lambda m: torch._foreach_norm([m.weight, m.bias]))
 READERS["function"] = Kind(lambda: nn.PReLU(), lambda m: [trained(Applied(m), X)])
 READERS["function by a name of its own"] = Kind(lambda: nn.PReLU(), lambda m: [trained(Applied(m, apply_scale), X)])
+READERS["function in a function"] = Kind(lambda: nn.PReLU(), lambda m: Outer.apply(X, m))
 READERS["functional call"] = Kind(linear, lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (X,)))
 READERS["func.grad"] = Kind(linear, lambda m: torch.func.grad(lambda w: F.linear(X, w).sum() + w.norm())(m.weight))
 READERS["func.grad, captured"] = Kind(linear, lambda m: torch.func.grad(lambda x: F.linear(x, m.weight).sum())(X))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import ClassMethodDescriptorType, CodeType, FrameType
+from types import ClassMethodDescriptorType, FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -107,7 +107,7 @@ class ContextHook:
     """
 
     def __init__(self) -> None:
-        BackwardCFunction.__init__ = _wait_for_unseen  # type: ignore[assignment]
+        BackwardCFunction.__init__ = _wait_for_unseen  # type: ignore[assignment]  # takes one argument, object's takes any
 
     def remove(self) -> None:
         """Stop to wait."""
@@ -115,18 +115,9 @@ class ContextHook:
 
 
 def _wait_for_unseen(_context: Any) -> None:
-    if PENDING and not torch.compiler.is_compiling() and not _is_below(_WAITING, sys._getframe(1)):
+    # A wrapped apply() has waited. Only the caller counts: a function inside of that one may read other parameters.
+    if PENDING and not torch.compiler.is_compiling() and sys._getframe(1).f_code is not _WAITING:
         wait_for_all()
-
-
-def _is_below(code: CodeType, frame: FrameType | None) -> bool:
-    for _ in range(_FRAMES):
-        if frame is None:
-            return False
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def waiting_for_compiled_code(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,7 +51,7 @@ def make_contexts(granularity: str, keep: Sequence[str]) -> Contexts:
     for mode in contexts:
         # tp_linear stands down where operators are recorded by a policy that may keep its collectives; this one does
         # not, unless it is told to.
-        mode.repeats_collectives = not keep  # type: ignore[attr-defined]
+        mode.repeats_collectives = not keep  # type: ignore[attr-defined]  # tp_linear asks for it
     return contexts
 
 

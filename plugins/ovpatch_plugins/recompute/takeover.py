@@ -267,7 +267,7 @@ def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
         call = Recomputation(self, mark[2], stock, args, kwargs, make_contexts(mark[0], mark[1]))
         return call.run(args, kwargs)
 
-    forward.__ovpatch__ = True  # type: ignore[attr-defined]
+    forward.__ovpatch__ = True  # type: ignore[attr-defined]  # a mark of ours
     return forward
 
 
@@ -282,7 +282,7 @@ def _run_compiled(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, 
     return checkpoint(stock.__get__(block), *args, use_reentrant=False, **more, **kwargs)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # not typed in torch
 def _count_compiled() -> int:
     COUNTERS.compiled_calls += 1
     return 0
