@@ -25,6 +25,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.support.environment import clean, exactly, updated
+from tests.support.gloo import keep_groups
 from tests.support.scripts import Result, free_port
 from tests.support.worker import die_with_parent
 
@@ -158,4 +159,5 @@ def _run(argv: Sequence[str], environment: Mapping[str, str], out: Path, err: Pa
     os.environ.update(environment)
     sys.argv = list(argv)
     sys.path[0] = str(Path(argv[0]).parent)
+    keep_groups()
     runpy.run_path(argv[0], run_name="__main__")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 from unittest import mock
 
 import torch.distributed as dist
@@ -32,6 +32,20 @@ def one_thread_group() -> dist.ProcessGroup:
     """Return a new group of all ranks whose collectives run one after the other."""
     with mock.patch.object(distributed_c10d, "ProcessGroupGloo", _OneThread):
         return dist.new_group(backend="gloo")
+
+
+class _KeepingKeys(dict[dist.ProcessGroup, Any]):
+    def __setitem__(self, group: dist.ProcessGroup, value: Any) -> None:
+        _KEPT.append(group)
+        super().__setitem__(group, value)
+
+
+_KEPT: Final[list[dist.ProcessGroup]] = []
+
+
+def keep_groups() -> None:
+    """Have the groups of this process live until it ends: a script may let go of its last one while a thread works."""
+    distributed_c10d._pg_map = _KeepingKeys(distributed_c10d._pg_map)
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:

@@ -139,7 +139,10 @@ def _fail_in_fsdp(where: str, victim: int, policy: MixedPrecisionPolicy) -> list
         fully_shard(module.blocks[0], mesh=mesh["dp"], mp_policy=policy)  # type: ignore[index, arg-type]
         return fully_shard(module, mesh=mesh["dp"], mp_policy=policy)  # type: ignore[return-value]
 
-    case = Case(part=lambda _index: Part(Bomb(where), Block()), wrap=wrap, steps=1)
+    # A stage whose replicas do not hear alike of a failure waits in its reduction. So a B of the first stage fails when
+    # the last one has ended its step.
+    delay_s = 1.0 if (where, victim) == ("B", 0) else 0.0
+    case = Case(part=lambda _index: Part(Bomb(where, delay_s), Block()), wrap=wrap, steps=1)
     group, found = mesh["pp"].get_group(), []
     for left in (None, 1, 4):
         ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
