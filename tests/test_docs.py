@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from ovpatch.session.session import Session
 from ovpatch.settings.options import list_variables
 from ovpatch.settings.settings import RESERVED, make_variable_name, suggest_variable
 from tests.support.environment import clean
-from tools import docs_site
+from tools import diagrams, docs_site
 
 ROOT = Path(__file__).resolve().parent.parent
 FEATURE_PAGES = "docs/features"
@@ -129,6 +130,23 @@ def test_a_link_between_two_pages_is_rewritten_for_the_site():
     assert docs_site.rewrite_links(text, ROOT / "docs" / "verify.md", "deep/verify.md") == expected
     with pytest.raises(ValueError, match=r"docs/verify\.md: there is no gone\.md"):
         docs_site.rewrite_links("[y](gone.md)", ROOT / "docs" / "verify.md", "verify.md")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<script src="https://a.b/c.js">',
+        "<img alt=x src=http://a.b/c.png>",
+        '<pre class="mermaid">',
+        "<p class=mermaid>",
+    ],
+)
+def test_a_page_that_loads_something_from_another_host_is_refused(text):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="verify.md"))
+    own = '<a href="https://a.b"><script src="assets/c.js"><link href=../d.css>'
+    assert docs_site.on_post_page(own, page, None) == own
+    with pytest.raises(ValueError, match=r"verify\.md loads (http|Mermaid)"):
+        docs_site.on_post_page(own + text, page, None)
 
 
 def test_the_navigation_has_every_page():
@@ -288,6 +306,13 @@ def test_pictures_are_those_of_the_result_files(tmp_path, name):
     texts = re.findall(r"<text [^>]*>([^<]+)</text>", made)
     assert len(texts) > 5
     assert re.findall(r"<text [^>]*>([^<]+)</text>", kept) == texts, "run make figures"
+
+
+@pytest.mark.parametrize("name", diagrams.DIAGRAMS)
+def test_diagrams_are_those_of_their_tool(name):
+    picture = f"pictures/{name}.svg"
+    assert (ROOT / "docs" / picture).read_text(encoding="utf-8") == diagrams.DIAGRAMS[name](), "run make figures"
+    assert any(f"{picture})" in page.read_text(encoding="utf-8") for page in PAGES)
 
 
 # --- code ---
