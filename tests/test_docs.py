@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -503,3 +504,28 @@ def test_every_command_line_in_the_documentation_is_understood():
             main._parser(words[0]).parse_args(words)
         except SystemExit:
             pytest.fail(f"{place}: ovpatch {' '.join(words)}")
+
+
+def test_what_other_commands_name_is_there():
+    """Targets of make, scripts and their flags, modules, tests and extras, in code and in prose."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    extras = metadata("ovpatch").get_all("Provides-Extra")
+    seen = set()
+    for page in PAGES:
+        text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
+        for target in re.findall(r"(?:`|^\$ )make ([a-z][a-z-]*)", text, re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
+            seen.add("make")
+        for module in re.findall(r"python -m ((?:benchmarks|tests|tools)[\w.]*)", text):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{page.name}: {module}"
+            seen.add("module")
+        for extra in re.findall(r"ovpatch\[(\w+)\]", text):
+            assert extra in extras, f"{page.name}: ovpatch[{extra}]"
+            seen.add("extra")
+        for script, rest in re.findall(r"(?:\$ |-- ).*?\b(examples/\w+\.py)([^`#\n]*)", text):
+            source = (ROOT / script).read_text(encoding="utf-8")
+            for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", rest):
+                assert f'"{flag}"' in source, f"{page.name}: {script} {flag}"
+                seen.add("flag")
+    assert seen == {"make", "module", "extra", "flag"}
