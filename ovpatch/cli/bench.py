@@ -110,7 +110,7 @@ def _explain(error: FailedError, out: Path | None) -> ExitCode:
         return _fail(f"{error}.", code)
     for pid, stacks in outcome.stacks.items() if outcome.timed_out else ():
         print(f"--- stacks of process {pid}\n{stacks.rstrip()}", file=sys.stderr)
-    print(f"--- the end of its log\n{outcome.read_log_tail()}\n---", file=sys.stderr)
+    print(f"--- how it ended\n{outcome.read_failure()}\n---", file=sys.stderr)
     where = f"The whole log: {outcome.log}" if out is not None else "Keep whole logs with --out DIR."
     return _fail(f"{error}. {_whose(error.kind)} {where}", code)
 

@@ -358,13 +358,13 @@ class ShardedOptimizer:
 
     def _add_model(self, optimizer: Optimizer, shards: ShardedGrads, params: Sequence[ShardedParam]) -> None:
         """Begin to keep state for one model's parameters."""
-        # Gradients and state that are other shards', as of a model that is wrapped anew, are fetched now: once hosts
+        # Gradients and state that are other shards', as of a model that is wrapped again, are fetched now: once hosts
         # have said that they come to the parameters' collective, no rank may ask.
         held = [one for each in params for one in (each.param.grad, *optimizer.state.get(each.param, {}).values())]
         lazy_tensor.materialize(one for one in held if isinstance(one, LazyTensor) and one.source is not shards)
         log = shards.step_log
         turn = self._turns.get(shards)
-        if turn is None:  # the model is wrapped anew
+        if turn is None:  # the model is wrapped again
             turn = log.propose(step_log.terms_of(optimizer, [shards.names[one.index] for one in params]))
         log.adopt(turn)
         _optimizers_over.setdefault(shards, weakref.WeakSet()).add(self)

@@ -105,7 +105,7 @@ class ShardedState(abc.ABC):
         self._kept: KeptState | None = None
         self._topic = f"state of {turn.name}, of {shards.identity}"
         serving = _serving.setdefault(shards, weakref.WeakValueDictionary())
-        if turn.name in serving:  # this rank alone has made its optimizer anew
+        if turn.name in serving:  # this rank alone has made its optimizer again
             serving[turn.name]._withdraw()
         serving[turn.name] = self
         self._withdraw: weakref.finalize[[], ShardedState] = weakref.finalize(

@@ -69,7 +69,7 @@ class ExpertParallelFFN(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, as ``nn.Linear`` does; each rank from its own generator."""
+        """Draw new weights, as ``nn.Linear`` does; each rank from its own generator."""
         for weight in (self.up, self.down):
             bound = 1 / math.sqrt(weight.shape[-1])
             nn.init.uniform_(weight, -bound, bound)
