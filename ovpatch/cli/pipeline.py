@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw the best order to a PNG, SVG or PDF file; needs matplotlib",
     )
-    add("--out", type=Path, metavar="DIR", help="of a command: keep its log and raw files there; it must be empty")
+    add("--out", type=Path, metavar="DIR", help="with a command: keep its log and raw files there; it must be empty")
     command_line.add_timeout(parser)
     command_line.add_command(parser)
 
@@ -234,7 +234,7 @@ def _number(name: str, text: str, least: float) -> float:
 def _ask(question: Mapping[str, Any]) -> Mapping[str, Any]:
     found = find_plugins().get(_FEATURE)
     if found is None:
-        raise SettingsError("the plugin of feature pipeline is not installed. Install ovpatch anew.")
+        raise SettingsError("the plugin of feature pipeline is not installed. Install ovpatch again.")
     shown = sys.stderr.isatty()
 
     def progress(done: float) -> None:
@@ -248,7 +248,7 @@ def _ask(question: Mapping[str, Any]) -> Mapping[str, Any]:
     except PluginError as error:
         raise SettingsError(f"feature pipeline: {error}. `ovpatch doctor` tells more.") from error
     if answer is None:
-        raise SettingsError(f"{found.origin} answers no questions. Install ovpatch anew.")
+        raise SettingsError(f"{found.origin} has no planner. Install ovpatch again.")
     checked: Mapping[str, Any] = answer
     return checked
 

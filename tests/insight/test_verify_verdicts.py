@@ -274,7 +274,7 @@ def test_steps_in_one_run_only_are_a_difference(verify):
             "the patched run fails with exit code 3, as stock does not, because of a",
         ),
         ({"patched": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Conclusion.DIFFERENT, "stacks of rank 1"),
-        ({"rerun": {"code": 3}}, Conclusion.NOISE, "The arm 'rerun' ended with exit code 3"),
+        ({"rerun": {"code": 3}}, Conclusion.NOISE, "The run 'rerun' ended with exit code 3"),
     ],
 )
 def test_how_arms_end(verify, ends, verdict, said):

@@ -231,7 +231,7 @@ def test_an_exception_is_raised_by_who_asked(ranks):
     text, cause = ranks(3)(failing)[0]
     assert "rank 1 failed: KeyError: 'layer.7'" in text
     assert "rank 2 failed: TypeError: a torch.sparse_coo tensor" in text
-    assert text.endswith("remedy it there.")
+    assert text.endswith("correct it there.")
     assert "on rank 1:\nTraceback" in cause
     assert 'raise KeyError("layer.7")' in cause
 

@@ -396,7 +396,7 @@ class _Verifier:
         """Run stock once more, and note a different end."""
         run = self.yardsticks[name] = self._run(self.request.make_arm(name, **details))
         if self.outcomes[name].code != self.outcomes["stock"].code:
-            self.notes.append(f"The arm '{name}' ended with exit code {self.outcomes[name].code}, stock did not.")
+            self.notes.append(f"The run '{name}' ended with exit code {self.outcomes[name].code}, stock did not.")
         return run
 
     def _unless_stock_does_so_too(self, wrong: str) -> str:

@@ -177,7 +177,7 @@ _REMEDY = (
     "ovpatch.apply() was called before the model was wrapped. If it only needs longer, give init_process_group() a "
     "larger timeout."
 )
-_REMEDY_FAILED = "The cause is on that rank: remedy it there."
+_REMEDY_FAILED = "The cause is on that rank: correct it there."
 _NO_STORE = (
     "ovpatch: the process group's store does not answer, so ranks cannot be found. Look at the output of the rank that "
     "hosts it, normally rank 0: keep that process until all others have ended."

@@ -45,26 +45,26 @@ IN_BACKWARD = (
 )
 
 _BESIDE = (
-    "ovpatch: {0} steps beside a new {0} over the same parameters, which went on in its place, for the other ranks "
-    "step one of them alone. Make and step the same optimizers on every rank, or turn dist_optimizer off."
+    "ovpatch: {0} steps beside a new {0} over the same parameters. The new one had taken its place, because other "
+    "ranks step only one of them. Make and step the same optimizers on every rank, or turn dist_optimizer off."
 )
 
 _TOO_LATE = (
-    "ovpatch: {} has to go on as stock, since {}. Its state could not be put together, for other ranks went on. Do the "
-    "same on every rank, or turn dist_optimizer off."
+    "ovpatch: {} has to become stock again, because {}. Its state could not be collected, because other ranks went "
+    "on. Do the same on every rank, or turn dist_optimizer off."
 )
 
 # A replay of a CUDA graph makes new state, and no host knows. A whole tensor is put together from shards that the hosts
 # of all ranks know to be of the same step. Optimizers with capturable=True stay stock (supported_optimizers.py).
 _CAPTURED = (
-    "ovpatch: the step of {} was to be captured into a CUDA graph, but each rank has a shard of its state, which could "
-    "not be put together after a replay. Make it with capturable=True, if it has that, and it stays stock; or turn "
-    "dist_optimizer off."
+    "ovpatch: the step of {} would be captured into a CUDA graph. Each rank has a shard of its state, and shards "
+    "could not be collected after a replay. Make it with capturable=True, if it has that, so that it stays stock; or "
+    "turn dist_optimizer off."
 )
 
 _INSIDE = (
-    "ovpatch: state_dict() of {} was called inside of its own update, where each rank has a shard of the state, in the "
-    "middle of being changed. Call it after step(), or in a step hook; or turn dist_optimizer off."
+    "ovpatch: state_dict() of {} was called inside its own update, while each rank changes its shard of the state. "
+    "Call it after step(), or in a step hook; or turn dist_optimizer off."
 )
 
 _optimizers_over: weakref.WeakKeyDictionary[ShardedGrads, weakref.WeakSet[ShardedOptimizer]]

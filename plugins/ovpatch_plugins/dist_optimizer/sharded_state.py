@@ -42,19 +42,19 @@ PATIENCE_S = 600.0  # for a rank whose step comes later; the reader's own time-o
 
 
 _REPLACED = (
-    "ovpatch: a tensor that was '{}' in an optimizer's state was replaced there, and there was a step since, so its "
+    "ovpatch: the tensor '{}' of an optimizer's state was replaced there, and a step has run since, so its old "
     "content is gone. Read or copy it before the step, or turn dist_optimizer off."
 )
 
 _MISPLACED = (
-    "ovpatch: the tensor '{}' in the optimizer's state of parameter '{}' is that of another parameter, or has another "
-    "name there, and has not been read, so each rank has the wrong shard of it. Put a copy there (tensor.clone()), or "
-    "turn dist_optimizer off."
+    "ovpatch: the tensor '{}' in the optimizer's state of parameter '{}' belongs to another parameter or has another "
+    "name there. It was not read before, so each rank has the wrong shard of it. Put a copy there (tensor.clone()), "
+    "or turn dist_optimizer off."
 )
 
 _TOO_LATE = (
-    "A step went on meanwhile. Read optimizer state between a step and the next backward, on every rank that reads; "
-    "what a thread is to read later, copy before, as by copy.deepcopy(optimizer.state_dict())"
+    "A step ran meanwhile. Read optimizer state between a step and the next backward, on every rank that reads. For "
+    "a thread that reads later, make a copy first: copy.deepcopy(optimizer.state_dict())"
 )
 
 # The states that peers ask for, by name of their turns.

@@ -101,7 +101,7 @@ class ExpertParallelFFN(nn.Module):
         except RuntimeError as error:
             raise RuntimeError(
                 f"the process group '{self.group_name}', over which this layer's experts are shared, does not exist "
-                "here: make it before the layer is copied or loaded, or make the layer anew"
+                "here: make it before the layer is copied or loaded, or make a new layer"
             ) from error
 
     def extra_repr(self) -> str:
