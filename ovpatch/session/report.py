@@ -201,7 +201,7 @@ def summarise_report(data: Mapping[str, Any], processes: int, *, width: int | No
     Args:
         data: The result of :func:`ovpatch.session.workers.merge_reports`.
         processes: How many processes reported.
-        width: Columns; those of the terminal by default. Longer lines are cut, and the last one continues on those left.
+        width: Columns; those of the terminal by default. Longer lines are cut; the last one continues on those left.
     """
     worked, stock, nothing, off = [], [], [], []
     for one in data["features"]:
