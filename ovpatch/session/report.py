@@ -201,7 +201,7 @@ def summarise_report(data: Mapping[str, Any], processes: int, *, width: int | No
     Args:
         data: The result of :func:`ovpatch.session.workers.merge_reports`.
         processes: How many processes reported.
-        width: Columns; those of the terminal by default. Longer lines are cut; the last one may go on.
+        width: Columns; those of the terminal by default. Longer lines are cut; the last one continues on those left.
     """
     worked, stock, nothing, off = [], [], [], []
     for one in data["features"]:
@@ -368,7 +368,7 @@ def _idleness(counters: Mapping[str, int], work: Collection[str], patches: Seque
 
 
 def _has_spawned() -> bool:
-    """Whether this process started children that import the program again and are not patched by themselves."""
+    """Whether this process started children that import the program anew and are not patched by themselves."""
     ways = ("popen_spawn_posix", "popen_spawn_win32", "popen_forkserver")
     return "OVPATCH_AUTO" not in os.environ and any(f"multiprocessing.{way}" in sys.modules for way in ways)
 

@@ -158,7 +158,9 @@ class PeerRpc:
         causes = [f"on rank {self._global_ranks[rank]}:\n{trace}" for rank, trace in sorted(request.tracebacks.items())]
         remedy = _REMEDY_FAILED if causes else _REMEDY if request.retry else _REMEDY_DESTROYED
         message = f"ovpatch: no answer to '{topic}' within {seconds:.3g} s: {text}. {remedy}"
-        raise PeerError(message) from (RuntimeError("\n".join(causes)) if causes else None)
+        if causes:
+            raise PeerError(message) from RuntimeError("\n".join(causes))
+        raise PeerError(message)  # without "from": what is in flight, as in a finally, is to be seen
 
 
 def _at_exit() -> None:

@@ -22,7 +22,7 @@ from ovpatch_plugins.dist_optimizer import sharded_grads, step_log
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, drop_main_params, round_state
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, replaced_params
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, raised_versions_of_others, replaced_params
 from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, ShardedState, Shown
 from ovpatch_plugins.dist_optimizer.state_dict import StateDictSource
 from ovpatch_plugins.dist_optimizer.step_log import Turn
@@ -149,7 +149,8 @@ class ShardedOptimizer:
         try:
             with self._updating, self._swapped_in_shards(optimizer):  # and written back
                 result = inner(optimizer, *args, **kwargs)
-        except Exception:  # on this rank, perhaps; the others wait for the parameters
+        except Exception:  # on this rank, perhaps; the others wait for the parameters, and may have written to them
+            torch.autograd.graph.increment_version([one.param for one in params])
             self._start_param_sync(optimizer, params)
             raise
         self._start_param_sync(optimizer, params)
@@ -305,6 +306,9 @@ class ShardedOptimizer:
             shown: Shown = {}
             for shards, of_model in self._by_model.items():
                 shown |= stack.enter_context(self._states[shards].swapped_in(of_model, optimizer.state))
+            if not self.is_elementwise:
+                groups = [group["params"] for group in optimizer.param_groups]
+                stack.enter_context(raised_versions_of_others(groups, shown))
             stack.enter_context(replaced_params(optimizer, shown))
             self._stepping = True
             try:
@@ -314,8 +318,6 @@ class ShardedOptimizer:
 
     def _start_param_sync(self, optimizer: Optimizer, params: Sequence[ShardedParam]) -> None:
         """Start the collectives that make the parameters the same on all ranks."""
-        # They were changed without autograd; a graph that still needs the old values must notice.
-        torch.autograd.graph.increment_version([one.param for one in params])
         try:
             for shards, of_model in self._by_model.items():
                 self._states[shards].exchange_metadata(of_model, optimizer.state)
