@@ -499,7 +499,7 @@ def test_what_other_commands_name_is_there():
     extras = metadata("ovpatch").get_all("Provides-Extra")
     seen = set()
     for page in PAGES:
-        text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
+        text = page.read_text(encoding="utf-8")
         for target in re.findall(r"(?:`|^\$ )make ([a-z][a-z-]*)", text, re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
             seen.add("make")
@@ -510,7 +510,8 @@ def test_what_other_commands_name_is_there():
         for extra in re.findall(r"ovpatch\[(\w+)\]", text):
             assert extra in extras, f"{page.name}: ovpatch[{extra}]"
             seen.add("extra")
-        for script, rest in re.findall(r"(?:\$ |-- ).*?\b(examples/\w+\.py)([^`#\n]*)", text):
+        lines = "\n".join(fenced(page)).replace("\\\n", " ")
+        for script, rest in re.findall(r"\b(examples/\w+\.py)([^#\n]*)", lines):
             source = (ROOT / script).read_text(encoding="utf-8")
             for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", rest):
                 assert f'"{flag}"' in source, f"{page.name}: {script} {flag}"
