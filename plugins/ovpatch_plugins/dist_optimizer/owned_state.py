@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from ovpatch.overlap.tensors.ownership import is_unshared
 from ovpatch.overlap.tensors.shard import Shard
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, raise_versions, read_versions
 from ovpatch_plugins.dist_optimizer.sharded_state import PATIENCE_S, Key, ShardedState, Shown, States, Swapped
 from ovpatch_plugins.dist_optimizer.state_format import pack, unpack
 from ovpatch_plugins.dist_optimizer.step_log import Turn
@@ -55,6 +56,7 @@ class OwnedState(ShardedState):
         self._owners = owners.setdefault(turn.terms, {})
         self._owned: dict[int, dict[Any, Any]] = {}  # state of parameters, as after the last step
         self._stood: dict[int, dict[Any, Any]] = {}  # the lazy tensors of a state, while this rank's are in place
+        self._writes: dict[int, int] = {}  # how often a step writes to each parameter, as far as that is known
         super().__init__(shards, turn)  # from here on peers ask
 
     @staticmethod
@@ -80,7 +82,13 @@ class OwnedState(ShardedState):
     def swapped_in(self, params: Sequence[ShardedParam], states: States) -> Iterator[Shown]:
         """Put this rank's tensors in place for the time of a step; the optimizer sees its own parameters only."""
         with super().swapped_in(params, states) as shown:
-            yield shown
+            own = [one for one in params if self._owns(one.index)]
+            before = read_versions(own)
+            try:
+                yield shown
+            finally:
+                writes = map(operator.sub, read_versions(own), before)
+                self._writes.update(zip([one.index for one in own], writes, strict=True))
         COUNTERS.params_owned += len(params) - len(shown)
 
     def _choose_shown(self, params: Sequence[ShardedParam]) -> tuple[Shown, Swapped]:
@@ -139,17 +147,22 @@ class OwnedState(ShardedState):
     # ---------------------------------------------------------------- metadata
 
     def exchange_metadata(self, params: Sequence[ShardedParam], states: States) -> None:
-        """Show the state that others' parameters have after a step, once all ranks have come to its end."""
-        asked = {
-            one.index: one.param
-            for one in params
-            if not self._owns(one.index) and not (self.keeps_format and states.get(one.param))
-        }
-        if not asked:
+        """Show the state, and the versions, that others' parameters have after a step, once all ranks have ended it."""
+        others = [one for one in params if not self._owns(one.index)]
+        self._ask_owners([one for one in others if not self._is_known(one, states)], states)
+        raise_versions([one.param for one in others], [self._writes.get(one.index, 1) for one in others])
+
+    def _is_known(self, one: ShardedParam, states: States) -> bool:
+        return self.keeps_format and one.index in self._writes and bool(states.get(one.param))
+
+    def _ask_owners(self, params: Sequence[ShardedParam], states: States) -> None:
+        if not params:
             return
+        asked = {one.index: one.param for one in params}
         question = {"version": self._versions.version, "params": list(asked)}
         owners = sorted({self._owners[index] for index in asked})
         for header, tensors in PeerRpc.for_group(self.group).call(self._topic, question, owners).values():
+            self._writes.update(header["writes"])
             for index, made in unpack(header["state"], tensors, self._shards.params[0].device).items():
                 state = states.setdefault(asked[index], {})
                 before = dict(state)
@@ -180,7 +193,8 @@ class OwnedState(ShardedState):
             inside = self._versions.read_version(
                 question["version"], lambda: [copy_to_host(one.contiguous()) for one in inside], PATIENCE_S
             )
-        return {"state": packed}, inside
+        writes = [(index, self._writes[index]) for index in question["params"] if index in self._writes]
+        return {"state": packed, "writes": writes}, inside
 
 
 class NamedOwnedState(OwnedState):

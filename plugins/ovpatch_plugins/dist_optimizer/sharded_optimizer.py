@@ -23,7 +23,7 @@ from ovpatch_plugins.dist_optimizer import sharded_grads, step_log
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, drop_main_params, round_state
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, raised_versions_of_others, replaced_params
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, replaced_params
 from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, ShardedState, Shown
 from ovpatch_plugins.dist_optimizer.state_dict import StateDictSource
 from ovpatch_plugins.dist_optimizer.step_log import Turn
@@ -319,9 +319,6 @@ class ShardedOptimizer:
             shown: Shown = {}
             for shards, of_model in self._by_model.items():
                 shown |= stack.enter_context(self._states[shards].swapped_in(of_model, optimizer.state))
-            if not self.is_elementwise:
-                groups = [group["params"] for group in optimizer.param_groups]
-                stack.enter_context(raised_versions_of_others(groups, shown))
             stack.enter_context(replaced_params(optimizer, shown))
             self._stepping = True
             try:

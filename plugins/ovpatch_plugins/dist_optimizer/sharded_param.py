@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -109,12 +108,29 @@ def replaced_params(optimizer: Optimizer, by: Mapping[int, Parameter | None]) ->
             group["params"] = params
 
 
+def read_versions(params: Sequence[ShardedParam]) -> list[int]:
+    """Return how often autograd knows parameters to have been written to."""
+    with without_modes():
+        return [one.param._version for one in params]
+
+
+def raise_versions(params: Sequence[Parameter], writes: Sequence[int]) -> None:
+    """Raise parameters' versions, by which autograd refuses to go back through a graph whose tensors were written to.
+
+    Args:
+        params: The parameters.
+        writes: How often each was written to where autograd did not see it.
+    """
+    with without_modes():
+        versions = list(map(operator.add, map(_VERSION, params), writes))
+        torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
+
+
 @contextmanager
 def raised_versions(params: Sequence[Parameter], shard_params: Sequence[Parameter]) -> Iterator[None]:
     """Raise parameters' versions by as much as writes to their shards raise those of the shards meanwhile.
 
-    Autograd refuses by them to go back through a graph whose tensors were written to since. How often an optimizer
-    writes is its own affair: fused kernels, for one, leave versions as they are.
+    How often an optimizer writes is its own affair: fused kernels, for one, leave versions as they are.
     """
     with without_modes():
         before = list(map(_VERSION, shard_params))
@@ -122,33 +138,5 @@ def raised_versions(params: Sequence[Parameter], shard_params: Sequence[Paramete
         yield
     finally:
         with without_modes():
-            writes = map(operator.sub, map(_VERSION, shard_params), before)
-            versions = list(map(operator.add, map(_VERSION, params), writes))
-            torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
-
-
-@contextmanager
-def raised_versions_of_others(
-    groups: Sequence[Sequence[Parameter]], by: Mapping[int, Parameter | None]
-) -> Iterator[None]:
-    """Raise the versions of what other ranks update by as much as this rank's update raises those of its own.
-
-    Its own are the most that rose in the same group, else in any; where this rank updates none, by one.
-
-    Args:
-        groups: The parameters of each group of an optimizer.
-        by: As for :func:`replaced_params`.
-    """
-    with without_modes():
-        own = [[one for one in params if id(one) not in by and one.grad is not None] for params in groups]
-        before = [list(map(_VERSION, params)) for params in own]
-    try:
-        yield
-    finally:
-        with without_modes():
-            writes = [list(map(operator.sub, map(_VERSION, now), was)) for now, was in zip(own, before, strict=True)]
-            usual = max(itertools.chain.from_iterable(writes), default=1)
-            for params, of_group in zip(groups, writes, strict=True):
-                others = [one for one in params if by.get(id(one), one) is None]
-                for _ in range(max(of_group, default=usual)):
-                    torch.autograd.graph.increment_version(others)
+            writes = list(map(operator.sub, map(_VERSION, shard_params), before))
+        raise_versions(params, writes)
