@@ -344,8 +344,11 @@ def test_hosts_whose_gradients_are_all_local_go_on(ranks):
         assert steps == 3
 
 
-def step_beside(kind: str, first: bool) -> tuple[str, float]:
-    """In the fourth step rank 0 steps a new optimizer, too, before or after the one that all ranks have."""
+def step_beside(kind: str, first: bool, alone: bool) -> tuple[str, float]:
+    """In the fourth step rank 0 steps a new optimizer, too, before or after the one that all ranks have.
+
+    With ``alone`` it steps the new one alone from then on, and the old one is gone.
+    """
     model = ddp(net(), process_group=dist.new_group(timeout=timedelta(seconds=60)))
     opts = [torch.optim.AdamW(model.parameters(), 0.01)]
     for number in range(6):
@@ -358,6 +361,10 @@ def step_beside(kind: str, first: bool) -> tuple[str, float]:
                 opts.insert(0 if first else 1, new)
             for opt in opts:
                 opt.step()
+            for param in model.parameters():
+                param.sum()
+            if alone:
+                del opts[:-1], opt
         except RuntimeError as error:
             return str(error), time.monotonic() - begin
         if number == 4 and dist.get_rank() == 0:
@@ -365,18 +372,19 @@ def step_beside(kind: str, first: bool) -> tuple[str, float]:
     return "", 0.0
 
 
-def beside(kind: str, first: bool) -> tuple[str, float]:
+def beside(kind: str, first: bool, alone: bool) -> tuple[str, float]:
     with counted(), ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": {"min_param_numel": 1}}):
-        found = step_beside(kind, first)
+        found = step_beside(kind, first, alone)
         dist.barrier()
     return found
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize(("kind", "first"), [("same", True), ("same", False), ("other", True), ("other", False)])
-def test_a_new_optimizer_beside_the_old_one_on_one_rank_alone_is_an_error_at_once(ranks, world, kind, first):
+def test_a_new_optimizer_beside_the_old_one_on_one_rank_alone_is_an_error_at_once(ranks, world, kind, first, alone):
     """Where hosts run ahead, ranks cannot tell each other before each step, and all go on as stock."""
-    (own, took), *others = ranks(world)(beside, kind, first, timeout=100)
+    (own, took), *others = ranks(world)(beside, kind, first, alone, timeout=100)
     assert took < 15
     if kind == "same" and first:
         assert "AdamW steps beside a new AdamW over the same parameters" in own

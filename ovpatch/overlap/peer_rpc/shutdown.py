@@ -115,14 +115,14 @@ class KeepAlive:
                 group_state(self._group).values.get(Kept, {}).pop(self._owner, None)
 
 
-class Kept(dict[int, object]):
-    """What this rank keeps for the peers of one group, by ``id()``."""
+class Kept(dict[int, tuple[object, int]]):
+    """What this rank keeps for the peers of one group, and for how many backwards, by ``id()``."""
 
 
-def keep_until_backward(group: dist.ProcessGroup, owner: object) -> None:
-    """Keep an object that peers may still read until all ranks of the group have joined a later backward."""
+def keep_until_backward(group: dist.ProcessGroup, owner: object, backwards: int = 1) -> None:
+    """Keep an object that peers may still read until all ranks of the group have joined so many later backwards."""
     if not is_destroyed(group):  # else no peer can call any more
-        group_state(group).get_or_create(Kept, Kept, keeps_group=True)[id(owner)] = owner
+        group_state(group).get_or_create(Kept, Kept, keeps_group=True)[id(owner)] = owner, backwards
 
 
 class BeforeBackward(list[Callable[[], None]]):
@@ -142,8 +142,16 @@ def prepare_backward(group: dist.ProcessGroup) -> None:
         due.pop()()
 
 
+def keep_no_longer(group: dist.ProcessGroup) -> None:
+    """Keep what is kept until the next backward, since no rank will first read it after that."""
+    kept = group_state(group).values.get(Kept, {})
+    kept.update({key: (owner, 1) for key, (owner, _) in kept.items()})
+
+
 def drop_kept(group: dist.ProcessGroup) -> None:
-    """Drop what is kept, since all ranks of the group have joined a backward."""
+    """Drop what is kept for no further backward, since all ranks of the group have joined one."""
     kept = group_state(group).values.get(Kept)
     if kept:
+        left = {key: (owner, backwards - 1) for key, (owner, backwards) in kept.items() if backwards > 1}
         kept.clear()
+        kept.update(left)

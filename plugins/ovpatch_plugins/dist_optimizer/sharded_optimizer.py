@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch.nn import Parameter
@@ -67,8 +68,13 @@ _INSIDE = (
     "Call it after step(), or in a step hook; or turn dist_optimizer off."
 )
 
+_ACCUMULATED: Final = 64  # backwards after which a script steps at the latest
+
 _optimizers_over: weakref.WeakKeyDictionary[ShardedGrads, weakref.WeakSet[ShardedOptimizer]]
 _optimizers_over = weakref.WeakKeyDictionary()
+
+#: By an optimizer that this rank alone has stepped, what leaves those beside it stock, which other ranks still divide.
+beside: weakref.WeakKeyDictionary[Optimizer, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
 
 class ParamSync(Protocol):
@@ -266,9 +272,16 @@ class ShardedOptimizer:
             going = {shards: [one for one in older[shards] if one._is(shards, meant[shards])] for shards in names}
             for shards in names:
                 for one in older[shards]:
-                    one._apart |= one not in going[shards] and one._shares_params(optimizer)
+                    if one not in going[shards] and one._shares_params(optimizer):
+                        one._apart = True
+                        beside.setdefault(optimizer, []).append(one.leave_alone)
+                if not older[shards] and shards.step_log.has_agreed(shards.backwards):  # it is gone
+                    beside.setdefault(optimizer, []).append(functools.partial(_tell_local, [shards]))
             self._leave_together(going, told=is_older)
+            if optimizer not in beside:
+                _keep_no_longer(names)
             return reason
+        _keep_no_longer(names)
         self._turns = {shards: agreed[shards.step_log] for shards in names}
         for shards, turn in self._turns.items():
             for one in older[shards]:
@@ -371,8 +384,9 @@ class ShardedOptimizer:
         log.adopt(turn)
         _optimizers_over.setdefault(shards, weakref.WeakSet()).add(self)
         state = self._states[shards] = self._state_type(shards, turn)
-        # A slower peer may still ask when the script has dropped the optimizer here.
-        weakref.finalize(optimizer, shutdown.keep_until_backward, shards.group, state).atexit = False
+        # A slower peer may still ask when the script has dropped the optimizer here. So do ranks that go on with it,
+        # once they hear of a new one that this rank alone has made, at its first step.
+        weakref.finalize(optimizer, shutdown.keep_until_backward, shards.group, state, _ACCUMULATED).atexit = False
 
     def _show_lazily(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Show lazy tensors on the CPU in a state dict whose state is sharded; ``optimizer.state`` keeps its own."""
@@ -402,6 +416,16 @@ class ShardedOptimizer:
             raise RuntimeError(_TOO_LATE.format(type(optimizer).__name__, reason)) from error
         if optimizer is not None:
             self._stand_down(optimizer, reason)
+
+    def leave_alone(self) -> None:
+        """Leave the optimizer stock in the place of its own step, in which the other ranks wait for this one."""
+        if not self.is_sharded:
+            return  # it has stepped
+        _tell_local(self._states)
+        if self._optimizer() is None:  # the others still ask for its shards
+            for state in self._states.values():
+                state.start_final_calls()
+        self.stand_down(LOCAL)
 
     def release(self) -> None:
         """Make everything whole again: the optimizer goes on as stock."""
@@ -451,6 +475,27 @@ def put_in_order(optimizer: Optimizer, known: int) -> None:
         places = {param: i for i, param in enumerate(p for group in optimizer.param_groups for p in group["params"])}
         for param in sorted(list(state)[known:], key=lambda param: places.get(param, -1)):
             state[param] = state.pop(param)
+
+
+def leave_beside(optimizer: Optimizer) -> None:
+    """Leave stock what an optimizer was stepped beside, on this rank alone, unless it has stepped since."""
+    for leave in beside.pop(optimizer, ()):
+        leave()
+
+
+def _tell_local(models: Iterable[ShardedGrads]) -> None:
+    """Tell other ranks in their step that this one goes on by itself."""
+    for shards in models:
+        shards.local = True
+        shards.agree_if_local()
+    ShardedOptimizer._stay_away(models)
+    _keep_no_longer(models)
+
+
+def _keep_no_longer(models: Iterable[ShardedGrads]) -> None:
+    """Keep state of optimizers that are gone until the next backward: ranks have agreed on what follows them."""
+    for shards in models:
+        shutdown.keep_no_longer(shards.group)
 
 
 def _complete_soon(state_dicts: Iterable[StateDictSource]) -> None:

@@ -103,6 +103,10 @@ class StepLog:
             self._changed.notify_all()
             return len(self._turns) - 1
 
+    def has_agreed(self, backwards: int) -> bool:
+        """Return whether a step after so many backwards was one on which ranks had agreed before."""
+        return self._after == backwards and any(turn.agreed for turn in self._turns)
+
     def propose(self, terms: str) -> Turn:
         """Return the turn of a new optimizer with some terms."""
         return Turn(terms, number=self._counts[terms] + 1)

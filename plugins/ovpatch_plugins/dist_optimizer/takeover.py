@@ -26,7 +26,7 @@ from ovpatch_plugins.dist_optimizer.owned_state import NamedOwnedState, OwnedSta
 from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather, finish_orphans, finish_when_dropped, orphans
 from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcast
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.sharded_optimizer import ShardedOptimizer
+from ovpatch_plugins.dist_optimizer.sharded_optimizer import ShardedOptimizer, beside, leave_beside
 from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.supported_optimizers import Kind, NamedClasses, find_kind, unsupported_reason
 
@@ -115,6 +115,8 @@ class StepPatches:
                 finish_orphans()
             sharded = _known.get(optimizer) or self._take_over(optimizer)
             if sharded is None:
+                if beside:
+                    leave_beside(optimizer)
                 return inner(optimizer, *args, **kwargs)
             return sharded.step(inner, *args, **kwargs)
 

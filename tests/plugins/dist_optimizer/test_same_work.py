@@ -90,23 +90,27 @@ def test_a_rank_that_waits_for_the_others_says_so(ranks, silence):
 def made_anew(kind: str, by: str, beside: str) -> tuple[list[Record], float]:
     """In the fourth step some ranks make a new optimizer; return also how long the longest step took.
 
-    They go on with it, or it steps once, before or after the one that they have.
+    They go on with it, or it steps once, before or after the one that they have; or they go on with it after both have
+    stepped, or make it before the backward. In these cases the old one is gone.
     """
     model = ddp(net())
     opt = OPTIMIZERS["sgd" if kind == "same" else "adamw"](model.parameters())
     records, longest = [], 0.0
     for step in range(8):
+        anew = step == 4 and (by == "all" or dist.get_rank() == 0)
+        if anew and beside == "early":
+            opt = OPTIMIZERS["sgd"](model.parameters())
         model.zero_grad()
         model(data(step, 5, 6)).square().mean().backward()
         begin = time.monotonic()
-        if step == 4 and (by == "all" or dist.get_rank() == 0):
+        if anew and beside != "early":
             new = OPTIMIZERS["sgd"](model.parameters())
-            opts = {"": [new], "before": [new, opt], "after": [opt, new]}[beside]
-            opt = opts[0] if not beside else opt
+            opts = {"": [new], "before": [new, opt]}.get(beside, [opt, new])
+            opt = new if beside in ("", "alone") else opt
         else:
             opts = [opt]
-        for one in opts:
-            one.step()
+        while opts:
+            opts.pop(0).step()
         longest = max(longest, time.monotonic() - begin)
         records.append(params(model))
     dist.barrier()
@@ -159,11 +163,14 @@ def anew(kind: str, by: str, beside: str) -> tuple[Any, Any, dict[str, int], flo
         ("same", "one", ""),  # momentum differs from then on
         ("same", "one", "before"),
         ("same", "one", "after"),
+        ("same", "one", "alone"),
+        ("same", "one", "early"),
         ("other", "all", ""),
         ("other", "one", ""),  # ranks differ from then on, as they do under stock
         ("other", "all", "before"),
         ("other", "one", "before"),
         ("other", "one", "after"),
+        ("other", "one", "alone"),
     ],
 )
 def test_a_new_optimizer_that_one_rank_alone_makes_stalls_nobody(ranks, world, kind, by, beside):
@@ -174,7 +181,7 @@ def test_a_new_optimizer_that_one_rank_alone_makes_stalls_nobody(ranks, world, k
             compare(stock, patched).assert_equal()
         assert longest < 15
         is_agreed = by == "all"
-        assert counters["steps"] == (8 + bool(beside) if is_agreed else 4 + (beside == "after"))
+        assert counters["steps"] == (8 + bool(beside) if is_agreed else 4 + (beside in ("after", "alone")))
         assert (counters["stock_optimizers"] > 0) == (not is_agreed)
 
 

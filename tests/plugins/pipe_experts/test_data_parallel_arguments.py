@@ -76,8 +76,8 @@ def refused(what: str) -> str:
 TEXTS = {
     "stranger": ("(4, 2), is no parameter of Model", "as they are in it now."),
     "device": ("'experts.1.0.weight' is on meta", "before expert_data_parallel()."),
-    "other experts": ("experts.1.0.weight (10, 8) torch.float32", "so do 2 and 3."),
-    "group": ("rank 1 is not in the group", "so do 2 and 3."),
+    "other experts": ("experts.1.0.weight (10, 8) torch.float32", "and ranks 2 and 3 as well."),
+    "group": ("rank 1 is not in the group", "and ranks 2 and 3 as well."),
 }
 
 
