@@ -6,6 +6,7 @@ from typing import Final
 
 from ovpatch.hookspecs import Option
 
+PIPELINE_SCHEDULES: Final = ("auto", "stock", "1f1b", "zb-h1")
 SCHEDULES: Final = ("stock", "bulk", "ring", "chunk", "fused", "auto")  # of tp_linear
 
 
@@ -51,5 +52,13 @@ OPTIONS: Final = (
         True,
         "With overlap_param_gather, start the all-gathers of all buckets at the end of step(); whoever reads a "
         "parameter waits for its bucket.",
+    ),
+    Option(
+        "pipeline_schedule",
+        "auto",
+        "Order of a pipeline's stage without interleaving: stock, Megatron's; 1f1b, the same with the input gradient "
+        "sent before the weight gradients of linears are computed; zb-h1, these also fill the bubble, within the "
+        "memory of 1F1B's first stage; auto, 1f1b where tensor parallelism is off.",
+        choices=PIPELINE_SCHEDULES,
     ),
 )

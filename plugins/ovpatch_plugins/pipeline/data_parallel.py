@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ovpatch_plugins.pipeline.wgrad import accumulate_grads
+from ovpatch.overlap.data_parallel.grad_hooks import accumulate_grads
 
 
 class LocalGradients:

@@ -44,6 +44,8 @@ def parallel(tp: int = 1, pp: int = 1, **sizes: int) -> Iterator[Any]:
     with (
         contextlib.ExitStack() as stack,
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(torch.cuda, "synchronize"),  # behind messages
+        mock.patch.object(Tensor, "cuda", lambda one: one),  # of tied weights
         mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER", _OneStream()),
         mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
         mock.patch.object(random, "_get_all_rng_states", return_value=()),  # of CUDA, for recomputation

@@ -1,0 +1,147 @@
+"""Megatron's pipeline with delayed weight gradients: all bits are Megatron's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
+from tests.plugins.megatron.models import SEQUENCE
+from tests.plugins.megatron.stages import Case, run_both
+from tests.scripts.arms import needs
+
+pytestmark = needs("megatron")
+
+LINEARS = 4  # of a layer; each stage has one
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
+VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+CASES = {
+    "plain": Case(ddp=None),
+    "fewer microbatches than stages": Case(microbatches=1),
+    "reduced in the backward": Case(steps=3),
+    "grad_sync_func, tied": Case(grad_sync=True, model={"share_embeddings_and_output_weights": True}),
+    "bf16, main_grad in float32, batch_p2p_comm": Case(
+        dtype=torch.bfloat16,
+        ddp={"overlap_grad_reduce": True, "grad_reduce_in_fp32": True},
+        config={"deallocate_pipeline_outputs": True, "batch_p2p_comm": True},
+    ),
+    "variable_seq_lengths": Case(config=VARIABLE, lengths=(SEQUENCE, SEQUENCE // 2)),
+    "recomputed, per token, forward_only": Case(config=RECOMPUTED, per_token=True, evaluates=True),
+    "fused": Case(config=FUSED),
+    "fused, defer_embedding_wgrad_compute": Case(
+        config=FUSED | {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 2}, prepare="defer_output_layer"
+    ),
+    "read elsewhere": Case(prepare="read_elsewhere"),
+}
+NOT_DELAYED = {"fused, defer_embedding_wgrad_compute": 1, "read elsewhere": 1}  # of the last stage's linears
+
+
+def test_all_bits_are_megatrons(ranks):
+    for rank, found in enumerate(ranks(2)(run_both, CASES, ("1f1b", "zb-h1"))):
+        for name, (differing, counters, remarks) in found.items():
+            assert not differing, (rank, name)
+            key = name.rpartition(", ")[0]
+            case, delayed = CASES[key], rank * (LINEARS + 1 - NOT_DELAYED.get(key, 0))
+            assert counters["weight_grads"] == delayed * case.microbatches * (case.steps - 1), name
+            assert counters["pipeline_steps"] == rank * case.steps, name
+            assert any("read more than once" in text for text in remarks) == (key == "read elsewhere" and rank == 1)
+
+
+FOUR = {
+    "four stages": Case(pp=4, microbatches=6, steps=3),
+    "four stages, two microbatches": Case(pp=4, microbatches=2, grad_sync=True),
+    "two replicas, sharded": Case(sharded=True),
+    "two replicas, grad_sync_func": Case(grad_sync=True),
+    "tensor parallel": Case(tp=2),
+}
+
+
+def test_all_bits_are_megatrons_on_four_ranks(ranks):
+    for rank, found in enumerate(ranks(4)(run_both, FOUR, ("1f1b", "zb-h1"))):
+        for name, (differing, counters, _) in found.items():
+            assert not differing, (rank, name)
+            case = FOUR[name.rpartition(", ")[0]]
+            stage = rank // (4 // case.pp)
+            delayed = (stage > 0) * LINEARS + (stage == case.pp - 1)
+            assert counters["weight_grads"] == delayed * case.microbatches * (case.steps - 1), name
+
+
+class Delayed(torch.nn.Module):
+    """A linear whose weight gradient a queue delays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 4))
+        self.queue = WeightGradQueue()
+        self.product = 0  # address of the last one
+        self.input = torch.randn(2, 4, requires_grad=True)
+
+    def multiply(self, weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        found = multiply(weight, grad, x)
+        self.product = found.data_ptr()
+        return found
+
+    def forward(self) -> torch.Tensor:
+        weight, compute = self.queue.enter(self.weight, self.multiply)
+        return Linear.apply(self.input, weight, None, compute, None, lambda grad, x: (grad, x))
+
+    def step(self, *, fails: bool = False, is_whole: bool = True, recorded: bool = True) -> None:
+        self.weight.grad = None
+        with self.queue.running():
+            out = self().sum()
+            if not recorded:
+                torch.autograd.grad(out, self.input)
+            with self.queue.recording():
+                out.backward()
+                if fails:
+                    raise ZeroDivisionError
+            if is_whole:
+                self.queue.compute(1)
+
+
+@pytest.fixture
+def linear() -> Delayed:
+    """A linear that has run its first step."""
+    made = Delayed()
+    made.step()
+    return made
+
+
+def is_right(linear: Delayed) -> bool:
+    return linear.weight.grad.equal(torch.ones(3, 2) @ linear.input)
+
+
+def test_a_weight_takes_the_product_itself(linear):
+    linear.step()
+    assert linear.weight.grad.data_ptr() == linear.product
+    assert is_right(linear)
+    assert not linear.weight._backward_hooks
+
+
+def test_a_step_after_one_that_failed_is_clean(linear):
+    with pytest.raises(ZeroDivisionError):
+        linear.step(fails=True)
+    assert linear.weight.grad is None
+    linear.step()
+    assert is_right(linear)
+
+
+def test_a_first_step_that_fails_shows_nothing_of_its_weights():
+    linear = Delayed()
+    with pytest.raises(ZeroDivisionError):
+        linear.step(fails=True)
+    linear.step(is_whole=False)
+    assert is_right(linear)
+
+
+def test_weight_gradients_that_are_left_over_are_an_error(linear):
+    with pytest.raises(RuntimeError, match="PIPELINE_SCHEDULE=stock"):
+        linear.step(is_whole=False)
+
+
+def test_gradients_taken_in_a_forward_are_an_error(linear):
+    with pytest.raises(RuntimeError, match="inside its forward"):
+        linear.step(recorded=False)
