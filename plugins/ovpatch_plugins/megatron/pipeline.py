@@ -61,17 +61,21 @@ class _Step:
             yield
         self._left -= 1
 
-    def compute_due(self) -> None:
-        """Compute the weight gradients for which the stage has time now; all of them behind the last backward."""
+    def compute_due(self) -> int:
+        """Compute the weight gradients for which the stage has time now, all of them behind the last backward.
+
+        Returns:
+            Their number.
+        """
         self.is_sending = False
         due = len(self._queue)
         if self._left:
-            self._queue.compute(max(0, due - self._kept))
-        elif due:
-            if due > 1:  # in the last backward Megatron has begun to count gradients, of which these are none
-                with self._no_sync():
-                    self._queue.compute(due - 1)
-            self._queue.compute(1)
+            return self._queue.compute(max(0, due - self._kept))
+        found = 0
+        if due > 1:  # in the last backward Megatron has begun to count gradients, of which these are none
+            with self._no_sync():
+                found = self._queue.compute(due - 1)
+        return found + self._queue.compute(min(1, due))
 
 
 class PipelinePatches:
@@ -137,7 +141,7 @@ class PipelinePatches:
         def start(*args: Any, **kwargs: Any) -> Any:
             works = original(*args, **kwargs)
             if self._step is not None and self._step.is_sending:
-                self._step.compute_due()
+                COUNTERS.early_sends += bool(self._step.compute_due())
             return works
 
         return start

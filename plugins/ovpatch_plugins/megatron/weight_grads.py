@@ -137,8 +137,9 @@ class WeightGradQueue:
             )
         self._recorded.append(_Product(weight, grad, x, compute))
 
-    def compute(self, microbatches: int) -> None:
-        """Compute and accumulate the weight gradients of the oldest ``microbatches`` that are due."""
+    def compute(self, microbatches: int) -> int:
+        """Compute and accumulate the weight gradients of the oldest ``microbatches`` that are due; return how many."""
+        before = COUNTERS.weight_grads
         for _ in range(microbatches):
             products = self._due.popleft()
             with profiler_span(profiler_label("megatron", "weight_grads", f"{len(products)} linears")):
@@ -146,6 +147,7 @@ class WeightGradQueue:
                 while products:  # each is freed when it is done
                     _accumulate(products.pop())
                     COUNTERS.weight_grads += 1
+        return COUNTERS.weight_grads - before
 
 
 class _Accumulation(torch.autograd.Function):

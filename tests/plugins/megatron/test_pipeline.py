@@ -43,10 +43,12 @@ def test_all_bits_are_megatrons(ranks):
     for rank, found in enumerate(ranks(2)(run_both, CASES, ("1f1b", "zb-h1"))):
         for name, (differing, counters, remarks) in found.items():
             assert not differing, (rank, name)
-            key = name.rpartition(", ")[0]
+            key, _, schedule = name.rpartition(", ")
             case, delayed = CASES[key], rank * (LINEARS + 1 - NOT_DELAYED.get(key, 0))
             assert counters["weight_grads"] == delayed * case.microbatches * (case.steps - 1), name
             assert counters["pipeline_steps"] == rank * case.steps, name
+            later = schedule == "zb-h1" and case.microbatches > 1  # the first microbatch's, behind the second send
+            assert counters["early_sends"] == rank * (case.microbatches - later) * (case.steps - 1), name
             assert any("read more than once" in text for text in remarks) == (key == "read elsewhere" and rank == 1)
 
 
