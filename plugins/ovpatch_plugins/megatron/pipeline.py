@@ -196,24 +196,22 @@ class PipelinePatches:
 
     def _begin(self, given: Mapping[str, Any]) -> _Step | None:
         """Return what a call of the schedule runs with, or None if Megatron's order stays."""
+        if given.get("forward_only"):
+            return None
         schedules, model = sys.modules[_SCHEDULES], given["model"]
         model = model[0] if isinstance(model, list) else model
         config, communicator = schedules.get_model_config(model), given.get("p2p_communicator")
-        state = schedules.parallel_state
-        group = state.get_pipeline_model_parallel_group() if communicator is None else communicator.pp_group
-        if given.get("forward_only") or group.rank() == 0:  # nothing waits for the first stage's input gradient
-            return None
-        if self._schedule == "auto" and config.tensor_model_parallel_size > 1:
-            note_left(
-                "the pipeline's schedule: tensor-parallel linears hide collectives under their weight gradients, which "
-                "1f1b and zb-h1 would take away"
-            )
-            return None
         if model not in self._wrappers:
             self._wrappers[model] = _find_wrapper(model)
-        reason = self._wrappers[model] or _find_reason(config, communicator, schedules)
+        reason = self._wrappers[model] or _find_reason(config, communicator, given.get("pg_collection"), schedules)
+        if self._schedule == "auto" and config.tensor_model_parallel_size > 1:
+            reason = "auto keeps collectives of tensor-parallel linears under their weight gradients"
         if reason:
             note_left(f"the pipeline's schedule: {reason}")
+            return None
+        state = schedules.parallel_state
+        group = state.get_pipeline_model_parallel_group() if communicator is None else communicator.pp_group
+        if group.rank() == 0:  # nobody waits for the first stage's input gradient
             return None
         no_sync, kept = config.no_sync_func, 0
         if self._schedule == "zb-h1":
@@ -226,10 +224,12 @@ class PipelinePatches:
         return _Step(self.queue, given["num_microbatches"], kept, no_sync)
 
 
-def _find_reason(config: Any, communicator: Any, schedules: Any) -> str:
+def _find_reason(config: Any, communicator: Any, groups: Any, schedules: Any) -> str:
     """Return why a step is left to Megatron, or ""."""
     if communicator is not None and type(communicator) is not schedules.P2PCommunicator:
         return f"messages are sent by {type(communicator).__name__}"
+    if groups is not None and (communicator is None or "MultiModule" in type(groups).__name__):
+        return f"its groups are given as {type(groups).__name__}"
     if getattr(config, "cuda_graph_impl", "none") != "none":
         return "cuda_graph_impl is on"
     return next((f"{name} is on" for name in _OTHERS if getattr(config, name, False)), "")

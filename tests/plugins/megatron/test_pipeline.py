@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ovpatch_plugins.megatron import takeover
+from ovpatch_plugins.megatron.pipeline import PipelinePatches
 from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
 from tests.plugins.megatron.models import SEQUENCE
 from tests.plugins.megatron.stages import Case, run_both
@@ -69,6 +73,50 @@ def test_all_bits_are_megatrons_on_four_ranks(ranks):
             stage = rank // (4 // case.pp)
             delayed = (stage > 0) * LINEARS + (stage == case.pp - 1)
             assert counters["weight_grads"] == delayed * case.microbatches * (case.steps - 1), name
+
+
+def test_auto_leaves_tensor_parallel_stages_to_megatron_and_says_so(ranks):
+    for found in ranks(4)(run_both, {"tensor parallel": Case(tp=2, microbatches=1)}, ("auto",)):
+        ((differing, counters, remarks),) = found.values()
+        assert not differing
+        assert counters["pipeline_steps"] == counters["weight_grads"] == 0
+        assert counters["calls"], "the linears are still ours"
+        assert any("auto keeps collectives" in text for text in remarks)
+
+
+class Replicated(torch.nn.Module):
+    """Stands for a stage in torch's DistributedDataParallel."""
+
+    __module__ = "torch.nn.parallel.distributed"
+
+
+class Elsewhere:
+    """Stands for a communicator of another kind, or groups of several modules."""
+
+    pp_group = None
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "reason"),
+    [
+        ({"cpu_offloading": True}, {}, "cpu_offloading is on"),
+        ({"cuda_graph_impl": "local"}, {}, "cuda_graph_impl is on"),
+        ({}, {"p2p_communicator": Elsewhere()}, "messages are sent by Elsewhere"),
+        ({}, {"pg_collection": Elsewhere()}, "its groups are given as Elsewhere"),
+        ({}, {"model": torch.nn.Sequential(Replicated())}, "the model is in Replicated"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_unknown_is_left_to_megatron_and_said(monkeypatch, changes, given, reason):
+    given = dict(given)
+    monkeypatch.setattr(takeover, "_LEFT", {})
+    config = SimpleNamespace(tensor_model_parallel_size=1, **changes)
+    schedules = SimpleNamespace(get_model_config=lambda _model: config, P2PCommunicator=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "megatron.core.pipeline_parallel.schedules", schedules)
+    patches = PipelinePatches({"pipeline_schedule": "1f1b"})
+    run = patches.wrap_schedule(lambda **given: patches.queue.is_active)
+    assert run(model=given.pop("model", torch.nn.Linear(1, 1)), num_microbatches=1, **given) is False
+    assert takeover.list_left() == [f"the pipeline's schedule: {reason}"]
 
 
 class Delayed(torch.nn.Module):
