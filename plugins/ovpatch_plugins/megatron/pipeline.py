@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -55,7 +55,7 @@ class _Step:
         self.is_sending = False  # whether the message that is started next is the last one of an input gradient
 
     @contextlib.contextmanager
-    def backward(self) -> Any:
+    def backward(self) -> Iterator[None]:
         """Run a microbatch's backward inside the ``with`` block."""
         with self._queue.recording():
             yield
@@ -161,7 +161,8 @@ class PipelinePatches:
             *args: Any,
             **kwargs: Any,
         ) -> Tensor:
-            if self._step is not None and not sequence_parallel:
+            # Under a compiler nothing else is asked: what differs from step to step would make it compile anew.
+            if not torch.compiler.is_compiling() and self._step is not None and not sequence_parallel:
                 further = dict(zip(names, args, strict=False)) | kwargs
                 found = self._compute(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, further)
                 if found is not None:
@@ -176,7 +177,7 @@ class PipelinePatches:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, fuse: bool, reduces: bool, further: Mapping[str, Any]
     ) -> Tensor | None:
         """Return a linear's output; None if its weight's gradient stays in Megatron's backward."""
-        if torch.compiler.is_compiling() or not x.requires_grad or further.get("grad_output_buffer") is not None:
+        if not x.requires_grad or further.get("grad_output_buffer") is not None:
             return None
         if type(weight) is not torch.nn.Parameter:
             wait_for_param(weight)

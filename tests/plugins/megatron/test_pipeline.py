@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from ovpatch_plugins.megatron import takeover
 from ovpatch_plugins.megatron.pipeline import PipelinePatches
@@ -120,6 +121,51 @@ def test_what_is_unknown_is_left_to_megatron_and_said(monkeypatch, changes, give
     run = patches.wrap_schedule(lambda **given: patches.queue.is_active)
     assert run(model=given.pop("model", torch.nn.Linear(1, 1)), num_microbatches=1, **given) is False
     assert takeover.list_left() == [f"the pipeline's schedule: {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [(1, ["start", "W", "wait"]), (2, ["start", "wait", "start", "wait", "W"])],
+    ids=["one tensor", "two tensors"],
+)
+def test_weight_gradients_are_computed_behind_the_start_of_the_last_message(tensors, expected):
+    found: list[str] = []
+    patches = PipelinePatches({"pipeline_schedule": "1f1b"})
+    start = patches.wrap_start(lambda: found.append("start"))
+    send = patches.wrap_send(lambda _self, grads: [(start(), found.append("wait")) for _ in grads])
+
+    class Step:
+        is_sending = False
+
+        def compute_due(self) -> int:
+            self.is_sending = False
+            found.extend(["W"] * ("W" not in found))
+            return 1
+
+    patches._step = Step()
+    send(None, [torch.ones(1)] * tensors)
+    assert found == expected
+
+
+def plain_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+) -> torch.Tensor:
+    return input @ weight.t()
+
+
+def test_a_compiled_linear_is_megatrons_and_is_compiled_once():
+    patches, counter = PipelinePatches({"pipeline_schedule": "1f1b"}), CompileCounter()
+    compiled = torch.compile(patches.wrap_linear(plain_linear), backend=counter, fullgraph=True)
+    x, weight = torch.randn(2, 4, requires_grad=True), torch.nn.Parameter(torch.randn(3, 4))
+    for _ in range(3):
+        patches._step = object()
+        assert compiled(x, weight, None, False, False, False).equal(x @ weight.t())
+    assert counter.frame_count == 1
 
 
 class Delayed(torch.nn.Module):
