@@ -189,20 +189,18 @@ def since(before: ovpatch.Report, names: Iterable[str]) -> dict[str, dict[str, A
 def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Run one arm once."""
     problem = Problem(args, mesh)
-    try:
-        with built(name, problem) as (step, told):
-            found = clocked(step, args, running)
-            loss = step()
-            value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
-            features = told()
-            del step, loss
-            gc.collect()  # or reverting would gather tensors that are not used any more
-    finally:
-        gc.collect()
-        dist.barrier()
-        shutdown.drop_kept(mesh["dp"].get_group())  # no peer pulls from this arm any more
-        if CUDA:
-            torch.cuda.empty_cache()
+    with built(name, problem) as (step, told):
+        found = clocked(step, args, running)
+        loss = step()
+        value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
+        features = told()
+        del step, loss
+        gc.collect()  # or reverting would gather tensors that are not used any more
+    gc.collect()
+    dist.barrier()  # not after an error: it would wait for ranks that have none
+    shutdown.drop_kept(mesh["dp"].get_group())  # no peer pulls from this arm any more
+    if CUDA:
+        torch.cuda.empty_cache()
     row = {"arm": name, **found, "loss": round(value, 4), "features": features}
     return row | speed(statistics.median(found["ms"]), args)
 

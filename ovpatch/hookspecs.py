@@ -29,7 +29,7 @@ class Option:
         name: Lower-case identifier, unique within the feature.
         default: Value without any setting. Its type decides how text is parsed (bool, int, float, str) unless
             ``parse`` is given.
-        help: One sentence; it goes into the report and the generated table of variables.
+        help: What it does, in short sentences; they go into ``ovpatch list`` and the generated tables.
         choices: Allowed values, if the option is an enumeration.
         parse: Turns text into the value; raises ``ValueError`` with the expected form. It also gets a Python number or
             bool, as text, so that it can check a range; other Python values are not parsed.

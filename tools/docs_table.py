@@ -1,10 +1,10 @@
 """The parts of ``docs/`` that are generated.
 
-    python tools/docs_table.py docs/settings.md docs/write-a-plugin.md
+    python tools/docs_table.py docs/settings.md docs/write-a-plugin.md docs/features/*-reference.md
 
 A generated part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. A name is ``variables`` (the table
-of all environment variables), ``versions`` (the table of ``versions.json`` beside the page) or the path of a file,
-relative to the page, which becomes a code block.
+of all environment variables), ``options:FEATURE`` (that of a feature's options), ``versions`` (the table of
+``versions.json`` beside the page) or the path of a file, relative to the page, which becomes a code block.
 """
 
 from __future__ import annotations
@@ -50,8 +50,26 @@ def _option_row(feature: str, option: Option) -> tuple[str, str, str, str]:
     values = " ".join(f"`{choice}`" for choice in option.choices) or _VALUES.get(type(option.default), "a text")
     default = {True: "`1`", False: "`0`"}.get(option.default) if isinstance(option.default, bool) else None
     shown = default or ("unset" if option.default is None else f"`{option.default}`")
-    also = "".join(f" Also `{make_variable_name(feature, alias)}`." for alias in option.aliases)
-    return f"`{make_variable_name(feature, option.name)}`", values, shown, " ".join(option.help.split()) + also
+    also = [make_variable_name(feature, alias) for alias in option.aliases]
+    return f"`{make_variable_name(feature, option.name)}`", values, shown, _explain(option, also)
+
+
+def make_options_table(feature: Feature) -> str:
+    """Return the Markdown table of a feature's options."""
+    rows = [
+        (
+            f"`{one.name}`",
+            f"`{make_variable_name(feature.name, one.name)}`",
+            f"`{one.default}`",
+            _explain(one, one.aliases),
+        )
+        for one in feature.options
+    ]
+    return _table([("Option", "Variable", "Default", "Meaning"), ("---",) * 4, *rows])
+
+
+def _explain(option: Option, aliases: Iterable[str]) -> str:
+    return " ".join(option.help.split()) + "".join(f" Also `{alias}`." for alias in aliases)
 
 
 def make_versions_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -72,6 +90,8 @@ def refresh_page(page: str, folder: Path) -> str:
 def _generate(name: str, folder: Path) -> str:
     if name == "variables":
         return make_variables_table()
+    if name.startswith("options:"):
+        return make_options_table(next(one for one in _shipped() if one.name == name.partition(":")[2]))
     if name == "versions":
         return make_versions_table(json.loads((folder / "versions.json").read_text(encoding="utf-8")))
     path = folder / name

@@ -35,13 +35,17 @@ class HostBarrier:
     that this collective waits for: deadlock. So every rank arrives when it starts a collective, after its last call of
     a peer, and waits for the others before one of its streams waits for that collective. In between a host goes on:
     nothing that it queues is behind the collective. :meth:`defer` arrives, and :meth:`finish` waits.
+
+    Args:
+        group: The process group.
+        name: What the ranks have agreed to call another barrier, beside that of :meth:`for_group`.
     """
 
     # The store holds one number per group, which only grows: barrier n is passed when every rank has added n. No rank
     # can be ahead by more than one, since it waits. So the last rank asks the store once, and no keys are left behind.
     # A rank that stays away adds more than all arrivals, so that ranks look for its key only then.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str = "") -> None:
         self._world, self._rank = group.size(), group.rank()
         self._group = weakref.ref(group)
         # The devices whose collectives hosts synchronise for. Backwards of several devices reach the barrier in any
@@ -57,8 +61,8 @@ class HostBarrier:
         self._arrived = self._open = self._deferred = False
         self._longest_pause_s = max(_PAUSE_S, _PAUSE_PER_RANK_S * self._world)  # all ranks poll one store
         # The store may outlive the processes, with the keys of earlier ones in it, so the name must be new.
-        self._name = uuid.uuid4().hex if self._rank == 0 else ""
-        if self._rank == 0:
+        self._name = name or (uuid.uuid4().hex if self._rank == 0 else "")
+        if self._rank == 0 and not name:
             name = self._name
             PeerRpc.for_group(group).register(_TOPIC, lambda _: ({"name": name}, []))
 
@@ -180,7 +184,7 @@ _MISSING = (
 )
 
 _STAYED_AWAY = (
-    "ovpatch: a rank does not come to this collective, as it stepped its optimizer with gradients that "
+    "ovpatch: a rank does not come to this collective, because it stepped its optimizer with gradients that "
     "DistributedDataParallel had not reduced (no_sync(), or a forward around the wrapper), or stepped another "
     "optimizer than this rank. Do the same on every rank, or turn dist_optimizer off."
 )

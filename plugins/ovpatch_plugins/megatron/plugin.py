@@ -21,7 +21,7 @@ def ovpatch_feature() -> Feature:
     """Describe the feature."""
     return Feature(
         name="megatron",
-        summary="Megatron-Core: hidden collectives, early sends, reductions in one order, no stale parameters.",
+        summary="Megatron-Core: linears hide collectives, stages send early, no late gradients, no stale parameters.",
         options=OPTIONS,
         default=False,
         reorders_products=True,

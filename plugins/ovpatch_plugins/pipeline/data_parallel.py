@@ -7,14 +7,16 @@ the last backward, the reduction has to wait for them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch.overlap.data_parallel.grad_hooks import accumulate_grads
+from ovpatch_plugins.pipeline.failures import Replicas
 
 
 class LocalGradients:
@@ -23,12 +25,16 @@ class LocalGradients:
     Attributes:
         objection: Why weight gradients of the stage cannot be deferred, or "".
         first_step_is_stock: Whether stock computes the first step.
+        has_replicas: Whether gradients are reduced around the computations of a step, not in each.
+        reduces_in_backward: Whether the last backward reduces them where nothing is deferred.
+        replicas: The ranks that reduce the same gradients.
     """
 
-    first_step_is_stock = False
+    first_step_is_stock = has_replicas = reduces_in_backward = False
 
-    def __init__(self, objection: str = "") -> None:
+    def __init__(self, objection: str = "", groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self.objection = objection
+        self.replicas = Replicas(groups)
 
     def accumulate(self) -> None:
         """Called after each W."""
@@ -56,14 +62,15 @@ class DataParallel(LocalGradients):
         wrapper: The stage's module.
     """
 
-    first_step_is_stock = True
+    first_step_is_stock = has_replicas = reduces_in_backward = True
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         searches = wrapper.find_unused_parameters or wrapper.static_graph
         super().__init__(
             "DistributedDataParallel(find_unused_parameters or static_graph) looks for parameters in the last backward"
             if searches
-            else ""
+            else "",
+            [wrapper.process_group],
         )
         self._wrapper: Any = wrapper
 
@@ -90,10 +97,12 @@ class FullyShardedGradients(LocalGradients):
         module: The stage's module.
     """
 
+    has_replicas = True
+
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
         self._module = module
         self._params: list[Any] | None = None
+        super().__init__(groups=self._list_process_groups())
 
     def accumulate(self) -> None:
         """Move the gradients into those of ``reduce_dtype``: the next W would add in the dtype of the parameters."""
@@ -109,6 +118,9 @@ class FullyShardedGradients(LocalGradients):
         reset = getattr(self._module, "reset_iter_state", None)
         if reset is not None:
             reset()
+        else:  # as torch 2.13 does there: some replicas may have gathered what others have not
+            for module in self._list_modules():
+                module.reshard()
         for param in self._list_params():
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
@@ -116,9 +128,21 @@ class FullyShardedGradients(LocalGradients):
                 param.unsharded_accumulated_grad = None
 
     def _list_params(self) -> list[Any]:
-        wrapped: list[Any] = [module for module in self._module.modules() if is_fsdp2(module)]
-        states = (module._get_fsdp_state() for module in wrapped)
-        return [param for state in states for group in _list_param_groups(state) for param in group.fsdp_params]
+        return [param for group in self._list_groups() for param in group.fsdp_params]
+
+    def _list_process_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups over which gradients are reduced, in one order on all ranks."""
+        meshes = [group.mesh_info for group in self._list_groups()]
+        names = ("shard_process_group", "replicate_process_group")
+        found = [getattr(mesh, name, None) for name in names for mesh in meshes]
+        return list(dict.fromkeys(group for group in found if group is not None))
+
+    def _list_groups(self) -> list[Any]:
+        states = (module._get_fsdp_state() for module in self._list_modules())
+        return [group for state in states for group in _list_param_groups(state)]
+
+    def _list_modules(self) -> list[Any]:
+        return [module for module in self._module.modules() if is_fsdp2(module)]
 
 
 def make_data_parallel(module: nn.Module) -> LocalGradients:

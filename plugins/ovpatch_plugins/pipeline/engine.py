@@ -3,7 +3,8 @@
 [Note: a failed step ends on all ranks] A rank whose computation raises writes its name into the group's store. Then it
 goes on with the messages of the step: it reads those that come and sends zeros, so that no rank waits for it and all
 queues are empty at the end. Every rank that may have read such zeros looks into the store behind its last message,
-before gradients are reduced, and raises an error that names the rank.
+before gradients are reduced, and raises an error that names the rank. The replicas of a stage do so together, once in
+each step, at the same place among the messages: see :class:`~ovpatch_plugins.pipeline.failures.Replicas`.
 
 On a device a receive is a kernel that waits. CUDA may wait for running kernels before it loads another one or frees
 memory, and both come with a first step. A host that stops there behind a receive for which a peer needs its next
@@ -22,10 +23,10 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.group_state import group_store
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch_plugins.pipeline.actions import Kind
 from ovpatch_plugins.pipeline.clock import Clock
+from ovpatch_plugins.pipeline.failures import StepFailures
 from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS, StepTimes
@@ -35,7 +36,13 @@ from ovpatch_plugins.pipeline.transport import PeerToPeer
 
 
 class PipelineRankError(RuntimeError):
-    """Another rank of the pipeline failed; the text names it."""
+    """Another rank of the pipeline failed; the text names it.
+
+    Attributes:
+        failure: What is told to ranks that have not heard of it.
+    """
+
+    failure = ""
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,8 @@ class Engine:
         self.times = times
         self._clock = clock
         self._group = group
+        self._failures = StepFailures(group)
+        self._decided: set[int] = set()  # stages whose replicas have decided whether they reduce in this step
         self._transport = transport
         self._prediction = prediction
         self._by_perform = by_perform
@@ -114,6 +123,8 @@ class Engine:
         """
         self._clock.start_step()
         self._transport.start_step()
+        self._failures.start_step(self._transport.step)
+        self._decided.clear()
         self._posted.clear()
         self._last_sent, self._is_connected = None, True
         program, number = self.settling or self.program, 0
@@ -130,7 +141,8 @@ class Engine:
             if self._defers_wait:
                 self._finish_reductions()
             self._transport.finish()
-            self._check_peers()
+            if len(self._decided) < len(self.stages):  # else all messages were read before the last decision
+                self._check_peers()
             self.schedule._update_losses([stage.stage for stage in self.stages.values()], inputs.losses)
         except BaseException as error:
             self._recover(program.steps[number:], error)
@@ -180,7 +192,7 @@ class Engine:
         else:
             self._run_weight_grads(stage, index, microbatch)
         if step.reduces:
-            self._reduce(stage)
+            self._reduce(stage, index)
 
     def _run_forward(self, step: Step, stage: StageRun, inputs: StepInputs) -> None:
         kind, index, microbatch = step.action
@@ -198,6 +210,8 @@ class Engine:
 
     def _run_backward(self, step: Step, stage: StageRun) -> bool:
         _, index, microbatch = step.action
+        if step.is_last_backward and stage.reduces_in_backward:
+            self._decide_to_reduce(stage, index)
         with profiler_span(profiler_label("pipeline", "B", str(step.action))):
             started = self._clock.now()
             loss = self.schedule._maybe_get_loss(stage.stage, microbatch)
@@ -219,9 +233,9 @@ class Engine:
             COUNTERS.weight_grads += stage.queue.computed - before
             self._clock.add_action(index, Kind.W, started)
 
-    def _reduce(self, stage: StageRun) -> None:
-        if stage.is_data_parallel:
-            self._check_peers()  # zeros of a failed rank must not reach other replicas
+    def _reduce(self, stage: StageRun, index: int) -> None:
+        if stage.reduces_after_backward:
+            self._decide_to_reduce(stage, index)
         if self._defers_wait:
             self._finish_reductions()  # one is under way at most, as under stock
         scale = self.microbatches if self.schedule.scale_grads else 1
@@ -274,22 +288,32 @@ class Engine:
     def _make_transport_error(self, peer: int, error: RuntimeError) -> PipelineRankError:
         self._transport.abandon()
         self._is_connected = False
-        text = self._read_failure() or f"a message between it and {self._name(peer)} failed ({error})"
-        return PipelineRankError(
+        text = self._failures.read() or f"a message between it and {self._name(peer)} failed ({error})"
+        made = PipelineRankError(
             f"the pipeline stopped on {self._name(self.program.rank)}: {text}. Gradients of this step are not valid. "
             "Look for the first error in the output of that rank, and start the job again."
         )
+        made.failure = f"{self._name(self.program.rank)} stopped: {text}"
+        return made
 
     def _check_peers(self) -> None:
         """Raise if another rank failed in this step, before which all messages have been read."""
         self._transport.wait_for_arrivals()
-        text = self._read_failure()
+        text = self._failures.read()
+        if text:
+            raise _make_rank_error(text)
+
+    def _decide_to_reduce(self, stage: StageRun, index: int) -> None:
+        """Raise if any replica of a stage knows of a failure: zeros of a failed rank must not reach the others."""
+        self._decided.add(index)
+        self._transport.wait_for_arrivals()
+        text = stage.data_parallel.replicas.decide(self._failures.read())
         if text:
             raise _make_rank_error(text)
 
     def _blame_first(self, error: Exception) -> None:
         """Raise if another rank failed before this one did, whose zeros may be what ``error`` is about."""
-        text = self._read_failure()
+        text = self._failures.read()
         if text and not text.startswith(f"{self._name(self.program.rank)} "):
             raise _make_rank_error(text) from error
 
@@ -300,17 +324,24 @@ class Engine:
         self.schedule._internal_losses.clear()
         for stage in self.stages.values():
             stage.clear()
-        if self._is_connected and isinstance(error, Exception):
-            if not isinstance(error, PipelineRankError) and not self._read_failure():
-                self._publish_failure(left[0], error)
+        if isinstance(error, Exception):
+            failure = self._failures.read()
+            if not failure:
+                failure = self._describe(left[0], error)
+                if self._is_connected:
+                    self._failures.publish(failure)
             with contextlib.suppress(RuntimeError):  # what the script has to see is the error of the computation
-                self._drain(left)
+                if self._is_connected:
+                    self._drain(left, failure)
+            with contextlib.suppress(RuntimeError):  # without messages, replicas are still waiting
+                for step in left:
+                    self._refuse_to_reduce(step, failure)
         self._arriving.clear()
         for stage in self.stages.values():
             stage.clear()
 
-    def _drain(self, left: Sequence[Step]) -> None:
-        """Go on with the messages of the step without computing."""
+    def _drain(self, left: Sequence[Step], failure: str) -> None:
+        """Go on with the messages and decisions of the step without computing."""
         for step in left:
             for receive in step.posts:
                 if receive not in self._posted:
@@ -320,31 +351,31 @@ class Engine:
             if step.receiver is not None and step is not self._last_sent:
                 stage, kind = self.stages[step.action.stage], Kind.F if step.action.kind is Kind.F else Kind.B
                 self._send_tensors(stage.make_blank_outputs(kind, step.action.microbatch), step, stage)
+            self._refuse_to_reduce(step, failure)
         self._transport.finish()
 
-    def _publish_failure(self, step: Step, error: Exception) -> None:
-        store = group_store(self._group)
-        if store is not None:
-            cause = error.__cause__ or error
-            text = f"{self._name(self.program.rank)} failed in {step.action}: "
-            store.set(self._failure_key(), text + f"{type(cause).__name__}: {cause}"[:500])
-            store.get(self._failure_key())  # set() does not wait for the store, and a message to a peer may overtake it
+    def _refuse_to_reduce(self, step: Step, failure: str) -> None:
+        """Take part in the decision that replicas make at a step, where this rank has not."""
+        stage, index = self.stages[step.action.stage], step.action.stage
+        decides = step.is_last_backward if stage.reduces_in_backward else step.reduces and stage.reduces_after_backward
+        if decides and index not in self._decided:
+            self._decided.add(index)
+            stage.data_parallel.replicas.decide(failure)
 
-    def _read_failure(self) -> str:
-        """Return which rank failed in this step, or ""."""
-        store = group_store(self._group)
-        key = self._failure_key()
-        return store.get(key).decode() if store is not None and store.check([key]) else ""
-
-    def _failure_key(self) -> str:
-        return f"ovpatch/pipeline/failed/{self._transport.step}"
+    def _describe(self, step: Step, error: Exception) -> str:
+        if isinstance(error, PipelineRankError):
+            return error.failure
+        cause = error.__cause__ or error
+        return f"{self._name(self.program.rank)} failed in {step.action}: {type(cause).__name__}: {cause}"
 
     def _name(self, rank: int) -> str:
         return f"rank {dist.get_global_rank(self._group, rank)}"
 
 
 def _make_rank_error(text: str) -> PipelineRankError:
-    return PipelineRankError(
+    made = PipelineRankError(
         f"the pipeline's step failed: {text}. Gradients of this step are not valid on any rank: call "
         "optimizer.zero_grad() before the next step, or correct the error named here."
     )
+    made.failure = text
+    return made

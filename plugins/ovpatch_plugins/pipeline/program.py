@@ -34,7 +34,8 @@ class Step:
         next_stage: Stage on this rank that gets its result, if one does.
         posts: Receives to start before it, in the order of their senders.
         kept: By receiver, how many messages may still be unread there once ``receive`` has come.
-        reduces: Whether it is the last backward of its stage, behind which gradients are reduced and scaled.
+        is_last_backward: Whether it is the last B of its stage, in full or not.
+        reduces: Whether it has the last weight gradients of its stage, behind which they are reduced and scaled.
         unshards: Stages whose parameters are gathered before it.
         reshards: Stages whose parameters are sharded again before it.
     """
@@ -45,6 +46,7 @@ class Step:
     next_stage: int | None = None
     posts: list[Receive] = field(default_factory=list)
     kept: dict[int, int] = field(default_factory=dict)
+    is_last_backward: bool = False
     reduces: bool = False
     unshards: list[int] = field(default_factory=list)
     reshards: list[int] = field(default_factory=list)
@@ -121,11 +123,11 @@ def _make_step(action: Action, placement: Sequence[int], rank: int) -> Step:
 
 
 def _mark_reductions(steps: Sequence[Step]) -> None:
-    last: dict[int, Step] = {}
-    for step in steps:
-        if step.action.kind in (Kind.W, Kind.BW):
-            last[step.action.stage] = step
-    for step in last.values():
+    backwards = {step.action.stage: step for step in steps if step.action.kind in (Kind.B, Kind.BW)}
+    weights = {step.action.stage: step for step in steps if step.action.kind in (Kind.W, Kind.BW)}
+    for step in backwards.values():
+        step.is_last_backward = True
+    for step in weights.values():
         step.reduces = True
 
 

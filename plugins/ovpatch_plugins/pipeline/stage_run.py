@@ -340,9 +340,15 @@ class StageRun:
         return [module for module in self.stage.submod.modules() if is_fsdp2(module)] if self.is_fully_sharded else []
 
     @property
-    def is_data_parallel(self) -> bool:
-        """Whether other replicas of the stage get its gradients."""
-        return type(self.data_parallel) is not LocalGradients
+    def reduces_in_backward(self) -> bool:
+        """Whether the step's last backward reduces gradients, as weight gradients are not deferred."""
+        return self.data_parallel.reduces_in_backward and not (self.queue is not None and self.queue.defers)
+
+    @property
+    def reduces_after_backward(self) -> bool:
+        """Whether gradients are reduced behind the last weight gradients."""
+        waits = self.is_fully_sharded and not self._finalizes  # until a later step
+        return self.data_parallel.has_replicas and not self.reduces_in_backward and not waits
 
     @property
     def is_fully_sharded(self) -> bool:
