@@ -112,6 +112,12 @@ SUITE: dict[str, list[Row]] = {
         Row("pipeline_step", "--microbatches 32 --steps 4 --rounds 1", least=2),
         Row("pipeline_step", "--rounds 5", world=1),
     ],
+    "megatron_step": [
+        Row("megatron_step", "--tp 2", least=2),
+        Row("megatron_step", "--tp 2 --pp 4 --microbatches 16", least=8),
+        Row("megatron_step", "--tp 1 --pp 4 --microbatches 16 --arms stock 1f1b zb-h1", least=4),
+        Row("megatron_step", "--linear", world=2, least=2),
+    ],
     "ablation": [
         Row("ablation", "--size 8b --tp 4"),
         Row("ablation", "--size 3.8b --tp 4"),

@@ -67,6 +67,7 @@ def answer_for_the_cpu() -> None:
 
 def make_model(args: argparse.Namespace) -> Any:
     """Return this rank's stage, in Megatron's DistributedDataParallel."""
+    dtype = getattr(torch, args.dtype)
     config = TransformerConfig(
         num_layers=args.layers,
         hidden_size=args.width,
@@ -74,7 +75,9 @@ def make_model(args: argparse.Namespace) -> Any:
         tensor_model_parallel_size=args.tp,
         pipeline_model_parallel_size=args.pp,
         sequence_parallel=args.tp > 1,
-        pipeline_dtype=torch.float32,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        pipeline_dtype=dtype,
         batch_p2p_comm=False,
         use_cpu_initialization=True,
         attention_dropout=0.0,
@@ -92,8 +95,10 @@ def make_model(args: argparse.Namespace) -> Any:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
-    ).to(args.device)
-    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, check_for_nan_in_grad=False)
+    ).to(args.device, dtype)
+    ddp_config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=False
+    )
     model = DistributedDataParallel(config, ddp_config, module)
     config.no_sync_func = model.no_sync
     return model
@@ -141,7 +146,7 @@ def train(args: argparse.Namespace) -> None:
             forward_only=False,
         )
         for param in model.parameters():
-            param.grad = param.main_grad
+            param.grad = param.main_grad.to(param.dtype)
         optimizer.step()
         for param in model.parameters():
             param.grad = None
@@ -163,6 +168,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 

@@ -48,6 +48,15 @@ def will_accumulate(nodes: Iterable[Node]) -> bool:
         return False  # torch refuses to answer for a parameter whose gradient is asked for
 
 
+def accumulate_grads(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Give gradients to leaves, or to what is computed of them, through the engine, with all hooks.
+
+    Not by ``torch.autograd.backward``: what watches that function would take the tensors for losses.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(tuple(tensors), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def apply_function(function: Any, *args: Any) -> Any:
     """Apply a ``torch.autograd.Function``, whose own ``apply`` has no types.
 

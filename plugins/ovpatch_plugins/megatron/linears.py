@@ -20,6 +20,7 @@ from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.tensors.pending_param import wait_for_param
 from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.takeover import note_left
+from ovpatch_plugins.megatron.weight_grads import WeightGrad, WeightGradQueue, multiply
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 
 _LAYERS: Final = "megatron.core.tensor_parallel.layers"
@@ -27,6 +28,7 @@ _COLUMN: Final = ("linear_with_grad_accumulation_and_async_allreduce", "linear_w
 _REPLACED: Final = (*_COLUMN, "reduce_scatter_to_sequence_parallel_region")  # by one operator in row-parallel linears
 # Arguments of a column-parallel linear that change nothing here; others, as where its weight gradient is deferred, do.
 _IGNORED: Final = ("tp_group", "wgrad_deferral_limit", "async_grad_allreduce")
+_KEEPING: Final = ("stock", "bulk", "ring", "chunk")  # schedules whose operands can be kept behind the backward
 _REMEDY: Final = (
     "Call ovpatch.apply() with the same arguments on every rank before the first forward, and give every rank the same "
     "OVPATCH variables; OVPATCH_MEGATRON_LINEARS=0 on all ranks leaves linears to Megatron."
@@ -34,9 +36,16 @@ _REMEDY: Final = (
 
 
 class LinearPatches:
-    """The wrappers of Megatron's functions, for one set of options."""
+    """The wrappers of Megatron's functions, for one set of options.
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    Args:
+        options: The feature's.
+        queue: What delays weight gradients in steps of a pipeline, if anything does.
+    """
+
+    def __init__(self, options: Mapping[str, Any], queue: WeightGradQueue | None = None) -> None:
+        # The kernels of other schedules gather into memory that the next linear uses.
+        self._queue = queue if options["schedule"] in _KEEPING else None
         self._how = {name: options[name] for name in ("schedule", "chunks")}
         self._regather: bool = options["regather"]
         self._terms = dict(options)
@@ -93,10 +102,9 @@ class LinearPatches:
         reason = f"{asked[0]} asks for more" if asked else ""
         if not self._takes(x, weight, fuse, group, "column", reason):
             return None
+        weight, compute = self._enter(weight, fuse)
         output: Tensor
-        (output,) = all_gather_linear(
-            x, [weight], group, regather=self._regather, **self._how, **_weight_grad(weight, fuse)
-        )
+        (output,) = all_gather_linear(x, [weight], group, regather=self._regather, weight_grad=compute, **self._how)
         return output if bias is None else output + bias
 
     def _compute_row(self, linear: Any, x: Tensor) -> Tensor | None:
@@ -110,8 +118,14 @@ class LinearPatches:
             reason = "its input is offloaded to the CPU"
         if not self._takes(x, weight, fuse, group, "row", reason):
             return None
-        output: Tensor = linear_reduce_scatter(x, weight, group, **self._how, **_weight_grad(weight, fuse))
+        weight, compute = self._enter(weight, fuse)
+        output: Tensor = linear_reduce_scatter(x, weight, group, weight_grad=compute, **self._how)
         return output
+
+    def _enter(self, weight: Tensor, fuse: bool) -> tuple[Tensor, WeightGrad]:
+        """Return what enters the graph for a weight, and what computes its gradient."""
+        compute = find_weight_grad(weight, fuse)
+        return (weight, compute) if self._queue is None else self._queue.enter(weight, compute)
 
     def _takes(self, x: Tensor, weight: Any, fuse: bool, group: Any, kind: str, reason: str) -> bool:
         """Tell whether our operators compute a linear, which is the same on all ranks."""
@@ -119,7 +133,7 @@ class LinearPatches:
             return False
         if type(weight) is not torch.nn.Parameter:
             wait_for_param(weight)
-        reason = reason or _find_unsupported(x, weight, fuse)
+        reason = reason or find_unsupported(x, weight, fuse)
         if reason:
             note_left(f"a {kind}-parallel linear: {reason}")
             COUNTERS.stock_calls += 1
@@ -129,7 +143,8 @@ class LinearPatches:
         return True
 
 
-def _find_unsupported(x: Tensor, weight: Any, fuse: bool) -> str:
+def find_unsupported(x: Tensor, weight: Any, fuse: bool) -> str:
+    """Return why only Megatron can compute a linear, or ""."""
     if type(weight) not in (Tensor, torch.nn.Parameter) or hasattr(weight, "__fsdp_param__"):
         return "its weight belongs to another library"
     if x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
@@ -163,10 +178,11 @@ def _is_megatrons_own(function: Any, ours: Any) -> bool:
     return bool(code.co_filename == sys.modules[home].__file__)  # a copy by functools.wraps has another's code
 
 
-def _weight_grad(weight: Any, fuse: bool) -> dict[str, Any]:
+def find_weight_grad(weight: Any, fuse: bool) -> WeightGrad:
+    """Return what computes a weight's gradient, with ``gradient_accumulation_fusion`` or without."""
     if not fuse or not weight.requires_grad:
-        return {}
-    return {"weight_grad": functools.partial(_accumulate, main_grad=weight.main_grad)}
+        return multiply
+    return functools.partial(_accumulate, main_grad=weight.main_grad)
 
 
 def _accumulate(weight: Any, grad: Tensor, x: Tensor, *, main_grad: Tensor) -> Tensor | None:

@@ -6,6 +6,7 @@ from typing import Final
 
 from ovpatch.hookspecs import Option
 
+PIPELINE_SCHEDULES: Final = ("auto", "stock", "1f1b", "zb-h1")
 SCHEDULES: Final = ("stock", "bulk", "ring", "chunk", "fused", "auto")  # of tp_linear
 
 
@@ -51,5 +52,13 @@ OPTIONS: Final = (
         True,
         "With overlap_param_gather, start the all-gathers of all buckets at the end of step(). A reader of a "
         "parameter waits for its bucket.",
+    ),
+    Option(
+        "pipeline_schedule",
+        "auto",
+        "When a stage of a pipeline without interleaving computes the weight gradients of its linears. stock: in the "
+        "backward. 1f1b: behind the start of the send of its input gradient. zb-h1: also in the bubble, within the "
+        "memory of 1F1B's first stage. auto: as 1f1b; as stock with tensor parallelism.",
+        choices=PIPELINE_SCHEDULES,
     ),
 )

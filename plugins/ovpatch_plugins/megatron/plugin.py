@@ -12,6 +12,7 @@ from ovpatch.hookspecs import Feature, Registrar, hookimpl
 from ovpatch_plugins.megatron.options import OPTIONS
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_PIPELINE = "megatron.core.pipeline_parallel"
 _GROUP = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
 
 
@@ -20,23 +21,28 @@ def ovpatch_feature() -> Feature:
     """Describe the feature."""
     return Feature(
         name="megatron",
-        summary="Megatron-Core: linears hide collectives, reductions keep one order, no stale parameters.",
+        summary="Megatron-Core: linears hide collectives, stages send early, no late gradients, no stale parameters.",
         options=OPTIONS,
         default=False,
         reorders_products=True,
         distributed=True,
-        work=("calls", "reductions", "gathers"),
+        work=("calls", "reductions", "gathers", "pipeline_steps"),
     )
 
 
 @hookimpl
 def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches; they wait for the import of ``megatron.core``."""
+    delays = options["pipeline_schedule"] != "stock"
 
     @functools.cache
     def find(module: str) -> Any:  # the linears' wrappers, of one apply(), share what ranks have agreed on
         found: Any = importlib.import_module(f"ovpatch_plugins.megatron.{module}")
-        return found.LinearPatches(options) if module == "linears" else found
+        if module == "pipeline":
+            return found.PipelinePatches(options)
+        if module == "linears":
+            return found.LinearPatches(options, find("pipeline").queue if delays else None)
+        return found
 
     def patch(target: str, module: str, wrap: str, why: str) -> None:
         # Until a target is there, nothing of the feature is imported.
@@ -57,6 +63,35 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             "linears",
             "wrap_row",
             "multiplies, and scatters the product: a patch of either function alone could not overlap them",
+        )
+    if delays:
+        patch(
+            f"{_PIPELINE}.schedules.forward_backward_pipelining_without_interleaving",
+            "pipeline",
+            "wrap_schedule",
+            "is a step of a pipeline; its loop stays Megatron's",
+        )
+        patch(f"{_PIPELINE}.schedules.backward_step", "pipeline", "wrap_backward", "is a microbatch's backward")
+        for method in ("send_backward", "send_backward_recv_forward"):
+            patch(
+                f"{_PIPELINE}.p2p_communication.P2PCommunicator.{method}",
+                "pipeline",
+                "wrap_send",
+                "sends the input gradient behind a backward",
+            )
+        for function in ("_p2p_ops", "_batched_p2p_ops"):
+            patch(
+                f"{_PIPELINE}.p2p_communication.{function}",
+                "pipeline",
+                "wrap_start",
+                "starts messages, for which its only caller waits at once",
+            )
+        patch(
+            f"{_LAYERS}.linear_with_grad_accumulation_and_async_allreduce",
+            "pipeline",
+            "wrap_linear",
+            "computes the weight gradients of linears without sequence parallelism; Megatron-Core delays those of "
+            "Transformer Engine alone",
         )
     if options["ordered_grad_reduce"] or options["early_param_gather"]:
         patch(

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ovpatch.overlap.data_parallel.grad_hooks import accumulate_grads
 from ovpatch_plugins.pipeline.failures import Replicas
-from ovpatch_plugins.pipeline.wgrad import accumulate_grads
 
 
 class LocalGradients:

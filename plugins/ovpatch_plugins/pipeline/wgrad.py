@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ovpatch.overlap.data_parallel.grad_hooks import accumulate_grads
 from ovpatch.overlap.tensors.autocast import autocast_dtype
 from ovpatch_plugins.pipeline.report import StageReport
 
@@ -325,15 +326,6 @@ class WeightGradQueue:
             return hook
 
         return [watch(linear) for linear in self._linears]
-
-
-def accumulate_grads(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Give gradients to leaves through the engine, with all their hooks.
-
-    Not by ``torch.autograd.backward``: what watches that function would take the leaves for losses.
-    """
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(tuple(leaves), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[nn.Module, bool]]:

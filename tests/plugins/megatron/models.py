@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
@@ -35,6 +36,11 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return make_on_cpu
 
 
+def first_steps_that_count() -> int:
+    """Return how many first steps reduce at their end, as Megatron counts gradients in them: one, none before 0.16."""
+    return int(tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 16))
+
+
 @contextlib.contextmanager
 def parallel(tp: int = 1, pp: int = 1, **sizes: int) -> Iterator[Any]:
     """Make Megatron's groups over all ranks, with CPU as its device; yield ``parallel_state``."""
@@ -44,6 +50,8 @@ def parallel(tp: int = 1, pp: int = 1, **sizes: int) -> Iterator[Any]:
     with (
         contextlib.ExitStack() as stack,
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(torch.cuda, "synchronize"),  # behind messages
+        mock.patch.object(Tensor, "cuda", lambda one: one),  # of tied weights
         mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER", _OneStream()),
         mock.patch.object(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
         mock.patch.object(random, "_get_all_rng_states", return_value=()),  # of CUDA, for recomputation

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ovpatch
-from tests.plugins.megatron.models import Paths, parallel, rows, wrapped
+from tests.plugins.megatron.models import Paths, first_steps_that_count, parallel, rows, wrapped
 from tests.scripts.arms import needs
 from tests.support.failures import RankFailure
 
@@ -84,21 +84,28 @@ def one_backward_more(patched: bool, extra: int, where: str) -> list[float]:
 
 
 def test_an_autograd_order_of_each_rank_mixes_buckets_on_stock_and_none_here(ranks):
+    counting = first_steps_that_count()
     for stock, _ in ranks(2)(orders_differ, False):
-        assert stock[0] < 1e-6, "the first step reduces at its end"
-        assert min(stock[1:]) > 0.1, "stock is right by now: this test and the feature's order have lost their reason"
+        assert max(stock[:counting], default=0.0) < 1e-6, "the first step reduces at its end"
+        assert min(stock[counting:]) > 0.1, (
+            "stock is right by now: this test and the feature's order have lost their reason"
+        )
     found = ranks(2)(orders_differ, True)
     for here, counters in found:
         assert max(here) < 1e-6
-        assert (counters["models"], counters["reductions"]) == (1, 2 * 3)
+        assert (counters["models"], counters["reductions"]) == (1, (3 - counting) * 3)
     assert any(counters["held"] for _, counters in found)
 
 
 @pytest.mark.parametrize("where", ["", "behind"], ids=["without no_sync", "inside of no_sync"])
 def test_a_second_backward_is_wrong_on_stock_and_an_error_here(ranks, where):
-    for stock in ranks(2)(one_backward_more, False, 1, where):
-        assert stock[0] < 1e-6
-        assert stock[1] > 0.1, "stock is right by now: the error has lost its reason"
+    if where or first_steps_that_count():
+        for stock in ranks(2)(one_backward_more, False, 1, where):
+            assert stock[0] < 1e-6
+            assert stock[1] > 0.1, "stock is right by now: the error has lost its reason"
+    else:
+        with pytest.raises(RankFailure, match="Cannot set grad twice"):
+            ranks(2)(one_backward_more, False, 1, where)
     with pytest.raises(RankFailure, match=r"parameter [abc]\.weight got a gradient after .*no_sync\(\)"):
         ranks(2)(one_backward_more, True, 1, where)
 
@@ -163,7 +170,7 @@ def wrapped_before_apply() -> tuple[list[float], int]:
 def test_a_model_that_was_wrapped_before_apply_is_taken_over(ranks):
     for found, reductions in ranks(2)(wrapped_before_apply):
         assert max(found) < 1e-6
-        assert reductions == 6
+        assert reductions == (3 - first_steps_that_count()) * 3
 
 
 class _OfAnotherLibrary(Paths):

@@ -1,0 +1,38 @@
+"""The example on Megatron-Core: ``verify`` finds stock's bits on two stages of two ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.arms import needs
+from tests.support import scripts
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_megatron.py"
+STEPS, MICROBATCHES = 3, 3
+SMALL = ["--layers=2", "--width=32", "--context=16", "--batch-size=2", "--device=cpu"]
+HEAVY = "megatron.core.distributed,megatron.core.models.gpt.gpt_layer_specs,megatron.core.optimizer"
+
+pytestmark = [pytest.mark.slow, needs("megatron")]
+
+
+def test_verify_finds_stocks_bits(tmp_path):
+    file = tmp_path / "verify.json"
+    options = ["--features=megatron", f"--steps={STEPS}", "--json", str(file)]
+    verify = [sys.executable, "-m", "ovpatch", "verify", *options, "--"]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(scripts.free_port()), "PRELOAD": HEAVY}
+    where["OVPATCH_MEGATRON_PIPELINE_SCHEDULE"] = "zb-h1"
+    train = [str(SCRIPT), *SMALL, f"--steps={STEPS}", f"--microbatches={MICROBATCHES}"]
+    scripts.run([*verify, sys.executable, str(scripts.FORKING), "4", *train], env=where, timeout=400).check()
+    found = json.loads(file.read_text())
+    assert found["verdict"] == "bitwise equal", found
+    counters, delayed = found["counters"]["megatron"], STEPS - 1  # a weight's first step is Megatron's
+    assert counters["calls"]
+    assert counters["stock_calls"] == 0
+    assert counters["models"] == 4
+    assert counters["pipeline_steps"] == 2 * STEPS, "of the last stage's two ranks"
+    assert counters["weight_grads"] == 2 * (4 + 1) * MICROBATCHES * delayed, "linears of a layer, and the output layer"
+    assert counters["early_sends"] == 2 * (MICROBATCHES - 1) * delayed, "one backward is behind"

@@ -1,0 +1,212 @@
+"""Trains a stage of a GPT by Megatron's own pipeline schedule on CPU ranks, stock and patched."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ovpatch
+from ovpatch.insight.equality import Verdict, compare
+from tests.plugins.megatron import models
+from tests.plugins.megatron.models import (
+    BATCH,
+    SEQUENCE,
+    VOCABULARY,
+    distributed_optimizer,
+    gpt,
+    parallel,
+    transformer_config,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training run.
+
+    Attributes:
+        tp: Ranks that share each layer.
+        pp: Stages; the other ranks are replicas.
+        microbatches: Their number in a step.
+        steps: Number of steps.
+        dtype: Of the parameters.
+        config: Changes of Megatron's configuration.
+        model: Changes of the model's arguments.
+        ddp: Options of Megatron's DistributedDataParallel, in which the stages are; None for none.
+        given: Further arguments of the schedule.
+        prepare: The function of this module that is called with the stage.
+        lengths: Sequence lengths of the microbatches, in turns.
+        grad_sync: Whether gradients are reduced by ``grad_sync_func``.
+        per_token: Whether the loss is divided by the number of tokens of the whole step.
+        sharded: Whether Megatron's distributed optimizer steps, whose parameters are gathered behind it.
+        evaluates: Whether a forward without backward comes before each step.
+    """
+
+    tp: int = 1
+    pp: int = 2
+    microbatches: int = 3
+    steps: int = 2
+    dtype: torch.dtype = torch.float32
+    config: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] | None = field(default_factory=lambda: {"overlap_grad_reduce": True, "bucket_size": 2000})
+    given: dict[str, Any] = field(default_factory=dict)
+    prepare: str = ""
+    lengths: tuple[int, ...] = (SEQUENCE,)
+    grad_sync: bool = False
+    per_token: bool = False
+    sharded: bool = False
+    evaluates: bool = False
+
+
+def _data(case: Case, step: int, replica: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(100 * replica + step)
+    for number in range(case.microbatches):
+        length = case.lengths[number % len(case.lengths)]
+        rows = torch.randint(VOCABULARY, (BATCH, length + 1), generator=generator)
+        yield rows[:, :-1], rows[:, 1:]
+
+
+def _make_forward(case: Case) -> Any:
+    def forward(data: Any, model: Any) -> Any:
+        tokens, targets = next(data)
+        length = tokens.shape[1]
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        out = model(tokens, torch.arange(length).expand_as(tokens), mask, labels=targets)
+
+        def loss(output: Tensor) -> Any:
+            total = output.float().sum() if case.per_token else output.float().mean()
+            seen = {"loss": total.detach().clone()}
+            return (total, torch.tensor(output.numel(), dtype=torch.int), seen) if case.per_token else (total, seen)
+
+        return out, loss
+
+    return forward
+
+
+def train(case: Case) -> list[dict[str, Any]]:
+    """Return each step's losses, gradients and parameters of this rank's stage."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    found = []
+    with parallel(tp=case.tp, pp=case.pp) as state, contextlib.ExitStack() as stack:
+        config = transformer_config(
+            num_layers=case.pp,
+            tensor_model_parallel_size=case.tp,
+            pipeline_model_parallel_size=case.pp,
+            sequence_parallel=case.tp > 1,
+            params_dtype=case.dtype,
+            calculate_per_token_loss=case.per_token,
+            **{"batch_p2p_comm": False} | case.config,
+        )
+        config.pipeline_dtype = case.dtype
+        if config.gradient_accumulation_fusion:
+            _give_kernels(stack)
+        first, last = state.is_pipeline_first_stage(), state.is_pipeline_last_stage()
+        module = gpt(config, pre_process=first, post_process=last, **case.model).to(case.dtype)
+        if case.prepare:
+            globals()[case.prepare](module)
+        model: Any = module
+        if case.ddp is not None:
+            sharded = {"use_distributed_optimizer": True, "overlap_param_gather": True} if case.sharded else {}
+            options = {"check_for_nan_in_grad": False} | case.ddp | sharded
+            model = DistributedDataParallel(config, DistributedDataParallelConfig(**options), module)
+            config.no_sync_func = model.no_sync
+            config.finalize_model_grads_func = finalize_model_grads
+            if case.grad_sync:
+                config.grad_sync_func = model.start_grad_sync
+        trained = {name: param for name, param in module.named_parameters() if param.requires_grad}
+        optimizer = distributed_optimizer(model) if case.sharded else torch.optim.AdamW(trained.values(), lr=1e-2)
+        run = get_forward_backward_func()
+        given = {
+            "forward_step_func": _make_forward(case),
+            "model": [model],
+            "num_microbatches": case.microbatches,
+            "seq_length": SEQUENCE,
+            "micro_batch_size": BATCH,
+        } | case.given
+        for step in range(case.steps):
+            row: dict[str, Any] = {}
+            if case.evaluates:
+                with torch.no_grad():
+                    data = _data(case, 50 + step, state.get_data_parallel_rank())
+                    row["evaluated"] = run(data_iterator=data, forward_only=True, **given)
+            if case.ddp is not None:
+                model.zero_grad_buffer()
+            data = _data(case, step, state.get_data_parallel_rank())
+            row["losses"] = run(data_iterator=data, forward_only=False, **given)
+            for param in () if case.sharded else trained.values():
+                if hasattr(param, "main_grad"):
+                    param.grad = param.main_grad.to(param.dtype)
+            grads = {name: param.grad for name, param in trained.items() if param.grad is not None}
+            row["grads"] = {name: grad.clone() for name, grad in grads.items()}
+            row["main_grads"] = {
+                name: param.main_grad.clone() for name, param in trained.items() if hasattr(param, "main_grad")
+            }
+            optimizer.step()
+            optimizer.zero_grad()
+            if case.sharded:  # else Megatron shows stale values
+                model.start_param_sync(force_sync=True)
+            row["params"] = {name: param.detach().clone() for name, param in module.named_parameters()}
+            found.append(row)
+    return found
+
+
+def _give_kernels(stack: contextlib.ExitStack) -> None:
+    """Give Megatron kernels that add to ``main_grad``: its own are Apex's and need CUDA."""
+    from megatron.core.tensor_parallel import layers
+
+    stack.enter_context(mock.patch.object(layers, "_grad_accum_fusion_available", True))
+    stack.enter_context(mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", models.Kernels, create=True))
+    stack.enter_context(mock.patch.dict(sys.modules, {"fused_weight_gradient_mlp_cuda": models.Kernels}))
+
+
+def defer_output_layer(module: nn.Module) -> None:
+    """Have the output layer alone defer: Megatron's other linears would ask for buffers that they do not have."""
+    from megatron.core.tensor_parallel import layers
+
+    for part in module.modules():
+        if isinstance(part, layers.ColumnParallelLinear) and part.embedding_activation_buffer is None:
+            part.config = copy.copy(part.config)
+            part.config.defer_embedding_wgrad_compute = False
+
+
+def read_elsewhere(module: nn.Module) -> None:
+    """Have each layer read the weight of one of its linears once more."""
+    for layer in module.decoder.layers:
+        linear = layer.mlp.linear_fc1
+
+        def add(_module: Any, args: Any, out: Any, linear: Any = linear) -> Any:
+            return out[0] + torch.nn.functional.linear(args[0], linear.weight), out[1]
+
+        linear.register_forward_hook(add)
+
+
+def run_both(cases: dict[str, Case], schedules: tuple[str, ...], **options: Any) -> dict[str, Any]:
+    """Return for each case and schedule what differs from Megatron's run, what was counted, and the remarks."""
+    from ovpatch_plugins.megatron.report import COUNTERS
+
+    stock = {name: train(case) for name, case in cases.items()}
+    found: dict[str, Any] = {}
+    for schedule in schedules:
+        with ovpatch.applied("megatron", options={"megatron": {"pipeline_schedule": schedule} | options}):
+            for name, case in cases.items():
+                before = COUNTERS.as_dict()
+                rows = compare(stock[name], train(case)).rows
+                assert len(rows) > 10, "something is compared"
+                found[f"{name}, {schedule}"] = (
+                    [row.name for row in rows if row.verdict is not Verdict.BITWISE],
+                    {key: value - before[key] for key, value in COUNTERS.as_dict().items()},
+                    list(ovpatch.report()["megatron"].remarks),
+                )
+    assert dist.is_initialized()
+    return found

@@ -1,0 +1,247 @@
+"""Megatron's pipeline with delayed weight gradients: all bits are Megatron's."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from ovpatch_plugins.megatron import takeover
+from ovpatch_plugins.megatron.pipeline import PipelinePatches
+from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
+from tests.plugins.megatron.models import SEQUENCE
+from tests.plugins.megatron.stages import Case, run_both
+from tests.scripts.arms import needs
+
+pytestmark = needs("megatron")
+
+LINEARS = 4  # of a layer; each stage has one
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
+VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+CASES = {
+    "plain": Case(ddp=None),
+    "fewer microbatches than stages": Case(microbatches=1),
+    "reduced in the backward": Case(steps=3),
+    "grad_sync_func, tied": Case(grad_sync=True, model={"share_embeddings_and_output_weights": True}),
+    "bf16, main_grad in float32, batch_p2p_comm": Case(
+        dtype=torch.bfloat16,
+        ddp={"overlap_grad_reduce": True, "grad_reduce_in_fp32": True},
+        config={"deallocate_pipeline_outputs": True, "batch_p2p_comm": True},
+    ),
+    "variable_seq_lengths": Case(config=VARIABLE, lengths=(SEQUENCE, SEQUENCE // 2)),
+    "recomputed, per token, forward_only": Case(config=RECOMPUTED, per_token=True, evaluates=True),
+    "fused": Case(config=FUSED),
+    "fused, defer_embedding_wgrad_compute": Case(
+        config=FUSED | {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 2}, prepare="defer_output_layer"
+    ),
+    "read elsewhere": Case(prepare="read_elsewhere"),
+}
+NOT_DELAYED = {"fused, defer_embedding_wgrad_compute": 1, "read elsewhere": 1}  # of the last stage's linears
+
+
+@pytest.mark.parametrize(
+    ("schedule", "names"), [("zb-h1", list(CASES)), ("1f1b", list(CASES)[2:5])], ids=["zb-h1", "1f1b"]
+)
+def test_all_bits_are_megatrons(ranks, schedule, names):
+    cases = {name: CASES[name] for name in names}
+    for rank, found in enumerate(ranks(2)(run_both, cases, (schedule,))):
+        for name, (differing, counters, remarks) in found.items():
+            assert not differing, (rank, name)
+            key = name.rpartition(", ")[0]
+            case, delayed = CASES[key], rank * (LINEARS + 1 - NOT_DELAYED.get(key, 0))
+            assert counters["weight_grads"] == delayed * case.microbatches * (case.steps - 1), name
+            assert counters["pipeline_steps"] == rank * case.steps, name
+            later = schedule == "zb-h1" and case.microbatches > 1  # the first microbatch's, behind the second send
+            assert counters["early_sends"] == rank * (case.microbatches - later) * (case.steps - 1), name
+            assert any("read more than once" in text for text in remarks) == (key == "read elsewhere" and rank == 1)
+
+
+FOUR = {
+    "four stages": Case(pp=4, microbatches=6, steps=3),
+    "four stages, two microbatches": Case(pp=4, microbatches=2, grad_sync=True),
+    "two replicas, sharded": Case(sharded=True),
+    "tensor parallel": Case(tp=2),
+}
+
+
+def test_all_bits_are_megatrons_on_four_ranks(ranks):
+    for rank, found in enumerate(ranks(4)(run_both, FOUR, ("zb-h1",))):
+        for name, (differing, counters, _) in found.items():
+            assert not differing, (rank, name)
+            case = FOUR[name.rpartition(", ")[0]]
+            stage = rank // (4 // case.pp)
+            delayed = (stage > 0) * LINEARS + (stage == case.pp - 1)
+            assert counters["weight_grads"] == delayed * case.microbatches * (case.steps - 1), name
+
+
+def test_auto_leaves_tensor_parallel_stages_to_megatron_and_says_so(ranks):
+    for found in ranks(4)(run_both, {"tensor parallel": Case(tp=2, microbatches=1)}, ("auto",)):
+        ((differing, counters, remarks),) = found.values()
+        assert not differing
+        assert counters["pipeline_steps"] == counters["weight_grads"] == 0
+        assert counters["calls"], "the linears are still ours"
+        assert any("auto keeps collectives" in text for text in remarks)
+
+
+class Replicated(torch.nn.Module):
+    """Stands for a stage in torch's DistributedDataParallel."""
+
+    __module__ = "torch.nn.parallel.distributed"
+
+
+class Elsewhere:
+    """Stands for a communicator of another kind, or groups of several modules."""
+
+    pp_group = None
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "reason"),
+    [
+        ({"cpu_offloading": True}, {}, "cpu_offloading is on"),
+        ({"cuda_graph_impl": "local"}, {}, "cuda_graph_impl is on"),
+        ({}, {"p2p_communicator": Elsewhere()}, "messages are sent by Elsewhere"),
+        ({}, {"pg_collection": Elsewhere()}, "its groups are given as Elsewhere"),
+        ({}, {"model": torch.nn.Sequential(Replicated())}, "the model is in Replicated"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_unknown_is_left_to_megatron_and_said(monkeypatch, changes, given, reason):
+    given = dict(given)
+    monkeypatch.setattr(takeover, "_LEFT", {})
+    config = SimpleNamespace(tensor_model_parallel_size=1, **changes)
+    schedules = SimpleNamespace(get_model_config=lambda _model: config, P2PCommunicator=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "megatron.core.pipeline_parallel.schedules", schedules)
+    patches = PipelinePatches({"pipeline_schedule": "1f1b"})
+    run = patches.wrap_schedule(lambda **given: patches.queue.is_active)
+    assert run(model=given.pop("model", torch.nn.Linear(1, 1)), num_microbatches=1, **given) is False
+    assert takeover.list_left() == [f"the pipeline's schedule: {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [(1, ["start", "W", "wait"]), (2, ["start", "wait", "start", "wait", "W"])],
+    ids=["one tensor", "two tensors"],
+)
+def test_weight_gradients_are_computed_behind_the_start_of_the_last_message(tensors, expected):
+    found: list[str] = []
+    patches = PipelinePatches({"pipeline_schedule": "1f1b"})
+    start = patches.wrap_start(lambda: found.append("start"))
+    send = patches.wrap_send(lambda _self, grads: [(start(), found.append("wait")) for _ in grads])
+
+    class Step:
+        is_sending = False
+
+        def compute_due(self) -> int:
+            self.is_sending = False
+            found.extend(["W"] * ("W" not in found))
+            return 1
+
+    patches._step = Step()
+    send(None, [torch.ones(1)] * tensors)
+    assert found == expected
+
+
+def plain_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+) -> torch.Tensor:
+    return input @ weight.t()
+
+
+def test_a_compiled_linear_is_megatrons_and_is_compiled_once():
+    patches, counter = PipelinePatches({"pipeline_schedule": "1f1b"}), CompileCounter()
+    compiled = torch.compile(patches.wrap_linear(plain_linear), backend=counter, fullgraph=True)
+    x, weight = torch.randn(2, 4, requires_grad=True), torch.nn.Parameter(torch.randn(3, 4))
+    for _ in range(3):
+        patches._step = object()
+        with patches.queue.running():
+            assert compiled(x, weight, None, False, False, False).equal(x @ weight.t())
+    assert counter.frame_count == 1
+
+
+class Delayed(torch.nn.Module):
+    """A linear whose weight gradient a queue delays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 4))
+        self.queue = WeightGradQueue()
+        self.product = 0  # address of the last one
+        self.input = torch.randn(2, 4, requires_grad=True)
+
+    def multiply(self, weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        found = multiply(weight, grad, x)
+        self.product = found.data_ptr()
+        return found
+
+    def forward(self) -> torch.Tensor:
+        weight, compute = self.queue.enter(self.weight, self.multiply)
+        return Linear.apply(self.input, weight, None, compute, None, lambda grad, x: (grad, x))
+
+    def step(self, *, fails: bool = False, is_whole: bool = True, recorded: bool = True) -> None:
+        self.weight.grad = None
+        with self.queue.running():
+            out = self().sum()
+            if not recorded:
+                torch.autograd.grad(out, self.input)
+            with self.queue.recording():
+                out.backward()
+                if fails:
+                    raise ZeroDivisionError
+            if is_whole:
+                self.queue.compute(1)
+
+
+@pytest.fixture
+def linear() -> Delayed:
+    """A linear that has run its first step."""
+    made = Delayed()
+    made.step()
+    return made
+
+
+def is_right(linear: Delayed) -> bool:
+    return linear.weight.grad.equal(torch.ones(3, 2) @ linear.input)
+
+
+def test_a_weight_takes_the_product_itself(linear):
+    linear.step()
+    assert linear.weight.grad.data_ptr() == linear.product
+    assert is_right(linear)
+    assert not linear.weight._backward_hooks
+
+
+def test_a_step_after_one_that_failed_is_clean(linear):
+    with pytest.raises(ZeroDivisionError):
+        linear.step(fails=True)
+    assert linear.weight.grad is None
+    linear.step()
+    assert is_right(linear)
+
+
+def test_a_first_step_that_fails_shows_nothing_of_its_weights():
+    linear = Delayed()
+    with pytest.raises(ZeroDivisionError):
+        linear.step(fails=True)
+    linear.step(is_whole=False)
+    assert is_right(linear)
+
+
+def test_weight_gradients_that_are_left_over_are_an_error(linear):
+    with pytest.raises(RuntimeError, match="PIPELINE_SCHEDULE=stock"):
+        linear.step(is_whole=False)
+
+
+def test_gradients_taken_in_a_forward_are_an_error(linear):
+    with pytest.raises(RuntimeError, match="inside its forward"):
+        linear.step(recorded=False)
