@@ -151,10 +151,17 @@ def make_data_parallel(module: nn.Module) -> LocalGradients:
         return DataParallel(module)
     if is_fsdp2(module):
         return FullyShardedGradients(module)
-    for inner in module.modules():
-        if inner is not module and (isinstance(inner, DistributedDataParallel) or is_fsdp2(inner) or _is_fsdp1(inner)):
-            return LocalGradients("only a part of the stage's module is wrapped for data parallelism")
-    return LocalGradients("FullyShardedDataParallel reduces in each backward" if _is_fsdp1(module) else "")
+    if _is_fsdp1(module):
+        return LocalGradients("FullyShardedDataParallel reduces in each backward")
+    part = "only a part of the stage's module is wrapped for data parallelism"
+    return LocalGradients(part if is_data_parallel(module) else "")
+
+
+def is_data_parallel(module: nn.Module) -> bool:
+    """Tell whether a module or a part of it is wrapped for data parallelism."""
+    return any(
+        isinstance(inner, DistributedDataParallel) or is_fsdp2(inner) or _is_fsdp1(inner) for inner in module.modules()
+    )
 
 
 def _list_param_groups(state: Any) -> list[Any]:

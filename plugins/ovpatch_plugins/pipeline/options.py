@@ -99,6 +99,13 @@ OPTIONS: Final = (
         "Where schedule=auto writes costs and the times of all orders, which it then races; set by ovpatch pipeline.",
     ),
     Option(
+        "weight_stash",
+        "off",
+        "pipedream: the optimizers of attach_optimizer() step behind the backward of each microbatch, which has the "
+        "weights of its forward. Not stock's numbers, but asynchronous training. Needs schedule=as-given or 1f1b.",
+        choices=("off", "pipedream"),
+    ),
+    Option(
         "gradient_accumulation_fusion",
         False,
         "Add weight gradients into p.grad inside the product. It saves a pass over the gradients and rounds once where "

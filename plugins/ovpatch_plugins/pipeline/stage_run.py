@@ -7,7 +7,7 @@ Only methods of torch's stages that have kept name and meaning from 2.11 to 2.15
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -130,6 +130,15 @@ class StageRun:
             with self.queue.recording(microbatch):
                 self.stage.backward_one_chunk(microbatch, loss=loss, full_backward=True, last_backward=False)
         return True
+
+    def finish_backward(self, microbatch: int, check_peers: Callable[[], None]) -> None:
+        """End a microbatch's B, whose input gradient has been sent.
+
+        Args:
+            microbatch: Its index.
+            check_peers: Raises if what was received may be the zeros of a failed rank.
+        """
+        self.drop_buffers(microbatch)
 
     def run_weight_grads(self, microbatch: int) -> None:
         """Compute W."""

@@ -153,7 +153,7 @@ class WeightGradQueue:
         linears: list[tuple[nn.Linear, bool]] = []
         self._reasons.clear()
         self._report.expert_weights = 0
-        for module, compiled in _walk(self._module, False, set()):
+        for module, compiled in walk_modules(self._module):
             for param in module._parameters.values():
                 if param is not None:
                     owners[id(param)] += 1
@@ -336,8 +336,12 @@ def accumulate_grads(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     engine.run_backward(tuple(leaves), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[nn.Module, bool]]:
+def walk_modules(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Yield each module once, with whether it is part of a compiled one."""
+    return _walk(module, False, set())
+
+
+def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[nn.Module, bool]]:
     if id(module) in seen:
         return
     seen.add(id(module))
