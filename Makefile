@@ -28,7 +28,7 @@ help:
 	@echo "make lint    ruff, and mypy --strict on ovpatch/ and plugins/"
 	@echo "make docs    the documentation site in build/site; a warning or a broken link is an error"
 	@echo "make tables  the tables of README.md, docs/ and benchmarks/NOTES.md, from benchmarks/results"
-	@echo "make figures the pictures in docs/pictures, from benchmarks/results"
+	@echo "make figures the pictures in docs/pictures, from benchmarks/results and tools/diagrams.py"
 	@echo "make setup   only the environment $(VENV), which the others make as well"
 	@echo "make clean   remove $(VENV) and everything that was built"
 	@echo
@@ -67,6 +67,7 @@ tables: $(READY)
 
 figures: $(READY)
 	@$(BIN)/python -m benchmarks.figures
+	@$(BIN)/python -m tools.diagrams
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Build entry point; all metadata is in setup.cfg. Here stands what it cannot say: where the two packages are found."""
+"""What pyproject.toml cannot say: README.md as a package index shows it, and an editable install by a path file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from setuptools import find_packages, setup
+from setuptools import setup
 from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).resolve().parent
@@ -45,6 +45,6 @@ def read_me() -> str:
 
 setup(
     long_description=read_me(),
-    packages=[*find_packages(include=["ovpatch", "ovpatch.*"]), *find_packages("plugins")],
+    long_description_content_type="text/markdown",
     cmdclass={"editable_wheel": EditableWheel},
 )

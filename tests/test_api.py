@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -391,3 +392,24 @@ def test_applied_restores_after_an_error(site, session):
     with pytest.raises(KeyError):
         use()
     assert site.victim.f(1) == 1
+
+
+@pytest.mark.parametrize("error", [KeyError("from the block"), KeyboardInterrupt(), None])
+def test_a_block_ends_by_its_own_error(site, session, caplog, error):
+    """Features often cannot be turned off for the same cause. A log tells of that, where there is another error."""
+    extra = "@hookimpl\ndef ovpatch_deactivate():\n    raise RuntimeError('a peer has ended')"
+    site.plugin("a", register=ADD.format(10), extra=extra)
+    said = r"'a' cannot be turned off now and stays on: .*a peer has ended"
+
+    def use():
+        with session.applied((), None, None):
+            if error is not None:
+                raise error
+
+    with pytest.raises(FeatureError if error is None else type(error)) as caught:
+        use()
+    if error is None:
+        caught.match(said)
+    else:
+        assert caught.value is error
+        assert re.search(said, caplog.text)

@@ -130,6 +130,7 @@ MISTAKES: dict[str, tuple[dict[str, str], tuple[str, ...], ExitCode, str]] = {
     "unknown feature": ({"OVPATCH": "dpd"}, ("--", "true"), ExitCode.USAGE, "did you mean 'ddp'?"),
     "a feature that cannot be loaded": ({"OVPATCH": "+broken"}, ("--", "true"), ExitCode.USAGE, "boom"),
     "no such program": ({}, ("--", "no-such-program"), ExitCode.NOT_FOUND, "no-such-program: command not found"),
+    "a script alone": ({}, ("--", "train.py"), ExitCode.NOT_FOUND, "Put its launcher before it: torchrun train.py"),
     "a folder": ({}, ("--", "/"), ExitCode.NOT_EXECUTABLE, "/: not executable"),
 }
 

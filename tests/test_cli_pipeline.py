@@ -112,7 +112,7 @@ def test_a_missing_plugin_is_an_error_with_its_remedy(command, monkeypatch):
     monkeypatch.setattr(pipeline, "find_plugins", dict)
     code, _, err = command("--what-if", "p=2,m=2")
     assert code == ExitCode.USAGE
-    assert "Install ovpatch anew" in err
+    assert "Install ovpatch again" in err
 
 
 def test_torch_is_not_imported(command):

@@ -13,7 +13,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ from ovpatch.session.session import Session
 from ovpatch.settings.options import list_variables
 from ovpatch.settings.settings import RESERVED, make_variable_name, suggest_variable
 from tests.support.environment import clean
-from tools import docs_site
+from tools import diagrams, docs_site
 
 ROOT = Path(__file__).resolve().parent.parent
 FEATURE_PAGES = "docs/features"
@@ -129,6 +131,23 @@ def test_a_link_between_two_pages_is_rewritten_for_the_site():
     assert docs_site.rewrite_links(text, ROOT / "docs" / "verify.md", "deep/verify.md") == expected
     with pytest.raises(ValueError, match=r"docs/verify\.md: there is no gone\.md"):
         docs_site.rewrite_links("[y](gone.md)", ROOT / "docs" / "verify.md", "verify.md")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<script src="https://a.b/c.js">',
+        "<img alt=x src=http://a.b/c.png>",
+        '<pre class="mermaid">',
+        "<p class=mermaid>",
+    ],
+)
+def test_a_page_that_loads_something_from_another_host_is_refused(text):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="verify.md"))
+    own = '<a href="https://a.b"><script src="assets/c.js"><link href=../d.css>'
+    assert docs_site.on_post_page(own, page, None) == own
+    with pytest.raises(ValueError, match=r"verify\.md loads (http|Mermaid)"):
+        docs_site.on_post_page(own + text, page, None)
 
 
 def test_the_navigation_has_every_page():
@@ -288,6 +307,13 @@ def test_pictures_are_those_of_the_result_files(tmp_path, name):
     texts = re.findall(r"<text [^>]*>([^<]+)</text>", made)
     assert len(texts) > 5
     assert re.findall(r"<text [^>]*>([^<]+)</text>", kept) == texts, "run make figures"
+
+
+@pytest.mark.parametrize("name", diagrams.DIAGRAMS)
+def test_diagrams_are_those_of_their_tool(name):
+    picture = f"pictures/{name}.svg"
+    assert (ROOT / "docs" / picture).read_text(encoding="utf-8") == diagrams.DIAGRAMS[name](), "run make figures"
+    assert any(f"{picture})" in page.read_text(encoding="utf-8") for page in PAGES)
 
 
 # --- code ---
@@ -478,3 +504,28 @@ def test_every_command_line_in_the_documentation_is_understood():
             main._parser(words[0]).parse_args(words)
         except SystemExit:
             pytest.fail(f"{place}: ovpatch {' '.join(words)}")
+
+
+def test_what_other_commands_name_is_there():
+    """Targets of make, scripts and their flags, modules, tests and extras, in code and in prose."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    extras = metadata("ovpatch").get_all("Provides-Extra")
+    seen = set()
+    for page in PAGES:
+        text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
+        for target in re.findall(r"(?:`|^\$ )make ([a-z][a-z-]*)", text, re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
+            seen.add("make")
+        for module in re.findall(r"python -m ((?:benchmarks|tests|tools)[\w.]*)", text):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{page.name}: {module}"
+            seen.add("module")
+        for extra in re.findall(r"ovpatch\[(\w+)\]", text):
+            assert extra in extras, f"{page.name}: ovpatch[{extra}]"
+            seen.add("extra")
+        for script, rest in re.findall(r"(?:\$ |-- ).*?\b(examples/\w+\.py)([^`#\n]*)", text):
+            source = (ROOT / script).read_text(encoding="utf-8")
+            for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", rest):
+                assert f'"{flag}"' in source, f"{page.name}: {script} {flag}"
+                seen.add("flag")
+    assert seen == {"make", "module", "extra", "flag"}

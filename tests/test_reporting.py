@@ -154,6 +154,18 @@ def test_the_end_of_a_run_has_six_lines_at_most():
     assert all(len(line) <= 60 for line in summarise_report(report(*features), 2, width=60).splitlines())
 
 
+def test_the_end_of_a_run_uses_the_lines_that_are_left_for_reasons():
+    off = [feature(name, "disabled", f"off by default; on by OVPATCH=+{name}") for name in ("a", "b")]
+    features = [*off, feature("c", "disabled", "OVPATCH=-c"), feature("d", "skipped", "why " * 30)]
+    text = summarise_report(report(*features), 1, width=100)
+    assert [len(line) <= 100 for line in text.splitlines()] == [True] * 3
+    assert text.splitlines()[1].startswith("  not active      c (OVPATCH=-c), d (why why")
+    assert text.endswith("why ), a, b (off by default)")
+    short = summarise_report(report(*features), 1, width=30).splitlines()
+    assert len(short) == 6
+    assert short[5].endswith("...")
+
+
 @pytest.mark.parametrize(
     ("version", "old"),
     [

@@ -4,7 +4,7 @@
 #   PYTHON       interpreter to build on (python3)
 #   VENV         where (.venv)
 #   TORCH        what to install if PYTHON has no torch >= 2.11 (torch==2.13.0)
-#   EXTRAS       of setup.cfg: what is installed beside ovpatch (test,integration)
+#   EXTRAS       of pyproject.toml: what is installed beside ovpatch (test,integration)
 #   TORCH_INDEX  package index to take it from; by default pip's own if one is configured or there is an NVIDIA GPU,
 #                else the index of CPU builds, which are ten times smaller
 set -euo pipefail

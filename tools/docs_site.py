@@ -32,6 +32,9 @@ OUTSIDE: Final = {
 
 _LINK: Final = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCED: Final = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
+_FOREIGN: Final = re.compile(
+    r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(https?:[^\s\">]+)|class=\"?mermaid\b"
+)
 _ROLE: Final = re.compile(r":(?:func|class|meth|mod|attr|data|exc):(?=<code>)")
 
 
@@ -93,3 +96,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Remove the roles of Sphinx that docstrings have around names."""
     return _ROLE.sub("", html)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Refuse a page that would ask another host for a script, style or picture: the site works offline."""
+    found = _FOREIGN.search(output)
+    if found:
+        raise ValueError(f"{page.file.src_uri} loads {found[1] or 'Mermaid'} when it is read. Keep that file in docs/.")
+    return output

@@ -42,9 +42,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="also run without each feature, to tell its part (default: if more than one did something)",
     )
     figure = command_line.parse_positive
-    add("--samples-per-step", type=figure, metavar="X", help="over all ranks; else found out")
-    add("--tokens-per-step", type=figure, metavar="X", help="over all ranks; else found out")
-    add("--peak-tflops", type=figure, metavar="X", help="of one device, for MFU; else by its name, for bf16")
+    add("--samples-per-step", type=figure, metavar="X", help="over all ranks (default: found out)")
+    add("--tokens-per-step", type=figure, metavar="X", help="over all ranks (default: found out)")
+    add(
+        "--peak-tflops",
+        type=figure,
+        metavar="X",
+        help="peak TFLOP/s of one device, for MFU (default: for bf16, by the device's name)",
+    )
     command_line.add_timeout(parser)
     add("--out", type=Path, metavar="DIR", help="keep logs and raw files there; it must be empty")
     add("--json", type=Path, metavar="FILE", help="write everything that was found as JSON")
@@ -105,7 +110,7 @@ def _explain(error: FailedError, out: Path | None) -> ExitCode:
         return _fail(f"{error}.", code)
     for pid, stacks in outcome.stacks.items() if outcome.timed_out else ():
         print(f"--- stacks of process {pid}\n{stacks.rstrip()}", file=sys.stderr)
-    print(f"--- the end of its log\n{outcome.read_log_tail()}\n---", file=sys.stderr)
+    print(f"--- how it ended\n{outcome.read_failure()}\n---", file=sys.stderr)
     where = f"The whole log: {outcome.log}" if out is not None else "Keep whole logs with --out DIR."
     return _fail(f"{error}. {_whose(error.kind)} {where}", code)
 
@@ -113,7 +118,7 @@ def _explain(error: FailedError, out: Path | None) -> ExitCode:
 def _whose(kind: str) -> str:
     if kind == STOCK:
         return "This is the stock run: it is not ovpatch's doing."
-    return "The stock run did not." if kind == PATCHED else "Neither the stock run did, nor that with all features."
+    return "The stock run did not." if kind == PATCHED else "The stock run and the run with all features did not."
 
 
 def _fail(message: str, code: ExitCode) -> ExitCode:

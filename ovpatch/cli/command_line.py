@@ -127,9 +127,9 @@ def warn_of_near_misses(environment: Mapping[str, str], command: str) -> None:
 
 def check_comparison(arguments: argparse.Namespace, subcommand: str) -> list[str]:
     """Check settings, files and the command of ``verify`` and ``bench`` before anything runs; return the command."""
-    from ovpatch.insight import arms
+    from ovpatch.insight import variants
 
-    arms.check_autoload()
+    variants.check_autoload()
     environment = make_environment(arguments.features)
     check_settings(environment)
     check_comparable(environment)

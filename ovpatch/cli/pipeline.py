@@ -26,7 +26,7 @@ from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError, suggest_name
 
 if TYPE_CHECKING:
-    from ovpatch.insight import arms
+    from ovpatch.insight import variants
 
 _FEATURE: Final = "pipeline"
 _PLACEMENTS: Final = ("straight", "loop", "vee")
@@ -35,7 +35,7 @@ _MOST_ACTIONS: Final = 100_000
 _COSTS: Final = {"f": ("forward", 1.0), "b": ("backward", 1.22), "w": ("weight", 1.04), "c": ("send", 0.02)}
 _WORDS: Final = ("p", "m", "memory", "placement", *_COSTS)
 _SWITCH: Final = "OVPATCH_PIPELINE"
-_ARM: Final = "measured"
+_VARIANT: Final = "measured"
 _say: Final = partial(command_line.say, _FEATURE)
 
 
@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw the best order to a PNG, SVG or PDF file; needs matplotlib",
     )
-    add("--out", type=Path, metavar="DIR", help="of a command: keep its log and raw files there; it must be empty")
+    add("--out", type=Path, metavar="DIR", help="with a command: keep its log and raw files there; it must be empty")
     command_line.add_timeout(parser)
     command_line.add_command(parser)
 
@@ -80,9 +80,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     """Run a command until all orders have been raced, and print what was found."""
-    from ovpatch.insight import arms
+    from ovpatch.insight import variants
 
-    arms.check_autoload()
+    variants.check_autoload()
     environment = command_line.make_environment(None)
     command_line.check_settings(environment)
     if settings.read_environment(environment).selection.kind == "nothing" or environment.get(_SWITCH) == "0":
@@ -91,12 +91,12 @@ def _measure(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     command_line.check_folder(arguments.out)
     command_line.check_command(command)
     with command_line.open_folder(arguments.out) as out:
-        plan_file = (out / _ARM / pipeline_plan.PLAN).absolute()
+        plan_file = (out / _VARIANT / pipeline_plan.PLAN).absolute()
         variables = {_SWITCH: "1", f"{_SWITCH}_SCHEDULE": "auto", f"{_SWITCH}_PLAN_FILE": str(plan_file)}
-        arm = arms.Arm(_ARM, None, {"plan": str(plan_file)}, variables)
+        variant = variants.Variant(_VARIANT, None, {"plan": str(plan_file)}, variables)
         _say(f"measuring: {' '.join(command)}")
-        outcome = arms.run_arm(
-            arm, command, pipeline_plan.__name__, out, timeout=arguments.timeout, progress=_show_step
+        outcome = variants.run_variant(
+            variant, command, pipeline_plan.__name__, out, timeout=arguments.timeout, progress=_show_step
         )
         plan = pipeline_plan.read_plan(outcome.folder)
         if plan is None:
@@ -121,7 +121,7 @@ def _show_step(step: int) -> None:
         print(f"\rovpatch pipeline: step {step}", end="", file=sys.stderr, flush=True)
 
 
-def _explain(outcome: arms.Outcome) -> int:
+def _explain(outcome: variants.Outcome) -> int:
     """Say why there is no plan, and return the exit code."""
     for failure in outcome.failures:
         _say(f"process {failure['pid']} (rank {failure['rank']}): {failure['error']}")
@@ -132,7 +132,7 @@ def _explain(outcome: arms.Outcome) -> int:
         return ExitCode.INTERRUPTED
     if outcome.timed_out or outcome.code:
         what = "no step for too long, so it was ended" if outcome.timed_out else f"it ended with {outcome.code}"
-        _say(f"{what}. The end of its log:\n{outcome.read_log_tail()}")
+        _say(f"{what}. How it ended:\n{outcome.read_failure()}")
         return outcome.code or ExitCode.PROBLEM
     if outcome.report is None:
         _say("no process of the command loaded ovpatch. `ovpatch doctor` tells why.")
@@ -234,7 +234,7 @@ def _number(name: str, text: str, least: float) -> float:
 def _ask(question: Mapping[str, Any]) -> Mapping[str, Any]:
     found = find_plugins().get(_FEATURE)
     if found is None:
-        raise SettingsError("the plugin of feature pipeline is not installed. Install ovpatch anew.")
+        raise SettingsError("the plugin of feature pipeline is not installed. Install ovpatch again.")
     shown = sys.stderr.isatty()
 
     def progress(done: float) -> None:
@@ -248,7 +248,7 @@ def _ask(question: Mapping[str, Any]) -> Mapping[str, Any]:
     except PluginError as error:
         raise SettingsError(f"feature pipeline: {error}. `ovpatch doctor` tells more.") from error
     if answer is None:
-        raise SettingsError(f"{found.origin} answers no questions. Install ovpatch anew.")
+        raise SettingsError(f"{found.origin} has no planner. Install ovpatch again.")
     checked: Mapping[str, Any] = answer
     return checked
 

@@ -74,7 +74,7 @@ def _conclude(code: int, directory: Path, file: Path | None, *, full: bool) -> i
             _say(f"{len(reports)} process(es) reported\n{format_report(merged, colour=wants_colour(sys.stderr))}")
         else:
             print(summarise_report(merged, len(reports)), file=sys.stderr)
-        if not _did_anything(merged):
+        if code == ExitCode.OK and not _did_anything(merged):
             _say(_NO_WORK)
     if file is not None:
         workers.write_json(file, merged or {"features": [], "patches": [], "processes": []})

@@ -23,7 +23,7 @@ from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError
 
 if TYPE_CHECKING:
-    from ovpatch.insight.arms import Arm, Outcome
+    from ovpatch.insight.variants import Outcome, Variant
 
 _WORKER: Final = "ovpatch.insight.timeline.worker"
 _say: Final = partial(command_line.say, "timeline")
@@ -128,23 +128,23 @@ def _files(path: Path) -> list[Path]:
 def _record(
     arguments: argparse.Namespace, output: Output, pattern: re.Pattern[str] | None
 ) -> tuple[list[Recording], int]:
-    """Run each arm and read its traces; a failed arm is shown up to its failure."""
-    from ovpatch.insight import arms
+    """Run each variant and read its traces; a failed variant is shown up to its failure."""
+    from ovpatch.insight import variants
 
     command = command_line.get_command(arguments.rest)
     wanted = _wanted(arguments)
-    arms.check_autoload()
-    chosen = _arms(arguments, wanted)
+    variants.check_autoload()
+    chosen = _variants(arguments, wanted)
     command_line.check_command(command)
     output.prepare_folder(keep_runs=False)
     recordings, code, failed = [], int(ExitCode.OK), False
-    for arm in chosen:
-        _say(f"running {arm.name}, steps {wanted[0]} to {wanted[-1]} are recorded: {' '.join(command)}")
-        outcome = arms.run_arm(arm, command, _WORKER, output.folder, timeout=arguments.timeout)
+    for variant in chosen:
+        _say(f"running {variant.name}, steps {wanted[0]} to {wanted[-1]} are recorded: {' '.join(command)}")
+        outcome = variants.run_variant(variant, command, _WORKER, output.folder, timeout=arguments.timeout)
         code = _judge(outcome) or code
         try:
-            recordings.append(read_recording(arm.name, outcome.folder, wanted, pattern))
-        except TraceError as error:  # the other arm may have something to show
+            recordings.append(read_recording(variant.name, outcome.folder, wanted, pattern))
+        except TraceError as error:  # the other variant may have something to show
             _say(str(error))
             code = code or ExitCode.UNDECIDED
         failed = failed or bool(outcome.code or outcome.failures or outcome.timed_out)
@@ -163,12 +163,12 @@ def _wanted(arguments: argparse.Namespace) -> range:
     return range(arguments.step, arguments.step + arguments.steps)
 
 
-def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
-    from ovpatch.insight.arms import STOCK, Arm
+def _variants(arguments: argparse.Namespace, wanted: range) -> list[Variant]:
+    from ovpatch.insight.variants import STOCK, Variant
 
     details = {"step": wanted[0], "steps": len(wanted)}
     details |= {"stop": not arguments.no_stop, "operators": arguments.operators}
-    patched = Arm("patched", arguments.features, details)
+    patched = Variant("patched", arguments.features, details)
     environment = command_line.make_environment(arguments.features)
     command_line.check_settings(environment)
     command_line.warn_of_near_misses(environment, "timeline")
@@ -176,21 +176,22 @@ def _arms(arguments: argparse.Namespace, wanted: range) -> list[Arm]:
     if off and arguments.compare:
         raise SettingsError("--compare with OVPATCH=0 would compare stock with stock. Unset OVPATCH.")
     if off:
-        return [Arm("stock", STOCK, details)]
-    return [Arm("stock", STOCK, details), patched] if arguments.compare else [patched]
+        return [Variant("stock", STOCK, details)]
+    return [Variant("stock", STOCK, details), patched] if arguments.compare else [patched]
 
 
 def _judge(outcome: Outcome) -> int:
-    """Print the report and the problems of an arm; return its exit code."""
-    if outcome.arm.patched and outcome.report is not None:
-        _say(f"{outcome.arm.name}:\n{format_report(outcome.report, colour=wants_colour(sys.stderr))}")
+    """Print the report and the problems of a variant; return its exit code."""
+    if outcome.variant.patched and outcome.report is not None:
+        _say(f"{outcome.variant.name}:\n{format_report(outcome.report, colour=wants_colour(sys.stderr))}")
     for failure in outcome.failures:
-        _say(f"{outcome.arm.name}: process {failure['pid']} (rank {failure['rank']}): {failure['error']}")
+        _say(f"{outcome.variant.name}: process {failure['pid']} (rank {failure['rank']}): {failure['error']}")
     if outcome.timed_out:
-        _say(f"{outcome.arm.name}: no step for too long, so it was ended. Its stacks are in {outcome.folder}")
+        _say(f"{outcome.variant.name}: no step for too long, so it was ended. Its stacks are in {outcome.folder}")
     elif outcome.code:
-        _say(f"{outcome.arm.name}: the command ended with {outcome.code}; see {outcome.log}\n{outcome.read_log_tail()}")
-    elif outcome.arm.patched and not outcome.applied:
-        _say(f"{outcome.arm.name}: no feature of ovpatch was on in every process. `ovpatch doctor` tells why.")
+        name, code = outcome.variant.name, outcome.code
+        _say(f"{name}: the command ended with {code}; see {outcome.log}\n{outcome.read_failure()}")
+    elif outcome.variant.patched and not outcome.applied:
+        _say(f"{outcome.variant.name}: no feature of ovpatch was on in every process. `ovpatch doctor` tells why.")
         return ExitCode.PROBLEM
     return outcome.code or (ExitCode.PROBLEM if outcome.failures or outcome.timed_out else ExitCode.OK)

@@ -61,11 +61,11 @@ def _progress(steps: int) -> Iterator[Progress]:
     console = Console(stderr=True)
     seen: set[str] = set()
 
-    def tell(arm: str, step: int) -> None:
-        if not console.is_terminal and arm not in seen:
-            console.print(f"ovpatch verify: running {arm}", highlight=False)
-        seen.add(arm)
-        status.update(f"{arm}: step {step} of {steps}")
+    def tell(variant: str, step: int) -> None:
+        if not console.is_terminal and variant not in seen:
+            console.print(f"ovpatch verify: running {variant}", highlight=False)
+        seen.add(variant)
+        status.update(f"{variant}: step {step} of {steps}")
 
     with console.status("starting") as status:
         yield tell

@@ -3,7 +3,7 @@
 Two runs are equal if every value is
 
 - bitwise equal: same name, dtype, shape and layout, equal values; NaN equals NaN and 0.0 equals -0.0; or
-- equal within noise: the largest absolute difference of a tensor is at most ``max(1e-6, 2 * yardstick)``. The yardstick
+- equal within noise: the largest absolute difference of a tensor is at most ``max(1e-6, 2 * noise)``. The noise
   is the difference of stock from itself with its reductions in another order. ``verify`` sees every value of every step
   and has a stricter rule (``verify/compare.py``).
 """
@@ -279,7 +279,7 @@ def _coo(tensor: torch.Tensor) -> torch.Tensor:
 #: Absolute difference that is always allowed.
 FLOOR: Final = 1e-6
 
-#: Allowed multiple of the yardstick.
+#: Allowed multiple of the noise.
 FACTOR: Final = 2.0
 
 _NOTHING: Final = "empty on both sides"
@@ -385,7 +385,7 @@ def compare(
         stock: Stock's results: nested mappings and sequences of tensors, numbers, text and None.
         patched: The patched run's results.
         reordered: Stock's results with another order of reductions, for example another ``bucket_cap_mb``. It is the
-            yardstick of noise; without it only differences up to 1e-6 are noise.
+            measure of noise; without it only differences up to 1e-6 are noise.
         reruns: Further results of stock, for scripts that are not deterministic.
         floor: Absolute difference that is always allowed.
 
@@ -394,14 +394,14 @@ def compare(
         ValueError: If two values have one name.
     """
     expected, actual = flatten(stock), flatten(patched)
-    yardsticks = [flatten(run) for run in (reordered, *reruns) if run is not None]
-    rows = [_row(name, leaf, actual, yardsticks, floor) for name, leaf in expected.items()]
+    noise_runs = [flatten(run) for run in (reordered, *reruns) if run is not None]
+    rows = [_row(name, leaf, actual, noise_runs, floor) for name, leaf in expected.items()]
     rows += [_different(name, "extra: stock has no such value") for name in actual if name not in expected]
     return Comparison(tuple(rows))
 
 
 def _row(
-    name: str, stock: Leaf, patched: Mapping[str, Leaf], yardsticks: Sequence[Mapping[str, Leaf]], floor: float
+    name: str, stock: Leaf, patched: Mapping[str, Leaf], noise_runs: Sequence[Mapping[str, Leaf]], floor: float
 ) -> Row:
     if name not in patched:
         return _different(name, "missing in the patched run")
@@ -411,7 +411,7 @@ def _row(
     if found is None or found.equal:
         note = _NOTHING if isinstance(stock, EmptyContainer) else ""
         return Row(name, Verdict.BITWISE, None if found is None else 0.0, note=note)
-    noise = [_measure_noise(stock, run.get(name)) for run in yardsticks]
+    noise = [_measure_noise(stock, run.get(name)) for run in noise_runs]
     allowed = max([floor, *(FACTOR * size for size in noise)])
     verdict = Verdict.WITHIN_NOISE if found.finite and found.size <= allowed else Verdict.DIFFERENT
     note = "" if found.values is None else " became ".join(map(_value, found.values))
@@ -423,7 +423,7 @@ def _different(name: str, note: str) -> Row:
 
 
 def _measure_noise(stock: Leaf, other: Leaf) -> float:
-    """Return the difference of a yardstick run from stock; 0 without a finite answer."""
+    """Return the difference of a noise run from stock; 0 without a finite answer."""
     if describe_mismatch(stock, other):
         return 0.0
     found = measure_difference(stock, other)

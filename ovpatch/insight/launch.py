@@ -85,7 +85,8 @@ def check_executable(command: Sequence[str]) -> None:
         return
     path = Path(name) if os.path.dirname(name) else None
     if path is None or not path.exists():
-        raise NotStartedError(f"{name}: command not found", ExitCode.NOT_FOUND)
+        remedy = f". Put its launcher before it: torchrun {name}" if name.endswith(".py") else ""
+        raise NotStartedError(f"{name}: command not found{remedy}", ExitCode.NOT_FOUND)
     why = os.strerror(errno.EISDIR if path.is_dir() else errno.EACCES)
     raise NotStartedError(f"{name}: not executable ({why})", ExitCode.NOT_EXECUTABLE)
 

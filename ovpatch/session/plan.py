@@ -54,7 +54,7 @@ def find_conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection
     """Return the features that cannot run together, each with the reason why it stays off.
 
     ``ranking`` has groups of names, the strongest first. Of two features in conflict the one in the stronger group
-    stays on; two of the same group both stand down.
+    stays on; two of the same group are both left out.
     """
     lost: dict[str, str] = {}
     names = list(features)
@@ -149,7 +149,7 @@ class FeaturePlan:
         return {n: e.reason or e.state for n, e in self.records.items() if e.state not in (PLANNED, "applied")}
 
     def drop_unmet(self) -> list[str]:
-        """Stand down features whose requirements are not on; returns their names."""
+        """Leave out features whose requirements are not on; returns their names."""
         on = {n: e.feature for n, e in self.records.items() if e.state == "applied" and e.feature is not None}
         lost = find_unmet({**on, **self.get_planned()}, self.get_reasons())
         for name, reason in lost.items():
@@ -157,7 +157,7 @@ class FeaturePlan:
         return list(lost)
 
     def set_failed(self, error: BaseException) -> None:
-        """Stand down all features because the call failed."""
+        """Leave out all features because the call failed."""
         for record in self.records.values():
             if record.state in (PLANNED, "applied"):
                 record.stand_down("skipped", f"the call of apply() failed: {str(error) or repr(error)}")

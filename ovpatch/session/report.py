@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import sys
+import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TextIO
@@ -27,6 +28,7 @@ IDLE: Final = frozenset({NEVER_CALLED, NO_WORK})
 _HEADS: Final = ("feature", "state", "details")
 _MOST_WORKED: Final = 3
 _UNTESTED: Final = "untested with torch"
+_OFF: Final = "off by default"
 _COLOURS: Final = {
     "applied": "green",
     "applied, idle": "yellow",
@@ -199,9 +201,9 @@ def summarise_report(data: Mapping[str, Any], processes: int, *, width: int | No
     Args:
         data: The result of :func:`ovpatch.session.workers.merge_reports`.
         processes: How many processes reported.
-        width: Columns; those of the terminal by default. Longer lines are cut.
+        width: Columns; those of the terminal by default. Longer lines are cut; the last one continues on those left.
     """
-    worked, stock, nothing = [], [], []
+    worked, stock, nothing, off = [], [], [], []
     for one in data["features"]:
         name, remarks = one["name"], [text for text in one["remarks"] if not text.startswith(_UNTESTED)]
         if one["state"] == "applied" and did_work(one["counters"], one["work"]):
@@ -211,18 +213,26 @@ def summarise_report(data: Mapping[str, Any], processes: int, *, width: int | No
                 stock += [f"{name}: {remark}" for remark in remarks if not remark.startswith(tuple(IDLE))]
         elif one["state"] in TROUBLE:
             stock.append(f"{name} is {one['state']}: {one['reason']}")
+        elif one["state"] == "disabled" and one["reason"].startswith(_OFF):
+            off.append(name)
         else:
             why = one["reason"] or next(iter(remarks), "")
             nothing.append(f"{name} ({why})" if why else name)
     if len(worked) > _MOST_WORKED:
         rest = worked[_MOST_WORKED - 1 :]
         worked[_MOST_WORKED - 1 :] = [("others", ", ".join(name for name, _ in rest))]
-    rows = [*worked, ("stock", "; ".join(stock)), ("not active", ", ".join(nothing))]
+    if off:
+        nothing.append(f"{', '.join(off)} ({_OFF})")
+    columns = width or shutil.get_terminal_size((120, 24)).columns
     plural = "es" if processes != 1 else ""
     lines = [f"ovpatch {data['version']}, torch {data['torch']}: {processes} process{plural} reported"]
-    lines += [f"  {name:<15} {text}" for name, text in rows if text]
-    columns = width or shutil.get_terminal_size((120, 24)).columns
-    return "\n".join(line if len(line) <= columns else f"{line[: columns - 3]}..." for line in lines)
+    lines += [f"  {name:<15} {text}" for name, text in [*worked, ("stock", "; ".join(stock))] if text]
+    lines = [line if len(line) <= columns else f"{line[: columns - 3]}..." for line in lines]
+    if nothing:
+        row = f"  {'not active':<15} {', '.join(nothing)}"
+        indent = " " * 18
+        lines += textwrap.wrap(row, columns, subsequent_indent=indent, max_lines=6 - len(lines), placeholder="...")
+    return "\n".join(lines)
 
 
 def _shown_state(feature: Mapping[str, Any]) -> str:

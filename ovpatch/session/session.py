@@ -180,12 +180,20 @@ class Session:
         report = self.apply(asked, options, strict)
         try:
             yield report
-        finally:
-            with self._exclusive():
-                self._revert_only([name for name in self._features.active if name not in before])
-                self._arguments = arguments
-                if any(self._features.active.get(name) is not record for name, record in before.items()):
-                    self._restore(before)
+        except BaseException:  # also Ctrl-C
+            try:
+                self._go_back(before, arguments)
+            except FeatureError as error:  # perhaps for the same cause, which the block's own exception tells
+                logs.logger.error("at the end of an applied() block, which raised: %s", error)
+            raise
+        self._go_back(before, arguments)
+
+    def _go_back(self, before: Mapping[str, FeatureRecord], arguments: dict[str, dict[str, Any]]) -> None:
+        with self._exclusive():
+            self._revert_only([name for name in self._features.active if name not in before])
+            self._arguments = arguments
+            if any(self._features.active.get(name) is not record for name, record in before.items()):
+                self._restore(before)
 
     def report(self) -> Report:
         """Return what is on, what is off and why, at this moment."""

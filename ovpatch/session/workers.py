@@ -350,7 +350,7 @@ STACKS: Final[int | None] = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") e
 
 @dataclass(frozen=True)
 class Orders:
-    """The orders to the processes of one arm."""
+    """The orders to the processes of one variant."""
 
     worker: str  # module with a function ``start_worker(orders)``, which is called at the end of ``import torch``
     directory: Path  # directory of their results, visible to all hosts of the job

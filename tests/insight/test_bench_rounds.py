@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from ovpatch.cli import main
-from ovpatch.insight import arms
+from ovpatch.insight import variants
 from ovpatch.insight.bench import rounds
 from tests.support.environment import forget
 
@@ -19,33 +19,33 @@ MS = {"stock": 10.0, "patched": 8.0, "without-a": 9.0, "without-b": 8.0}
 
 
 class Machine:
-    """Stands in for :func:`ovpatch.insight.arms.run`: a run has two ranks and takes the milliseconds of its kind."""
+    """Stands in for ``insight.variants.run_variant``: a run has two ranks and takes the milliseconds of its kind."""
 
     def __init__(self):
-        self.ran: list[arms.Arm] = []
+        self.ran: list[variants.Variant] = []
         self.counters = {"ddp": 3}
         self.rank = {}  # changes to what a rank leaves
-        self.ends = {}  # by the name of an arm, changes to its outcome
+        self.ends = {}  # by the name of a variant, changes to its outcome
         self.steps = 10
         self.again = 0
 
-    def run(self, arm, command, worker, out, *, timeout, progress):
+    def run(self, variant, command, worker, out, *, timeout, progress):
         assert (command, worker) == (["true"], rounds.WORKER)
-        self.ran.append(arm)
-        folder, log = out / arm.name, out / f"{arm.name}.log"
+        self.ran.append(variant)
+        folder, log = out / variant.name, out / f"{variant.name}.log"
         folder.mkdir()
         log.write_text("first line\nlast line\n")
         for rank in range(2):
-            (folder / f"bench-{rank}.json").write_text(json.dumps(self.left(arm, rank)))
+            (folder / f"bench-{rank}.json").write_text(json.dumps(self.left(variant, rank)))
             (folder / f"beat-{rank}").write_text("8")
-        if arm.patched:
+        if variant.patched:
             (folder / "worker-1-1.json").write_text(json.dumps(self.report()))
         progress(8)
-        return replace(arms.Outcome(arm, folder, log, 0, 1.0), **self.ends.get(arm.name, {}))
+        return replace(variants.Outcome(variant, folder, log, 0, 1.0), **self.ends.get(variant.name, {}))
 
-    def left(self, arm, rank):
+    def left(self, variant, rank):
         counting = {"by_dtype": {"bfloat16": 4e9, "float32": 1e6}, "again": self.again, "reason": ""}
-        ms = MS[arm.name.removesuffix("-uncounted").rpartition("-")[0]]
+        ms = MS[variant.name.removesuffix("-uncounted").rpartition("-")[0]]
         return {
             "rank": rank,
             "world": 2,
@@ -53,13 +53,13 @@ class Machine:
             "torch": "2.13.0",
             "device": "NVIDIA H200",
             "clock_mhz": 1980,
-            "steps": self.steps + arm.details["warmup"],
+            "steps": self.steps + variant.details["warmup"],
             "clock": "device events",
             "ms": [ms + rank] * self.steps,
             "host_ms": [1.0] * self.steps,
             "memory": {"allocated": 2**30 * (rank + 1), "reserved": 2**32},
             "batch": {"samples": 4.0, "tokens": 64.0, "calls": 2.0, "module": "DistributedDataParallel"},
-            "flops": counting if arm.details["count_flops"] else None,
+            "flops": counting if variant.details["count_flops"] else None,
             **self.rank,
         }
 
@@ -86,7 +86,7 @@ def machine(monkeypatch):
     forget(monkeypatch)
     monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
     machine = Machine()
-    monkeypatch.setattr(arms, "run_arm", machine.run)
+    monkeypatch.setattr(variants, "run_variant", machine.run)
     return machine
 
 
@@ -101,14 +101,14 @@ def bench(machine, tmp_path, capsys):
 
 
 def names(machine):
-    return [arm.name for arm in machine.ran]
+    return [variant.name for variant in machine.ran]
 
 
 def test_the_order_within_pairs_alternates(machine, bench):
     code, texts, found = bench("--rounds", "3")
     assert code == 0
     assert names(machine) == ["stock-1", "patched-1", "patched-2", "stock-2", "stock-3", "patched-3"]
-    assert [arm.details["count_flops"] for arm in machine.ran] == [True] + [False] * 5
+    assert [variant.details["count_flops"] for variant in machine.ran] == [True] + [False] * 5
     assert found["judgement"]["pairs"] == [pytest.approx(11 / 9)] * 3  # the slower rank counts
     assert "ovpatch bench: 1.222x faster (pairs 1.222 to 1.222; runs alike differ by 0.0%" in texts.out
     assert "Only ddp did something, so its part is the whole ratio." in texts.out
@@ -149,7 +149,7 @@ def test_features_are_left_out_where_there_are_several(machine, bench):
         *("stock-1", "patched-1", "without-a-1", "without-b-1"),
         *("without-b-2", "without-a-2", "patched-2", "stock-2"),
     ]
-    assert {arm.name: dict(arm.variables) for arm in machine.ran}["without-b-2"] == {"OVPATCH_B": "0"}
+    assert {variant.name: dict(variant.variables) for variant in machine.ran}["without-b-2"] == {"OVPATCH_B": "0"}
     assert found["parts"]["a"]["ratio"] == pytest.approx(10 / 9)
     assert "a: 1.111x faster" in texts.out
     assert "b: no difference beyond noise" in texts.out
@@ -164,7 +164,7 @@ def test_leaving_out_can_be_turned_off(machine, bench):
 
 def test_features_go_to_the_patched_runs(machine, bench):
     bench("--rounds", "1", "--features=-ddp")
-    assert [arm.features for arm in machine.ran] == ["0", "-ddp"]
+    assert [variant.features for variant in machine.ran] == ["0", "-ddp"]
 
 
 def test_where_no_counter_moves_nothing_more_is_run(machine, bench):
@@ -308,7 +308,7 @@ def test_mfu_is_without_what_is_computed_again(machine, bench):
 @pytest.fixture
 def leave(tmp_path):
     def leave(pid, **change):
-        full = Machine().left(arms.Arm("stock-1", details={"warmup": 3, "count_flops": False}), 0)
+        full = Machine().left(variants.Variant("stock-1", details={"warmup": 3, "count_flops": False}), 0)
         (tmp_path / f"bench-{pid}.json").write_text(json.dumps({**full, **change}))
 
     return leave

@@ -41,12 +41,12 @@ def run():
     }
 
 
-def verdict(stock, patched, **yardsticks):
-    return compare(stock, patched, **yardsticks).verdict
+def verdict(stock, patched, **noise_runs):
+    return compare(stock, patched, **noise_runs).verdict
 
 
-def only_row(stock, patched, *reruns, **yardsticks):
-    named = {key: {"w": run} for key, run in yardsticks.items()}
+def only_row(stock, patched, *reruns, **noise_runs):
+    named = {key: {"w": run} for key, run in noise_runs.items()}
     (row,) = compare({"w": stock}, {"w": patched}, reruns=[{"w": run} for run in reruns], **named).rows
     return row
 
@@ -135,7 +135,7 @@ def test_floor_of_noise():
 
 
 @pytest.mark.parametrize("reordered", [True, False])
-def test_twice_the_yardstick_is_allowed_and_not_more(reordered):
+def test_twice_the_noise_run_is_allowed_and_not_more(reordered):
     base = torch.zeros(2, 2, dtype=torch.float64)
     noisy = base + 0.125
     only = partial(only_row, reordered=noisy) if reordered else lambda *runs: only_row(*runs, noisy)
@@ -145,7 +145,7 @@ def test_twice_the_yardstick_is_allowed_and_not_more(reordered):
     assert only_row(base, base - 0.25).verdict is Verdict.DIFFERENT
 
 
-def test_the_largest_yardstick_counts():
+def test_the_largest_noise_run_counts():
     base = torch.zeros(2)
     for reordered, *reruns in ((base + 1, base), (base, base, base + 1)):
         assert only_row(base, base + 2, *reruns, reordered=reordered).verdict is Verdict.WITHIN_NOISE
@@ -159,11 +159,11 @@ def test_noise_of_one_tensor_allows_nothing_to_another():
 
 
 @pytest.mark.parametrize(
-    "yardstick", [None, torch.full((2, 2), INF), torch.full((2, 2), NAN), torch.ones(4), torch.ones(2, 2).double()]
+    "noise_run", [None, torch.full((2, 2), INF), torch.full((2, 2), NAN), torch.ones(4), torch.ones(2, 2).double()]
 )
-def test_a_useless_yardstick_allows_nothing(yardstick):
+def test_a_useless_noise_run_allows_nothing(noise_run):
     base = torch.zeros(2, 2)
-    row = only_row(base, base + 0.1, reordered=yardstick)
+    row = only_row(base, base + 0.1, reordered=noise_run)
     assert (row.verdict, row.allowed) == (Verdict.DIFFERENT, 1e-6)
 
 

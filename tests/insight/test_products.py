@@ -1,4 +1,4 @@
-"""The yardstick of matrix products: their sums in pieces, for whatever computes them."""
+"""The noise run of matrix products: their sums in pieces, for whatever computes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 PROGRAM = """
 import warnings
 import torch
-from ovpatch.insight.verify import noise_arms
+from ovpatch.insight.verify import noise_runs
 
 warnings.simplefilter("error")
 
@@ -39,7 +39,7 @@ def distance(one, other):
 stock, must_move = values()
 runs = [stock]
 for pieces in (2, 3, 1):
-    noise_arms.split_products(pieces)
+    noise_runs.split_products(pieces)
     ours, _ = values()
     far = [distance(one, other) > (1e-2 if one.dtype == torch.bfloat16 else 1e-5) for one, other in zip(stock, ours)]
     assert not any(far), (pieces, far)

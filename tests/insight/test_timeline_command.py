@@ -190,11 +190,11 @@ def test_what_is_read_is_not_replaced_and_a_merged_trace_is_no_ranks(timeline, t
 
 def test_two_folders_are_compared_and_may_lie_in_the_output_folder(timeline, tmp_path):
     folder = tmp_path / "ovpatch-timeline"
-    for arm in ("stock", "patched"):
-        (folder / arm).mkdir(parents=True)
-        for path in recorded(arm):
-            shutil.copy(path, folder / arm / path.name.replace(arm, "trace"))
-    (folder / "stock" / "worker-1.json").write_text("{}")  # what else an arm leaves
+    for variant in ("stock", "patched"):
+        (folder / variant).mkdir(parents=True)
+        for path in recorded(variant):
+            shutil.copy(path, folder / variant / path.name.replace(variant, "trace"))
+    (folder / "stock" / "worker-1.json").write_text("{}")  # what else a variant leaves
     for _ in range(2):  # what an earlier call has written is replaced
         code, out, err = timeline("--compare", folder / "stock", folder / "patched")
         assert code == 0, err
@@ -268,7 +268,7 @@ def test_a_whole_program_is_compared(tmp_path):
     merged = json.loads(gzip.decompress((folder / "timeline.json.gz").read_bytes()))["traceEvents"]
     names = {event["args"]["name"] for event in merged if event["name"] == "process_name"}
     assert {name for name in names if "summary" in name} == {
-        f"{arm} rank {rank}: summary" for arm in ("stock", "patched") for rank in (0, 1)
+        f"{variant} rank {rank}: summary" for variant in ("stock", "patched") for rank in (0, 1)
     }
 
 
@@ -283,7 +283,7 @@ def test_a_command_that_fails_keeps_its_code_and_shows_how_far_it_got(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_arm_that_recorded_nothing_does_not_take_the_other_with_it(tmp_path):
+def test_an_variant_that_recorded_nothing_does_not_take_the_other_with_it(tmp_path):
     script = written(tmp_path, "for _ in range(20 if os.environ.get('OVPATCH') == '0' else 1): step()")
     done = run(tmp_path, "--compare", "--step", "2", "--no-picture", "--", sys.executable, script)
     assert done.rc == 3

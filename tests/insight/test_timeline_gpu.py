@@ -13,7 +13,7 @@ from ovpatch.insight.timeline.summary import group_communications, make_run, spl
 from ovpatch.insight.timeline.tracks import read_all_ranks
 from tests.insight.traces import recorded
 
-ARMS = ("gpu-stock", "gpu-patched")
+VARIANTS = ("gpu-stock", "gpu-patched")
 STEP = 12
 
 
@@ -57,10 +57,10 @@ def swept(path):
     return {"step": round((end - start) * 1000)} | {name: round(time * 1000) for name, time in found.items()}
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_every_nanosecond_is_where_a_sweep_finds_it(arm):
-    paths = recorded(arm)
-    run = make_run(arm, read_all_ranks(paths))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_nanosecond_is_where_a_sweep_finds_it(variant):
+    paths = recorded(variant)
+    run = make_run(variant, read_all_ranks(paths))
     assert [(one.rank, one.device) for one in run.ranks] == [(0, "gpu 0"), (1, "gpu 1")]
     assert run.steps == (STEP,)
     for one, path in zip(run.ranks, paths, strict=True):
@@ -70,7 +70,7 @@ def test_every_nanosecond_is_where_a_sweep_finds_it(arm):
 
 
 @pytest.mark.parametrize(
-    ("arm", "expected"),
+    ("variant", "expected"),
     [
         ("gpu-stock", {("nccl all_reduce", ""): 66}),
         (
@@ -80,8 +80,8 @@ def test_every_nanosecond_is_where_a_sweep_finds_it(arm):
         ),
     ],
 )
-def test_every_kernel_of_nccl_has_its_collective_and_what_launched_it(arm, expected):
-    for one in make_run(arm, read_all_ranks(recorded(arm))).ranks:
+def test_every_kernel_of_nccl_has_its_collective_and_what_launched_it(variant, expected):
+    for one in make_run(variant, read_all_ranks(recorded(variant))).ranks:
         groups = group_communications(one, one.steps[0])
         assert {(group.collective, group.phase): group.calls for group in groups} == expected
         parts = split_step(one, one.steps[0])

@@ -49,8 +49,8 @@ def test_every_event_is_there_once_and_processes_are_told_apart(runs, tmp_path):
     assert len({event["pid"] for event in kernels}) == 4, "device 0 of each rank is another"
     names = owners(events)
     assert sorted(names.values()) == sorted(
-        f"{arm} rank {number}: {what}"
-        for arm in ("stock", "patched")
+        f"{variant} rank {number}: {what}"
+        for variant in ("stock", "patched")
         for number in (0, 1)
         for what in ("python", "summary")
     )
@@ -64,7 +64,7 @@ def test_flows_join_two_ends_each_within_one_rank(runs, tmp_path):
     assert all(len({event["pid"] for event in flows if event["id"] == one}) == 1 for one in {f["id"] for f in flows})
 
 
-def test_arms_begin_at_zero_and_ranks_keep_their_distance(runs, tmp_path):
+def test_variants_begin_at_zero_and_ranks_keep_their_distance(runs, tmp_path):
     events = merged(runs, tmp_path / "m.json.gz")
     names = owners(events)
     steps = {

@@ -75,7 +75,7 @@ def test_stock_stands_above_patched_on_one_scale(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arms", "expected"),
+    ("variants", "expected"),
     [
         (
             (("stock", (62, 100)), ("patched", (88, 100))),
@@ -85,8 +85,8 @@ def test_stock_stands_above_patched_on_one_scale(run, tmp_path):
         ((("recorded",),), "No communication was recorded"),
     ],
 )
-def test_the_headline_says_the_result(run, arms, expected):
-    assert output.format_headline([run(name, *spans) for name, *spans in arms]) == expected
+def test_the_headline_says_the_result(run, variants, expected):
+    assert output.format_headline([run(name, *spans) for name, *spans in variants]) == expected
 
 
 def test_of_many_steps_three_are_drawn_with_the_shown_one(run):

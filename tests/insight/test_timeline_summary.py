@@ -116,7 +116,7 @@ def test_efficiency_has_a_range_and_takes_three_steps(stock, patched, expected):
 
 
 @pytest.fixture
-def arms(tmp_path):
+def variants(tmp_path):
     """A stock and a patched run of one step on two GPUs: 38 of 210 ms exposed, 12 of 184."""
 
     def rank(number, length, exposed):
@@ -131,8 +131,8 @@ def arms(tmp_path):
     ]
 
 
-def test_the_text(arms):
-    found = summary.format_tables(arms)
+def test_the_text(variants):
+    found = summary.format_tables(variants)
     lines = {tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in found.splitlines()}
     assert ("stock", "0 <- most exposed", "210", "172", "80.0", "38.0", "0", "0", "68%") in lines
     assert ("patched", "1", "190", "180", "80.0", "10.0", "0", "0", "89%") in lines
@@ -141,8 +141,8 @@ def test_the_text(arms):
     assert "stock: 38.0 of 210 ms are exposed communication (rank 0, step 5)" in found
 
 
-def test_the_json_has_every_step_in_nanoseconds(arms):
-    data = json.loads(json.dumps(run_to_json(arms[0])))
+def test_the_json_has_every_step_in_nanoseconds(variants):
+    data = json.loads(json.dumps(run_to_json(variants[0])))
     (step,) = data["ranks"][1]["steps"]
     assert (step["number"], step["step"], step["exposed"], step["idle"]) == (5, 210_000_000, 36_000_000, 0)
     assert step["hidden_share"] == 80 / 116
@@ -169,9 +169,9 @@ def naive(one, step):
     ]
 
 
-@pytest.mark.parametrize("arm", ["stock", "patched"])
-def test_recorded_traces_agree_with_counting(arm):
-    run = make_run(arm, read_all_ranks(recorded(arm)))
+@pytest.mark.parametrize("variant", ["stock", "patched"])
+def test_recorded_traces_agree_with_counting(variant):
+    run = make_run(variant, read_all_ranks(recorded(variant)))
     assert [one.rank for one in run.ranks] == [0, 1]
     assert run.steps == (5, 6)
     for one in run.ranks:
@@ -187,7 +187,7 @@ def test_recorded_traces_agree_with_counting(arm):
 
 
 def test_recorded_collectives_have_the_labels_of_the_feature():
-    stock, patched = (make_run(arm, read_all_ranks(recorded(arm))) for arm in ("stock", "patched"))
+    stock, patched = (make_run(variant, read_all_ranks(recorded(variant))) for variant in ("stock", "patched"))
     assert {one.label for lanes_ in stock.ranks for one in lanes_.communications} == {""}
     for one in patched.ranks:
         names = [c.label for c in one.communications if c.label]

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from ovpatch.cli import main
-from ovpatch.insight import arms
+from ovpatch.insight import variants
 from ovpatch.insight.verify.verify import Conclusion
 from tests.insight.programs import PATIENCE
 from tests.support.environment import cleaned
@@ -112,7 +112,7 @@ def test_an_unseeded_script_is_seeded_stopped_and_bitwise_equal(verify, site):
     assert (code, data["verdict"], data["steps"]) == (0, "bitwise equal", 3), out
     assert out.startswith("bitwise equal: 3 steps, 1 rank, ")
     assert "counts      calls 3" in out
-    assert list(data["arms"]) == ["stock", "patched"]
+    assert list(data["runs"]) == ["stock", "patched"]
     assert f"records are in {site.folder}/ke[pt] it\n" in out
     assert (site.folder / "ke[pt] it" / "stock.log").exists()
 
@@ -122,7 +122,7 @@ def test_a_fault_is_traced_to_the_feature(verify, site):
     code, out, data = verify(loop("for _ in range(3): step()"), "--features=counts,doubles")
     assert (code, data["verdict"], data["features"]) == (1, "different", ["doubles"]), out
     assert out.startswith("different: first in 'gradient 0.weight' at step 2 on rank 0, because of doubles\n")
-    assert set(data["arms"]) == {
+    assert set(data["runs"]) == {
         "stock", "patched", "rerun", "reordered", "without-counts", "without-doubles"
     }  # fmt: skip
     assert data["noise"] == {"rerun": "all bits equal", "reordered": "all bits equal"}
@@ -147,7 +147,7 @@ def test_a_script_without_a_step(verify):
 @pytest.mark.slow
 def test_a_script_that_fails_by_itself(verify):
     code, out, data = verify(loop("raise ValueError('no data')"), "--features=counts")
-    assert (code, data["verdict"], list(data["arms"])) == (3, "the script itself fails", ["stock"])
+    assert (code, data["verdict"], list(data["runs"])) == (3, "the script itself fails", ["stock"])
     assert "ValueError: no data" in out
 
 
@@ -182,7 +182,7 @@ def test_a_disk_that_is_full_is_not_a_difference(verify, monkeypatch, capfd):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(arms, "run_arm", full)
+    monkeypatch.setattr(variants, "run_variant", full)
     assert verify(loop(""), "--features=counts")[0] == 3
 
 

@@ -210,22 +210,22 @@ def test_a_run_that_was_cut_is_compared_as_far_as_it_goes(record):
 
 
 def test_what_stock_itself_does_not_repeat_is_noise(record):
-    def arm(name, moved, shorter=False):
+    def variant(name, moved, shorter=False):
         events = turns(3, **{"gradient a": value(more=moved), "random.python": keep_text(str(moved))})
         return record(name, events[:-1] if shorter else events)
 
-    stock, near, far = arm("a", 0.0), arm("b", 1.9e-3), arm("c", 2.1e-3)
-    yardstick = arm("d", 1e-3)
-    allowed = compare_runs(stock, near, {"reordered": yardstick})
+    stock, near, far = variant("a", 0.0), variant("b", 1.9e-3), variant("c", 2.1e-3)
+    noise_run = variant("d", 1e-3)
+    allowed = compare_runs(stock, near, {"reordered": noise_run})
     assert [one.row.verdict for one in allowed.findings] == [Verdict.WITHIN_NOISE] * 2
     assert allowed.different == []
     assert {one.row.name for one in compare_runs(stock, near).different} == {"gradient a", "random.python"}
-    assert {one.row.name for one in compare_runs(stock, far, {"rerun": yardstick}).different} == {"gradient a"}
-    gone = compare_runs(stock, arm("e", 0.0, shorter=True), {"rerun": arm("f", 0.0, shorter=True)})
+    assert {one.row.name for one in compare_runs(stock, far, {"rerun": noise_run}).different} == {"gradient a"}
+    gone = compare_runs(stock, variant("e", 0.0, shorter=True), {"rerun": variant("f", 0.0, shorter=True)})
     assert [one.row.verdict for one in gone.findings] == [Verdict.WITHIN_NOISE]
 
 
-def test_a_yardstick_that_went_another_way_allows_nothing(record):
+def test_a_noise_run_that_went_another_way_allows_nothing(record):
     stock, patched = record("a", turns(3)), record("b", turns(3, **{"gradient a": value(more=1e-3)}))
     wild = turns(3, **{"gradient a": value(more=1.0)})
     assert not compare_runs(stock, patched, {"rerun": record("c", wild)}).different
@@ -234,15 +234,15 @@ def test_a_yardstick_that_went_another_way_allows_nothing(record):
 
 
 def test_large_tensors_are_judged_by_their_sums():
-    def row(more, yardstick=0.0):
-        stock, patched, other = (value(1.0, moved, WHOLE * 4) for moved in (0.0, more, yardstick))
+    def row(more, noise_run=0.0):
+        stock, patched, other = (value(1.0, moved, WHOLE * 4) for moved in (0.0, more, noise_run))
         (found,) = compare_values({"a": stock}, {"a": patched}, {"reordered": {"a": other}})
         return found.verdict
 
     assert row(1.0) is Verdict.DIFFERENT
     assert row(1e-6) is Verdict.WITHIN_NOISE
-    assert row(1e-2, yardstick=0.6e-2) is Verdict.WITHIN_NOISE
-    assert row(1e-2, yardstick=0.4e-2) is Verdict.DIFFERENT
+    assert row(1e-2, noise_run=0.6e-2) is Verdict.WITHIN_NOISE
+    assert row(1e-2, noise_run=0.4e-2) is Verdict.DIFFERENT
     zeros, signed = torch.zeros(WHOLE + 1), torch.zeros(WHOLE + 1)
     signed[3] = -0.0
     (found,) = compare_values({"a": keep_value(zeros)}, {"a": keep_value(signed)}, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ovpatch.insight.verify.verify import find_failure
+from ovpatch.insight.variants import find_failure
 
 LOG = """step 1
 [rank1]: Traceback (most recent call last):
@@ -27,6 +27,11 @@ def test_the_first_traceback_of_the_script():
 def test_a_launchers_traceback_alone_is_not_it():
     log = LOG[LOG.index("Traceback (most recent call last):\n  File") :]
     assert find_failure(log, 2).splitlines() == log.splitlines()[-2:]
+    usage = "usage: train.py [-h]\ntrain.py: error: no such option\n"
+    warning = "W1121 14:19:07.464000 22 torch/distributed/elastic/agent.py:9] sending SIGTERM\n"
+    assert find_failure(usage + warning + log, 2) == usage.strip()
+    root = "Root Cause (first observed failure):\n  exitcode  : -9 (pid: 7)"
+    assert find_failure(f"step 7\n{log}\nFailures:\n{root}", 2) == f"step 7\n{root}"
     assert find_failure("a\nb\nc", 2) == "b\nc"
     assert find_failure("") == ""
 

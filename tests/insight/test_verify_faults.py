@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ovpatch.insight import arms
+from ovpatch.insight import variants
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.compare import RunComparison, compare_runs
 from ovpatch.insight.verify.verify import WORKER, Request
@@ -20,15 +20,15 @@ pytestmark = pytest.mark.slow
 
 
 @dataclass
-class Arms:
+class Variants:
     """Runs the script with one feature, or stock, once for all tests."""
 
     request: Request
 
-    def run(self, name: str, features: str = arms.STOCK) -> arms.Outcome:
-        arm = self.request.make_arm(name, features)
-        outcome = arms.run_arm(arm, self.request.command, WORKER, self.request.out, timeout=60.0)
-        assert outcome.code == 0, outcome.read_log_tail(40)
+    def run(self, name: str, features: str = variants.STOCK) -> variants.Outcome:
+        variant = self.request.make_variant(name, features)
+        outcome = variants.run_variant(variant, self.request.command, WORKER, self.request.out, timeout=60.0)
+        assert outcome.code == 0, outcome.read_failure()
         return outcome
 
     def read(self, name: str) -> recording.RecordedRun:
@@ -48,7 +48,7 @@ def ran(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         cleaned(patch, PYTHONPATH=str(folder))
         command = [sys.executable, str(folder / "train.py"), str(free_port())]
-        made = Arms(Request(command, folder / "out", steps=10))
+        made = Variants(Request(command, folder / "out", steps=10))
         made.run("stock")
         yield made
 

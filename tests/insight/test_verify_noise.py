@@ -134,7 +134,7 @@ def verdict_of(stock: Tensor, patched: Tensor, *, moving: bool = True, noise: Si
     return judge_value("w", keep_value(stock), keep_value(patched), [], floor=1e-6, noise=noise, moving=moving).verdict
 
 
-def test_few_elements_may_be_a_unit_off_where_the_yardstick_moved_anything():
+def test_few_elements_may_be_a_unit_off_where_the_noise_run_moved_anything():
     for dtype in (torch.bfloat16, torch.float16):
         stock = torch.full((32,), 0.75, dtype=dtype)
         units = torch.nextafter(stock, torch.full_like(stock, 2)) - stock

@@ -1,4 +1,4 @@
-"""What follows from what the arms recorded; the arms here are made up, so no process runs."""
+"""What follows from what the variants recorded; the variants here are made up, so no process runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from ovpatch.insight import arms
-from ovpatch.insight.arms import Outcome
+from ovpatch.insight import variants
+from ovpatch.insight.variants import Outcome
 from ovpatch.insight.verify import verify as verifying
 from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, EventRecorder, keep_value
 from ovpatch.insight.verify.verify import Conclusion, Request
@@ -23,26 +23,32 @@ REPORT = {"version": "1", "torch": "2", "python": "3", "pid": 1, "rank": 0, "pat
 
 @pytest.fixture
 def verify(tmp_path, monkeypatch):
-    """``verify(features, value_of_arm, **how_arms_end)`` -> the result and what is printed."""
+    """``verify(features, value_of_variant, **how_variants_end)`` -> the result and what is printed."""
 
     def verify(features, value_of, *, noise=False, ends=None, calls=1, states=None, logs=None, beats=None, says=None):
-        def run(arm, command, worker, out, *, timeout, progress):
+        def run(variant, command, worker, out, *, timeout, progress):
             assert command == ["train"]
             assert worker == verifying.WORKER
-            folder, log = out / arm.name, out / f"{arm.name}.log"
+            folder, log = out / variant.name, out / f"{variant.name}.log"
             folder.mkdir()
             (folder / "process-7.json").write_text(json.dumps({"pid": 7, "rank": "1"}))
-            log.write_text((logs or {}).get(arm.name, "a\nb\nthe last line\n"))
-            if arm.patched:
-                off = {name for name in features if arm.variables.get(f"OVPATCH_{name.upper()}") == "0"}
+            log.write_text((logs or {}).get(variant.name, "a\nb\nthe last line\n"))
+            if variant.patched:
+                off = {name for name in features if variant.variables.get(f"OVPATCH_{name.upper()}") == "0"}
                 _report(folder, [name for name in features if name not in off], calls, states or {}, says or {})
-            _record(folder, value_of(f"{arm.name}-deterministic" if arm.details["deterministic"] else arm.name))
-            if arm.name in (beats or {}):
-                (folder / "beat-1").write_text(str(beats[arm.name]))
-            name = f"{arm.name}-strict" if arm.details["deterministic"] and arm.details["strict"] else arm.name
-            return Outcome(arm, folder, log, **{"code": 0, "seconds": 1.0, **(ends or {}).get(name, {})})
+            _record(
+                folder, value_of(f"{variant.name}-deterministic" if variant.details["deterministic"] else variant.name)
+            )
+            if variant.name in (beats or {}):
+                (folder / "beat-1").write_text(str(beats[variant.name]))
+            name = (
+                f"{variant.name}-strict"
+                if variant.details["deterministic"] and variant.details["strict"]
+                else variant.name
+            )
+            return Outcome(variant, folder, log, **{"code": 0, "seconds": 1.0, **(ends or {}).get(name, {})})
 
-        monkeypatch.setattr(arms, "run_arm", run)
+        monkeypatch.setattr(variants, "run_variant", run)
         out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
         out.mkdir()
         result = verifying.verify(Request(["train"], out, noise=noise))
@@ -89,7 +95,7 @@ def values(**given):
     return lambda name: given.get(name.replace("-", "_"), STOCK)
 
 
-def test_bitwise_equal_needs_no_yardstick(verify):
+def test_bitwise_equal_needs_no_noise_run(verify):
     result, text = verify(["a"], values())
     assert (result.verdict, list(result.outcomes)) == (Conclusion.BITWISE, ["stock", "patched"])
     assert text.startswith("bitwise equal: 2 steps, 1 rank, 2 values\n")
@@ -97,14 +103,14 @@ def test_bitwise_equal_needs_no_yardstick(verify):
     assert "ended by itself before step 5" in text
 
 
-def test_the_yardsticks_run_when_asked(verify):
+def test_the_noise_runs_run_when_asked(verify):
     result, text = verify(["a"], values(reordered=1.5), noise=True)
     assert result.verdict is Conclusion.BITWISE
     assert result.noise == {"rerun": "all bits equal", "reordered": "1 of 2 values moved, by up to 0.5"}
     assert "moved, by up to 0.5" in text
 
 
-def test_within_twice_the_yardstick_it_is_noise(verify):
+def test_within_twice_the_noise_run_it_is_noise(verify):
     result, text = verify(["a"], values(patched=1.9, reordered=1.5))
     assert (result.verdict, result.verdict.code) == (Conclusion.NOISE, 0)
     assert list(result.outcomes) == ["stock", "patched", "rerun", "reordered"]
@@ -172,9 +178,9 @@ def test_what_stays_unsteady_is_judged_by_more_stock_runs(verify):
 def test_matrix_products_are_reordered_for_features_that_reorder_them(verify):
     result, _ = verify(["products"], values(patched=1.9, reordered=1.5))
     assert result.verdict is Conclusion.NOISE
-    assert [outcome.arm.details.get("pieces") for outcome in result.outcomes.values()] == [None, None, None, 2]
+    assert [outcome.variant.details.get("pieces") for outcome in result.outcomes.values()] == [None, None, None, 2]
     result, _ = verify(["a"], values(patched=1.9, reordered=1.5))
-    assert result.outcomes["reordered"].arm.details["pieces"] == 0
+    assert result.outcomes["reordered"].variant.details["pieces"] == 0
     result, _ = verify(["products"], values(), calls=0)
     assert not result.outcomes["patched"].reorders_products, "it was on, and had nothing to do"
 
@@ -182,9 +188,9 @@ def test_matrix_products_are_reordered_for_features_that_reorder_them(verify):
 def test_they_are_reordered_more_often_as_long_as_chance_may_explain_a_difference(verify):
     result, _ = verify(["products"], values(patched=1.9, reordered=1.1, reordered_2=1.2, reordered_3=1.5))
     assert (result.verdict, list(result.outcomes)[-1]) == (Conclusion.NOISE, "reordered-3")
-    assert not any(outcome.arm.details["deterministic"] for outcome in result.outcomes.values())
+    assert not any(outcome.variant.details["deterministic"] for outcome in result.outcomes.values())
     assert list(result.noise) == ["rerun", "reordered", "reordered 2", "reordered 3"]
-    pieces = [outcome.arm.details.get("pieces", 0) for outcome in result.outcomes.values()]
+    pieces = [outcome.variant.details.get("pieces", 0) for outcome in result.outcomes.values()]
     assert pieces == [0, 0, 0, 2, 3, 4]
     result, _ = verify(["products"], values(patched=1.9, reordered=1.1))
     assert (result.verdict, list(result.outcomes)[-1]) == (Conclusion.DIFFERENT, "reordered-5")
@@ -193,7 +199,7 @@ def test_they_are_reordered_more_often_as_long_as_chance_may_explain_a_differenc
 def test_other_sums_over_ranks_are_drawn_again_where_they_move_anything(verify):
     result, _ = verify(["a"], values(patched=1.9, reordered=1.1, reordered_2=1.5))
     assert (result.verdict, list(result.outcomes)[-1]) == (Conclusion.NOISE, "reordered-2")
-    turns = [outcome.arm.details.get("reorder", 0) for outcome in result.outcomes.values()]
+    turns = [outcome.variant.details.get("reorder", 0) for outcome in result.outcomes.values()]
     assert turns == [0, 0, 0, 1, 2]
     result, _ = verify(["a"], values(patched=1.9))
     assert (result.verdict, list(result.outcomes)) == (Conclusion.DIFFERENT, ["stock", "patched", "rerun", "reordered"])
@@ -274,28 +280,28 @@ def test_steps_in_one_run_only_are_a_difference(verify):
             "the patched run fails with exit code 3, as stock does not, because of a",
         ),
         ({"patched": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Conclusion.DIFFERENT, "stacks of rank 1"),
-        ({"rerun": {"code": 3}}, Conclusion.NOISE, "The arm 'rerun' ended with exit code 3"),
+        ({"rerun": {"code": 3}}, Conclusion.NOISE, "The run 'rerun' ended with exit code 3"),
     ],
 )
-def test_how_arms_end(verify, ends, verdict, said):
+def test_how_variants_end(verify, ends, verdict, said):
     result, text = verify(["a"], values(patched=1.0 + 1e-7 if "rerun" in ends else 1.0), ends=ends)
     assert result.verdict is verdict
     assert said in text
 
 
-# --- arms that were to measure noise ---
+# --- variants that were to measure noise ---
 
 FAILED = {"reordered": {"code": 1}}
 LOG = {"reordered": "Traceback (most recent call last):\n  File\nAssertionError: First bucket should be smaller\n"}
 
 
 @pytest.mark.parametrize("far", [1e-7, 0.5])
-@pytest.mark.parametrize("arm", ["rerun", "reordered"])
-def test_without_its_noise_a_difference_is_not_decided(verify, far, arm):
-    ends, logs = {arm: {"code": 1}}, {arm: LOG["reordered"]}
-    result, text = verify(["a"], values(patched=1.0 + far, **{arm: None}), ends=ends, logs=logs)
+@pytest.mark.parametrize("variant", ["rerun", "reordered"])
+def test_without_its_noise_a_difference_is_not_decided(verify, far, variant):
+    ends, logs = {variant: {"code": 1}}, {variant: LOG["reordered"]}
+    result, text = verify(["a"], values(patched=1.0 + far, **{variant: None}), ends=ends, logs=logs)
     assert (result.verdict, result.verdict.code, result.blamed) == (Conclusion.UNDECIDED, 3, [])
-    end = f"the run '{arm}' failed after step 0 with exit code 1 by AssertionError, and stock did not"
+    end = f"the run '{variant}' failed after step 0 with exit code 1 by AssertionError, and stock did not"
     assert text.startswith("cannot decide: 1 of 2 values moved, by up to ")
     assert end in text.splitlines()[0]
     assert "1 values are not bitwise equal, noise not measured" in text
@@ -305,7 +311,7 @@ def test_without_its_noise_a_difference_is_not_decided(verify, far, arm):
     assert data["worst"][0]["verdict"] is None
 
 
-def test_an_arm_that_hangs_measures_no_noise(verify):
+def test_an_variant_that_hangs_measures_no_noise(verify):
     ends = {"reordered": {"code": 143, "timed_out": True}}
     result, text = verify(["a"], values(patched=1.5, reordered=None), ends=ends)
     assert result.verdict is Conclusion.UNDECIDED
@@ -325,16 +331,16 @@ def test_that_the_patched_run_fails_needs_no_noise(verify):
     assert "noise not measured" in text
 
 
-def test_a_further_arm_that_fails_leaves_a_difference_open(verify):
+def test_a_further_variant_that_fails_leaves_a_difference_open(verify):
     moving = values(patched=1.9, reordered=1.1, reordered_2=None)
     result, text = verify(["a"], moving, ends={"reordered-2": {"code": 1}})
     assert result.verdict is Conclusion.UNDECIDED
     assert "the run 'reordered-2' failed" in text
 
 
-@pytest.mark.parametrize("arm", ["rerun", "reordered"])
-def test_an_interruption_leaves_the_noise_unmeasured(verify, arm):
-    result, text = verify(["a"], values(patched=1.5), ends={arm: {"code": 130, "interrupted": True}})
+@pytest.mark.parametrize("variant", ["rerun", "reordered"])
+def test_an_interruption_leaves_the_noise_unmeasured(verify, variant):
+    result, text = verify(["a"], values(patched=1.5), ends={variant: {"code": 130, "interrupted": True}})
     assert (result.verdict, result.verdict.code) == (Conclusion.INTERRUPTED, 130)
     assert "1 values are not bitwise equal, noise not measured" in text
     assert "by more than noise" not in text
@@ -390,7 +396,7 @@ def test_ranks_that_went_out_of_step_are_not_said_to_fail_by_themselves(verify):
 
 def test_a_process_that_could_not_be_patched(verify, monkeypatch):
     failure = {"pid": 5, "rank": "1", "error": "no such feature"}
-    monkeypatch.setattr(Outcome, "failures", property(lambda self: [failure] if self.arm.patched else []))
+    monkeypatch.setattr(Outcome, "failures", property(lambda self: [failure] if self.variant.patched else []))
     result, text = verify(["a"], values())
     assert (result.verdict, result.verdict.code) == (Conclusion.NOT_EXERCISED, 3)
     assert "no such feature" in text

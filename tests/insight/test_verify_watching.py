@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch.insight.steps import StepCounter
-from ovpatch.insight.verify import noise_arms, recording
+from ovpatch.insight.verify import noise_runs, recording
 from ovpatch.insight.verify.probes import ScriptRecorder
 from ovpatch.insight.verify.recording import EventRecorder
 from ovpatch.patching import PatchManager
@@ -359,8 +359,8 @@ def test_events_are_written_whole_and_by_the_process_that_they_belong_to(tmp_pat
 def test_the_generators_start_from_a_number_of_the_rank(monkeypatch):
     def state(rank):
         monkeypatch.setenv("RANK", rank)
-        noise_arms.seed_generators()
-        return {name: kept.digest for name, kept in noise_arms.digest_generators().items()}
+        noise_runs.seed_generators()
+        return {name: kept.digest for name, kept in noise_runs.digest_generators().items()}
 
     monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)  # it could not be taken back
     kept = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
@@ -372,7 +372,7 @@ def test_the_generators_start_from_a_number_of_the_rank(monkeypatch):
     assert all(first[name] != second[name] for name in ("random.python", "random.torch", "random.numpy"))
 
 
-# --- the reordered arm ---
+# --- the reordered variant ---
 
 
 def buckets(bucket_cap_mb=None):
@@ -387,13 +387,13 @@ def stock_and_reordered_buckets(cap=None):
     found = [buckets(cap)]
     for turn in (1, 2):
         patches = PatchManager()
-        noise_arms.reorder_reductions(patches, turn)
+        noise_runs.reorder_reductions(patches, turn)
         with patches.applied():
             found.append(buckets(cap))
     return found
 
 
-def test_the_reordered_arms_have_other_buckets_from_the_first_backward_on(ranks):
+def test_the_reordered_variants_have_other_buckets_from_the_first_backward_on(ranks):
     (stock, reordered, again), _ = ranks(2)(stock_and_reordered_buckets)
     assert len(stock[0].split(",")) == 1
     assert len(reordered[0].split(",")) >= 3
@@ -421,7 +421,7 @@ def compiled_buckets():
 def stock_and_reordered_compiled():
     stock = compiled_buckets()
     patches = PatchManager()
-    noise_arms.reorder_reductions(patches)
+    noise_runs.reorder_reductions(patches)
     with patches.applied():
         return stock, compiled_buckets()
 
@@ -445,7 +445,7 @@ def buckets_of_a_list():
 def stock_and_reordered_lists():
     stock = buckets_of_a_list()
     patches = PatchManager()
-    noise_arms.reorder_reductions(patches)
+    noise_runs.reorder_reductions(patches)
     with patches.applied():
         return stock, buckets_of_a_list()
 
@@ -459,12 +459,12 @@ def test_a_list_of_bucket_sizes_is_reordered_too(ranks):
     assert stock[1] == reordered[1]
 
 
-def test_the_reordered_arm_has_norms_that_are_rounded_otherwise():
+def test_the_reordered_variant_has_norms_that_are_rounded_otherwise():
     torch.manual_seed(0)
     gradients = [torch.randn(37, 41) for _ in range(20)]
     stock = torch.nn.utils.get_total_norm(gradients)
     patches = PatchManager()
-    noise_arms.reorder_reductions(patches)
+    noise_runs.reorder_reductions(patches)
     with patches.applied():
         reordered = torch.nn.utils.get_total_norm(gradients)
         largest = torch.nn.utils.get_total_norm(gradients, float("inf"))

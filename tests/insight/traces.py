@@ -90,9 +90,9 @@ class Synthetic:
         return path
 
 
-def recorded(arm: str) -> list[Path]:
-    """Return the recorded traces of an arm, by rank."""
-    return sorted(DATA.glob(f"{arm}-rank*.json.gz"))
+def recorded(variant: str) -> list[Path]:
+    """Return the recorded traces of a variant, by rank."""
+    return sorted(DATA.glob(f"{variant}-rank*.json.gz"))
 
 
 def slim(source: Path, target: Path) -> None:
@@ -122,9 +122,9 @@ def _exactly(value: Decimal) -> str:
 
 
 def main(folder: str, prefix: str = "") -> None:
-    for arm in ("stock", "patched"):
-        for path in sorted((Path(folder) / arm).glob("trace-rank*.json.gz")):
-            slim(path, DATA / path.name.replace("trace", prefix + arm))
+    for variant in ("stock", "patched"):
+        for path in sorted((Path(folder) / variant).glob("trace-rank*.json.gz")):
+            slim(path, DATA / path.name.replace("trace", prefix + variant))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import ovpatch
 from ovpatch.overlap.tensors import pending_param
 from ovpatch.overlap.tensors.pending_param import any_pending, is_pending, unsupported_reason, wait_for_all
 from ovpatch.overlap.tensors.shard import flat_view, shard_range
@@ -109,20 +110,21 @@ def test_every_reader_finds_what_was_gathered(ranks, world):
 
 
 def under_ddp(steps: int) -> list[str]:
-    """A loss that is alive, an optimizer, DDP's reducer: nothing of this is in the way."""
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 5)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    gather, reasons = AllGatherBucket(list(model.parameters()), group()), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.ones(3, 6)).sum()
-        loss.backward()
+    """A loss that is alive, an optimizer, our reducer: nothing of this is in the way."""
+    with ovpatch.applied("ddp"):
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 5)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        gather, reasons = AllGatherBucket(list(model.parameters()), group()), []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.ones(3, 6)).sum()
+            loss.backward()
+            gather.finish_all_gather()
+            optimizer.step()
+            quiet(list(model.parameters()))
+            reasons.append(gather.start_all_gather())
+        del loss
         gather.finish_all_gather()
-        optimizer.step()
-        quiet(list(model.parameters()))
-        reasons.append(gather.start_all_gather())
-    del loss
-    gather.finish_all_gather()
     return reasons
 
 

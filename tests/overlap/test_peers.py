@@ -231,9 +231,27 @@ def test_an_exception_is_raised_by_who_asked(ranks):
     text, cause = ranks(3)(failing)[0]
     assert "rank 1 failed: KeyError: 'layer.7'" in text
     assert "rank 2 failed: TypeError: a torch.sparse_coo tensor" in text
-    assert text.endswith("remedy it there.")
+    assert text.endswith("correct it there.")
     assert "on rank 1:\nTraceback" in cause
     assert 'raise KeyError("layer.7")' in cause
+
+
+def failing_in_a_finally() -> BaseException | None:
+    peers = meeting()
+    try:
+        try:
+            raise KeyError("of the script")
+        finally:
+            peers.call("nobody serves this", {}, timeout_s=0.0)
+    except PeerError as error:
+        shown = None if error.__suppress_context__ else error.__context__
+    dist.barrier()
+    return shown
+
+
+def test_an_exception_that_is_in_flight_is_shown(ranks):
+    for shown in ranks(2)(failing_in_a_finally):
+        assert repr(shown) == "KeyError('of the script')"
 
 
 def unserved() -> tuple[str, float]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
+import ovpatch
 from ovpatch.overlap.tensors.pending_param import is_pending, wait_for_all
 from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
 from tests.overlap.stale import GARBAGE, Stale, entrances
@@ -200,13 +201,14 @@ def compiled_ddp(*, gathers: bool) -> tuple[list[float], int, int]:
 
 
 def compiled_ddp_with_and_without() -> list[Any]:
-    stock = compiled_ddp(gathers=False)
-    torch._dynamo.reset()
-    with entrances():
-        return [stock, compiled_ddp(gathers=True)]
+    with ovpatch.applied("ddp"):  # whose reducer owns no parameter
+        without = compiled_ddp(gathers=False)
+        torch._dynamo.reset()
+        with entrances():
+            return [without, compiled_ddp(gathers=True)]
 
 
 def test_compiled_ddp(ranks):
-    for stock, pending in ranks(2)(compiled_ddp_with_and_without):
-        assert pending == stock
-        assert stock[1] > 0
+    for without, pending in ranks(2)(compiled_ddp_with_and_without):
+        assert pending == without
+        assert without[1] > 0

@@ -44,7 +44,7 @@ def test_all_ranks_hear_the_same_reasons(ranks):
     assert on_cpu == "tensors are on cpu, not on CUDA devices (rank 0, 1)"
     assert cold == "it has a cold (rank 1)"
     assert none == ""
-    assert often == "it has shared memory more or less often than rank 0, in other groups (rank 1)"
+    assert often == "it has shared memory another number of times than rank 0, in other groups (rank 1)"
     assert folders == "it runs in another container than rank 0, or with another TMPDIR (rank 1)"
     assert hosts == "it runs on another host than rank 0 (rank 1)"
     assert many == "2 ranks, and kernels are made for 1 at most"

@@ -15,8 +15,8 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-from ovpatch.insight import arms
-from ovpatch.insight.arms import Arm, Outcome
+from ovpatch.insight import variants
+from ovpatch.insight.variants import Outcome, Variant
 from ovpatch.session import workers
 
 WORKER: Final = "ovpatch.insight.bench.worker"
@@ -57,7 +57,7 @@ class Measured:
 
 
 def read_measured(folder: Path) -> Measured:
-    """Merge the files of an arm's processes; without files, no step was taken."""
+    """Merge the files of a variant's processes; without files, no step was taken."""
     ranks = _one_each(workers.read_reports(folder, "bench"))
     if not ranks:
         return Measured()
@@ -206,8 +206,8 @@ class _Rounds:
         self._runs = BenchRuns()
         self._details = {"warmup": plan.warmup, "steps": plan.steps, "count_flops": False}
         self._kinds = {
-            STOCK: Arm(STOCK, arms.STOCK, self._details),
-            PATCHED: Arm(PATCHED, plan.features, self._details),
+            STOCK: Variant(STOCK, variants.STOCK, self._details),
+            PATCHED: Variant(PATCHED, plan.features, self._details),
         }
 
     def run_all(self) -> BenchRuns:
@@ -226,39 +226,41 @@ class _Rounds:
         self._runs.exercised, self._runs.report = outcome.exercised, outcome.report
         if self._plan.leave_one_out is False:
             return
-        for arm in arms.leave_one_out(self._kinds[PATCHED], outcome.exercised, outcome.requires).values():
-            self._kinds[arm.name] = arm
-            self._run(arm.name, 1)
+        for variant in variants.leave_one_out(self._kinds[PATCHED], outcome.exercised, outcome.requires).values():
+            self._kinds[variant.name] = variant
+            self._run(variant.name, 1)
 
     def _run_counted(self) -> None:
         """Run stock and count its operations; if it fails in a counted step, run it once more without counting."""
-        counting = Arm(STOCK, arms.STOCK, {**self._details, "count_flops": True})
+        counting = Variant(STOCK, variants.STOCK, {**self._details, "count_flops": True})
         try:
             self._run(STOCK, 1, counting)
         except FailedError as error:
             counted = range(max(self._plan.warmup - 3, 1), self._plan.warmup)
-            if not error.outcome.code or arms.read_slowest_step(error.outcome.folder) not in counted:
+            if not error.outcome.code or variants.read_slowest_step(error.outcome.folder) not in counted:
                 raise
             self._run(STOCK, 1, name="stock-1-uncounted")
             run = self._runs.done.pop()
             why = "the script failed while its operations were counted, and did not without that"
             self._runs.done.append(replace(run, measured=replace(run.measured, flops_reason=why)))
 
-    def _run(self, kind: str, number: int, arm: Arm | None = None, name: str | None = None) -> Outcome:
-        arm = replace(arm or self._kinds[kind], name=name or f"{kind}-{number}")
+    def _run(self, kind: str, number: int, variant: Variant | None = None, name: str | None = None) -> Outcome:
+        variant = replace(variant or self._kinds[kind], name=name or f"{kind}-{number}")
         plan = self._plan
         self._progress.start_run(kind, number)
-        outcome = arms.run_arm(
-            arm, plan.command, WORKER, plan.out, timeout=plan.timeout, progress=self._progress.show_step
+        outcome = variants.run_variant(
+            variant, plan.command, WORKER, plan.out, timeout=plan.timeout, progress=self._progress.show_step
         )
         measured = read_measured(outcome.folder)
         _check_outcome(kind, outcome, measured, plan)
         self._runs.done.append(BenchRun(kind, number, outcome.seconds, measured))
         if len(measured.times) < plan.steps:
-            self._runs.notes.append(f"{arm.name}: the script ended after {measured.taken} steps")
+            self._runs.notes.append(f"{variant.name}: the script ended after {measured.taken} steps")
         if measured.missing:
             ranks = ", ".join(map(str, measured.missing))
-            self._runs.notes.append(f"{arm.name}: nothing is known of rank {ranks}: no step was seen there, or its end")
+            self._runs.notes.append(
+                f"{variant.name}: nothing is known of rank {ranks}: no step was seen there, or its end"
+            )
         self._progress.finish_run(measured)
         return outcome
 
@@ -275,7 +277,7 @@ def _check_outcome(kind: str, outcome: Outcome, measured: Measured, plan: BenchP
         raise StoppedError
     problem = _describe_problem(outcome, plan.timeout) or _describe_too_few(measured, plan)
     if problem:
-        raise FailedError(f"{outcome.arm.name}: {problem}", kind, outcome)
+        raise FailedError(f"{outcome.variant.name}: {problem}", kind, outcome)
 
 
 def _describe_problem(outcome: Outcome, timeout: float) -> str:

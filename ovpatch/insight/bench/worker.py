@@ -355,7 +355,7 @@ class BatchCounter:
     Candidates are the modules with trainable parameters that are no other module's child. The one that a step calls
     first counts, in every call with gradients on and outside of backward: microbatches add up; evaluation,
     recomputation and loss modules do not. If a step calls none of them, their children become the candidates. A global
-    hook is no alternative: it lacks keyword arguments, and compiled code would be traced anew.
+    hook is no alternative: it lacks keyword arguments, and compiled code would be traced again.
     """
 
     def __init__(self) -> None:

@@ -247,11 +247,11 @@ _WITH_ID: Final = frozenset("stfbenOND")
 
 
 def write_merged_trace(runs: Sequence[TimelineRun], path: Path) -> None:
-    """Write one ``.json.gz`` trace of all ranks and arms for Perfetto. One recorded trace at a time is in memory.
+    """Write one ``.json.gz`` trace of all ranks and variants for Perfetto. One recorded trace at a time is in memory.
 
-    The first steps of all arms start at the same time. No event is before zero, where Perfetto drops it: on a GPU the
-    launches of the first step precede it. Within an arm ranks keep the offsets of their clocks, unless these exceed a
-    step.
+    The first steps of all variants start at the same time. No event is before zero, where Perfetto drops it: on a GPU
+    the launches of the first step precede it. Within a variant ranks keep the offsets of their clocks, unless these
+    exceed a step.
     """
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=3) as file:
         file.write(f'{{"displayTimeUnit": "ms", "{MERGED}": true, "traceEvents": [')

@@ -62,7 +62,7 @@ class CollectiveGroup:
 
 @dataclass(frozen=True)
 class TimelineRun:
-    """One arm: the tracks of all its ranks, over their common steps."""
+    """One variant: the tracks of all its ranks, over their common steps."""
 
     name: str  # ``stock``, ``patched`` or another
     ranks: tuple[RankTracks, ...]  # tracks by rank
@@ -86,7 +86,7 @@ class TimelineRun:
 
 
 def make_run(name: str, ranks: Sequence[RankTracks]) -> TimelineRun:
-    """Return an arm from the tracks of its ranks; raise TraceError if they have no common step."""
+    """Return a variant from the tracks of its ranks; raise TraceError if they have no common step."""
     if not ranks:
         raise TraceError(f"{name}: there is no trace. Give at least one.")
     common = set.intersection(*({step.number for step in tracks.steps} for tracks in ranks))
@@ -313,7 +313,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Recording:
-    """One recorded arm."""
+    """One recorded variant."""
 
     run: TimelineRun  # its tracks
     cost: Cost | None = None  # cost of recording; None without steps beside the recorded ones
@@ -321,7 +321,7 @@ class Recording:
 
 
 def read_recording(name: str, folder: Path, wanted: range, also: re.Pattern[str] | None = None) -> Recording:
-    """Read the recording of an arm from the folder of its processes' files.
+    """Read the recording of a variant from the folder of its processes' files.
 
     ``wanted`` are the requested steps, and ``also`` is the user's pattern of further communication kernels.
 

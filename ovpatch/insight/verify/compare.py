@@ -121,7 +121,7 @@ _SHARE: Final = 1 / 8  # of a tensor's elements that may be a unit in the last p
 # Allowed multiples of the noise. A single element goes far by chance: AdamW makes a full step of a gradient near zero,
 # whose sign is chance; hence four times. The mean, which many elements decide, catches a parameter that is a step late.
 _OF_MANY: Final = Size(2 * equality.FACTOR, equality.FACTOR)
-# A loss or a norm is one number, whose noise in a yardstick may by chance be next to nothing.
+# A loss or a norm is one number, whose difference in a noise run may by chance be next to nothing.
 _OF_ONE: Final = Size(3.0, 3.0)
 
 
@@ -129,7 +129,7 @@ def judge_value(
     name: str,
     stock: KeptValue,
     patched: KeptValue,
-    yardsticks: Sequence[KeptValue],
+    noise_runs: Sequence[KeptValue],
     *,
     floor: float,
     noise: Size,
@@ -137,11 +137,11 @@ def judge_value(
 ) -> Row:
     """Compare two numeric values of one form.
 
-    A half-precision number moves by a unit in the last place or not at all, so a yardstick that moved by no unit, or by
-    one and not two, says little. Where a yardstick moved anything of the event (``moving``), the largest difference may
+    A half-precision number moves by a unit in the last place or not at all, so a noise run that moved by no unit, or by
+    one and not two, says little. Where a noise run moved anything of the event (``moving``), the largest difference may
     be one unit of the largest element more, and few elements may each be a unit off. ``floor`` is always allowed.
     """
-    far = reduce(Size.max_with, (measure_distance(stock, other) for other in yardsticks), noise)
+    far = reduce(Size.max_with, (measure_distance(stock, other) for other in noise_runs), noise)
     single = not isinstance(stock.values, Tensor) or stock.values.numel() == 1
     factors = _OF_ONE if single else _OF_MANY
     allowed = Size(*(max(floor, factor * size) for factor, size in zip(factors, far, strict=True)))
@@ -279,16 +279,16 @@ def _is_finite(value: KeptValue) -> bool:
 
 
 def compare_runs(
-    stock: RecordedRun, patched: RecordedRun, yardsticks: Mapping[str, RecordedRun] | None = None
+    stock: RecordedRun, patched: RecordedRun, noise_runs: Mapping[str, RecordedRun] | None = None
 ) -> RunComparison:
-    """Compare a patched run with a stock one; the yardsticks are further stock runs, rerun or reordered, by name.
+    """Compare a patched run with a stock one; the noise runs are further stock runs, rerun or reordered, by name.
 
     Events are compared in order. Where their kinds differ, as when one run skips a step, that is a difference, and the
     rest of the process is not compared. A run that failed or was ended may stop anywhere; its events so far are
     compared.
     """
     compared = RunComparison()
-    runs = yardsticks or {}
+    runs = noise_runs or {}
     noise = Noise(stock, runs.values())
     cut = stock.cut or patched.cut
     for process in dict.fromkeys([*stock.processes, *patched.processes]):
@@ -321,10 +321,10 @@ def _compare_process(
             return
         for name, event in beside.items():
             if event is None or event.signature != expected.signature:
-                del others[name]  # out of step: no yardstick any more
+                del others[name]  # out of step: no noise run any more
         compared.count_event(expected)
-        yardsticks = {name: event.values for name, event in beside.items() if event is not None and name in others}
-        rows = compare_values(expected.values, actual.values, yardsticks, partial(noise.get_noise, expected))
+        noise_runs = {name: event.values for name, event in beside.items() if event is not None and name in others}
+        rows = compare_values(expected.values, actual.values, noise_runs, partial(noise.get_noise, expected))
         if expected.kind == recording.STEP:
             both = expected.values.keys() & actual.values.keys()
             latest |= {name: (expected.values[name].digest, actual.values[name].digest) for name in both}
@@ -370,7 +370,7 @@ def _out_of_step(
 def compare_values(
     stock: Mapping[str, KeptValue],
     patched: Mapping[str, KeptValue],
-    yardsticks: Mapping[str, Mapping[str, KeptValue]],
+    noise_runs: Mapping[str, Mapping[str, KeptValue]],
     noise_of: Callable[[str], Size] = lambda name: Size(),
 ) -> list[Row]:
     """Return a row for each value of an event that is not bitwise equal; ``noise_of`` takes the value's name."""
@@ -378,13 +378,13 @@ def compare_values(
         name for name, value in stock.items() if patched.get(name, None) is None or patched[name][:2] != value[:2]
     ]
     scales = _scales(stock) if unequal else {}
-    moving = bool(unequal) and any(_moved(stock, values) for values in yardsticks.values())
+    moving = bool(unequal) and any(_moved(stock, values) for values in noise_runs.values())
     rows = []
     for name in unequal:
-        others = {arm: values.get(name) for arm, values in yardsticks.items()}
+        others = {variant: values.get(name) for variant, values in noise_runs.items()}
         floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
         rows.append(_row(name, stock[name], patched.get(name), others, floor, noise_of, moving))
-    changing = any(values.keys() - stock.keys() for values in yardsticks.values())  # as do names that contain the time
+    changing = any(values.keys() - stock.keys() for values in noise_runs.values())  # as do names that contain the time
     extra = _unrepeated if changing else _different
     rows += [extra(name, "stock has no such value") for name in patched if name not in stock]
     return [row for row in rows if row.verdict is not Verdict.BITWISE]
@@ -426,17 +426,17 @@ def _row(
     name: str,
     stock: KeptValue,
     patched: KeptValue | None,
-    yardsticks: Mapping[str, KeptValue | None],
+    noise_runs: Mapping[str, KeptValue | None],
     floor: float,
     noise_of: Callable[[str], Size],
     moving: bool,
 ) -> Row:
     if patched is None:
-        missing = _unrepeated if None in yardsticks.values() else _different
+        missing = _unrepeated if None in noise_runs.values() else _different
         return missing(name, "missing in the patched run")
     if stock.form != patched.form or stock.form in _EXACT or stock.not_finite != patched.not_finite:
-        return _exact(name, stock, patched, list(yardsticks.values()))
-    comparable = [value for value in yardsticks.values() if value is not None and value.form == stock.form]
+        return _exact(name, stock, patched, list(noise_runs.values()))
+    comparable = [value for value in noise_runs.values() if value is not None and value.form == stock.form]
     row = judge_value(name, stock, patched, comparable, floor=floor, noise=noise_of(name), moving=moving)
     return _of_sums(row) if stock.folded else row
 
@@ -450,12 +450,12 @@ def _of_sums(row: Row) -> Row:
     return Row(row.name, Verdict.WITHIN_NOISE, 0.0, equality.FLOOR, None, "bits differ, but no sum over a part does")
 
 
-def _exact(name: str, stock: KeptValue, patched: KeptValue, yardsticks: Sequence[KeptValue | None]) -> Row:
+def _exact(name: str, stock: KeptValue, patched: KeptValue, noise_runs: Sequence[KeptValue | None]) -> Row:
     if stock.form != patched.form:
         return _different(name, f"{stock.form} became {patched.form}")
-    if stock.not_finite != patched.not_finite:  # no yardstick allows that, as in the equality rule
+    if stock.not_finite != patched.not_finite:  # no noise run allows that, as in the equality rule
         return _different(name, f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}")
-    if any(value is not None and value.digest != stock.digest for value in yardsticks):
+    if any(value is not None and value.digest != stock.digest for value in noise_runs):
         return Row(name, Verdict.WITHIN_NOISE, note="stock does not repeat it either")
     return _different(name, f"{stock.digest} became {patched.digest}")
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ovpatch.insight import steps
 from ovpatch.insight.steps import StepCounter, StepHooks, find_root_modules
-from ovpatch.insight.verify import noise_arms
+from ovpatch.insight.verify import noise_runs
 from ovpatch.insight.verify.recording import (
     BACKWARD,
     CHECKPOINT,
@@ -313,7 +313,7 @@ class ScriptRecorder:
         values |= self._state(optimizer)
         values |= {f"buffer {name}": keep_value(found) for name, found in self._names.list_buffers(index)}
         values |= {f"frozen {name}": keep_value(parameter) for name, parameter in self._names.list_frozen(index)}
-        values |= noise_arms.digest_generators()
+        values |= noise_runs.digest_generators()
         step = max(self._steps.count, taken + 1)  # of the turn that the most frequent optimizer started
         label = type(optimizer).__name__
         self._recorder.record_event(STEP, values, step=step, index=index, label=label)
@@ -392,11 +392,11 @@ def _capturing() -> bool:
 def start_worker(orders: Orders) -> None:
     """Seed this process, record its values, and end it after the ordered number of steps.
 
-    The orders' details are ``steps``; ``reorder``, the number of the reordered arm, if any; ``pieces``, the partial
+    The orders' details are ``steps``; ``reorder``, the number of the reordered variant, if any; ``pieces``, the partial
     sums of matrix products there, 0 for stock's; ``deterministic``, for deterministic algorithms, and ``strict``, to
     raise where there are none.
     """
-    noise_arms.seed_generators()
+    noise_runs.seed_generators()
     if orders.details.get("deterministic"):
         torch.use_deterministic_algorithms(True, warn_only=not orders.details["strict"])
     recorder = EventRecorder(orders.directory)
@@ -409,9 +409,9 @@ def start_worker(orders: Orders) -> None:
     counter = steps.StepCounter(orders.directory, at_border)
     watch = ScriptRecorder(recorder, counter)
     if orders.details.get("reorder"):
-        noise_arms.reorder_reductions(watch.patches, orders.details["reorder"])
+        noise_runs.reorder_reductions(watch.patches, orders.details["reorder"])
     if orders.details.get("pieces"):
-        noise_arms.split_products(orders.details["pieces"])
+        noise_runs.split_products(orders.details["pieces"])
     watch.start_recording()
     counter.start_counting()  # after the recorder's: a step is recorded before it can be the last
     recorder.flush_at_exit()

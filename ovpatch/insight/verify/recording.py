@@ -53,10 +53,10 @@ class RecordedEvent:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The record of one arm."""
+    """The record of one variant."""
 
     processes: Mapping[str, Sequence[Path]]  # files of each process, in order, by its name, such as ``rank 1``
-    cut: bool = False  # whether the arm failed or was ended, so that its events may stop anywhere
+    cut: bool = False  # whether the variant failed or was ended, so that its events may stop anywhere
 
     def events(self, process: str) -> Iterator[RecordedEvent]:
         """Yield the events of a process, file by file."""
@@ -65,7 +65,7 @@ class RecordedRun:
 
 
 def read_recorded(folder: Path, *, cut: bool = False) -> RecordedRun:
-    """Return the record in the folder of an arm; ``cut`` tells whether the arm failed or was ended."""
+    """Return the record in the folder of a variant; ``cut`` tells whether the variant failed or was ended."""
     files: dict[tuple[tuple[int, ...], int, int], list[Path]] = defaultdict(list)
     for path in sorted(folder.glob("events-*.pt"), key=lambda path: path.stem.rpartition("-")[2]):
         _, identity, born, pid, _, _ = path.stem.split("-")

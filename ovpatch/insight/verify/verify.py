@@ -1,8 +1,7 @@
-"""Verification of a command: which arms run, in which order, the conclusion from their records, and it as text."""
+"""Verification of a command: which variants run, in which order, the conclusion from their records, and it as text."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -14,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ovpatch.exit_codes import ExitCode
-from ovpatch.insight import arms
-from ovpatch.insight.arms import Arm, Outcome
-from ovpatch.insight.verify import noise_arms, recording
+from ovpatch.insight import variants
+from ovpatch.insight.variants import Outcome, Variant
+from ovpatch.insight.verify import noise_runs, recording
 from ovpatch.insight.verify.compare import ORDER, Finding, RunComparison, compare_runs
 from ovpatch.insight.verify.recording import BACKWARD, RecordedRun
 
@@ -53,10 +52,10 @@ class Verification:
     verdict: Conclusion
     why: str  # its reason, in a sentence
     compared: RunComparison = field(default_factory=RunComparison)  # the comparison of stock and patched
-    outcomes: Mapping[str, Outcome] = field(default_factory=dict)  # every arm that ran, by name
+    outcomes: Mapping[str, Outcome] = field(default_factory=dict)  # every variant that ran, by name
     blamed: Sequence[str] = ()  # features that cause the difference: without any one of them there is none
     notes: Sequence[str] = ()  # further remarks for the user
-    noise: Mapping[str, str] = field(default_factory=dict)  # the difference of each yardstick from stock, in words
+    noise: Mapping[str, str] = field(default_factory=dict)  # the difference of each noise run from stock, in words
     measured: bool = True  # whether the noise is known, so that differences can be told from it
 
     @property
@@ -99,7 +98,7 @@ class Verification:
             "remarks": self.remarks,
             "noise": dict(self.noise),
             "notes": list(self.notes),
-            "arms": {name: _outcome(outcome) for name, outcome in self.outcomes.items()},
+            "runs": {name: _outcome(outcome) for name, outcome in self.outcomes.items()},
         }
 
     def _finding(self, finding: Finding) -> dict[str, Any]:
@@ -115,48 +114,6 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
         "stacks": {str(pid): text for pid, text in outcome.stacks.items()},
         "failures": outcome.failures,
     }
-
-
-_HEAD: Final = re.compile(r"^(\[rank\d+\]: ?)?Traceback \(most recent call last\):$")
-_LAUNCHERS: Final = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CalledProcessError")
-_LONGEST: Final = 24  # lines
-
-
-def find_failure(log: str, lines: int = 20) -> str:
-    """Return a log's first traceback that is not a launcher's, shortened, or else its last lines.
-
-    The first is the cause: other ranks fail later, in a collective that the failed rank does not enter.
-    """
-    every = log.splitlines()
-    for start, line in enumerate(every):
-        if match := _HEAD.match(line):
-            found = _traceback(every[start:], match[1] or "")
-            if not any(name in found[-1] for name in _LAUNCHERS):
-                return "\n".join(_shortened(found))
-    return "\n".join(every[-lines:])
-
-
-def find_exception_name(log: str) -> str:
-    """Return the class of the exception that :func:`find_failure` finds, "" for none."""
-    found = find_failure(log).splitlines()
-    match = _HEAD.match(found[0]) if found else None
-    return found[-1].removeprefix(match[1] or "").partition(":")[0] if match else ""
-
-
-def _traceback(lines: list[str], prefix: str) -> list[str]:
-    """Return the lines of the traceback that starts here, up to the first that is not indented."""
-    found = [lines[0]]
-    for line in lines[1:]:
-        if prefix and not line.startswith(prefix.rstrip()):
-            continue  # another rank's, in between
-        found.append(line)
-        if not line.removeprefix(prefix).startswith(" "):
-            break
-    return found
-
-
-def _shortened(lines: list[str]) -> list[str]:
-    return lines if len(lines) <= _LONGEST else [*lines[:5], "  …", *lines[5 - _LONGEST :]]
 
 
 WORKER: Final = "ovpatch.insight.verify.probes"
@@ -176,21 +133,21 @@ class Request:
     """What to verify."""
 
     command: Sequence[str]  # program and arguments
-    out: Path  # folder of the arms
+    out: Path  # folder of the variants
     steps: int = 5  # number of steps after which a run is ended
     features: str | None = None  # value of ``OVPATCH`` in the patched run; None for that of the environment
-    noise: bool = False  # whether the yardsticks run even where every bit is equal
+    noise: bool = False  # whether stock's noise is measured even where every bit is equal
     deterministic: bool = False  # whether torch uses deterministic algorithms
     # Whether torch then raises where it has none. With mere warnings some operations that have a deterministic form do
     # not use it, such as the backward of flash attention; a script that gets an error runs again with warnings.
     strict: bool = True
     timeout: float = 600.0  # seconds without a step after which a run counts as hung
 
-    def make_arm(self, name: str, features: str | None = arms.STOCK, **details: Any) -> Arm:
-        """Return an arm of this verification."""
-        variables = {**noise_arms.VARIABLES, **(noise_arms.DETERMINISTIC if self.deterministic else {})}
+    def make_variant(self, name: str, features: str | None = variants.STOCK, **details: Any) -> Variant:
+        """Return a variant of this verification."""
+        variables = {**noise_runs.VARIABLES, **(noise_runs.DETERMINISTIC if self.deterministic else {})}
         shared = {"steps": self.steps, "deterministic": self.deterministic, "strict": self.strict}
-        return Arm(name, features, {**shared, **details}, variables)
+        return Variant(name, features, {**shared, **details}, variables)
 
 
 class _Decided(Exception):
@@ -214,9 +171,9 @@ class _Verifier:
     blame there is no difference. If a stock run that measures noise fails, nothing is concluded about differing values.
 
     [Note: scripts that do not repeat themselves] Where two stock runs differ and the patched run differs by somewhat
-    more, that may be chance. All arms run again with deterministic algorithms, and their conclusion counts. If those do
-    not repeat themselves either, stock runs some more times: of thousands of values, a few move more than twice as far
-    as in one or two runs.
+    more, that may be chance. All variants run again with deterministic algorithms, and their conclusion counts. If
+    those do not repeat themselves either, stock runs some more times: of thousands of values, a few move more than
+    twice as far as in one or two runs.
     """
 
     request: Request
@@ -224,16 +181,16 @@ class _Verifier:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     compared: RunComparison = field(default_factory=RunComparison)
-    yardsticks: dict[str, RecordedRun] = field(default_factory=dict)
+    noise_runs: dict[str, RecordedRun] = field(default_factory=dict)
     blamed: list[str] = field(default_factory=list)
     noise: dict[str, str] = field(default_factory=dict)
     unsteady: str = ""
     noisy: bool = False
     measured: bool = False
-    failed: list[str] = field(default_factory=list)  # arms of the yardsticks that failed, and how they ended
+    failed: list[str] = field(default_factory=list)  # noise runs that failed, and how they ended
 
     def verify(self) -> Verification:
-        """Run the arms that the conclusion needs."""
+        """Run the variants that the conclusion needs."""
         try:
             verdict, why = self._judge()
         except _Decided as end:
@@ -290,9 +247,9 @@ class _Verifier:
             if self.failed or not self._may_be_chance(wrong):
                 break
             name, details = ("rerun", {}) if self.unsteady else ("reordered", self._reordering(number))
-            again = self._yardstick(f"{name}-{number}", **details)
+            again = self._noise_run(f"{name}-{number}", **details)
             self.noise[f"{name} {number}"] = self._measured(f"{name}-{number}", compare_runs(stock, again))
-            self.compared = compare_runs(stock, patched, self.yardsticks)
+            self.compared = compare_runs(stock, patched, self.noise_runs)
 
     def _deterministic(self) -> Verification:
         """Run everything with deterministic algorithms; see [Note: scripts that do not repeat themselves]."""
@@ -306,24 +263,24 @@ class _Verifier:
         )
         return again.verify()
 
-    # ---------------------------------------------------------------- arms
+    # ---------------------------------------------------------------- variants
 
-    def _run(self, arm: Arm) -> RecordedRun:
-        outcome = arms.run_arm(
-            arm,
+    def _run(self, variant: Variant) -> RecordedRun:
+        outcome = variants.run_variant(
+            variant,
             self.request.command,
             WORKER,
             self.request.out,
             timeout=self.request.timeout,
-            progress=lambda step: self.progress(arm.name, step),
+            progress=lambda step: self.progress(variant.name, step),
         )
-        self.outcomes[arm.name] = outcome
+        self.outcomes[variant.name] = outcome
         if outcome.interrupted:
-            raise _Decided(Conclusion.INTERRUPTED, f"while the run '{arm.name}' ran")
+            raise _Decided(Conclusion.INTERRUPTED, f"while the run '{variant.name}' ran")
         return recording.read_recorded(outcome.folder, cut=outcome.timed_out or outcome.code != 0)
 
     def _stock(self) -> RecordedRun:
-        run = self._run(self.request.make_arm("stock"))
+        run = self._run(self.request.make_variant("stock"))
         outcome = self.outcomes["stock"]
         if self.request.deterministic and self.request.strict and outcome.code and outcome.log_contains(_NO_FORM):
             self.request = replace(self.request, strict=False, out=self.request.out / "warned")
@@ -335,14 +292,14 @@ class _Verifier:
         if outcome.timed_out:
             seconds = self.request.timeout
             raise _Decided(Conclusion.SCRIPT_FAILS, f"it hangs under stock PyTorch: no step within {seconds:g} s")
-        if outcome.code and not arms.read_slowest_step(outcome.folder):
+        if outcome.code and not variants.read_slowest_step(outcome.folder):
             raise _Decided(
                 Conclusion.SCRIPT_FAILS, f"under stock PyTorch it ends with exit code {outcome.code}, without a step"
             )
         return run
 
     def _patched(self) -> RecordedRun:
-        run = self._run(self.request.make_arm("patched", self.request.features))
+        run = self._run(self.request.make_variant("patched", self.request.features))
         outcome, stock = self.outcomes["patched"], self.outcomes["stock"]
         if outcome.failures:
             raise _Decided(Conclusion.NOT_EXERCISED, f"a process was not patched: {outcome.failures[0]['error']}")
@@ -358,8 +315,8 @@ class _Verifier:
         return run
 
     def _measure_noise(self, stock: RecordedRun, patched: RecordedRun) -> None:
-        rerun = self._yardstick("rerun")
-        reordered = self._yardstick("reordered", **self._reordering(1))
+        rerun = self._noise_run("rerun")
+        reordered = self._noise_run("reordered", **self._reordering(1))
         itself, otherwise = compare_runs(stock, rerun), compare_runs(stock, reordered)
         self.noise = {"rerun": self._measured("rerun", itself), "reordered": self._measured("reordered", otherwise)}
         self.noisy = bool(itself.findings or otherwise.findings)
@@ -371,16 +328,16 @@ class _Verifier:
             )
             advice = "seeds" if self.request.deterministic else "seeds, or try --deterministic"
             self.notes.append(f"{self.unsteady} Differences of that size say nothing about ovpatch. Give it {advice}.")
-        self.compared = compare_runs(stock, patched, self.yardsticks)
+        self.compared = compare_runs(stock, patched, self.noise_runs)
         self.measured = not self.failed
 
     def _measured(self, name: str, found: RunComparison) -> str:
-        """Return the difference of a yardstick from stock in words; note a failure before all values were recorded."""
+        """Return the difference of a noise run from stock in words; note a failure before all values were recorded."""
         outcome = self.outcomes[name]
         if outcome.code == self.outcomes["stock"].code or found.values >= self.compared.values:
             return _describe_amount(found)
         end = (
-            f"hung after step {arms.read_furthest_step(outcome.folder)}"
+            f"hung after step {variants.read_furthest_step(outcome.folder)}"
             if outcome.timed_out
             else f"failed {_describe_end(outcome)}"
         )
@@ -389,20 +346,20 @@ class _Verifier:
         return end
 
     def _reordering(self, number: int) -> dict[str, Any]:
-        """Return the orders for the worker of the ``number``-th reordered arm."""
+        """Return the orders for the worker of the ``number``-th reordered variant."""
         return {"reorder": number, "pieces": number + 1 if self.outcomes["patched"].reorders_products else 0}
 
-    def _yardstick(self, name: str, **details: Any) -> RecordedRun:
+    def _noise_run(self, name: str, **details: Any) -> RecordedRun:
         """Run stock once more, and note a different end."""
-        run = self.yardsticks[name] = self._run(self.request.make_arm(name, **details))
+        run = self.noise_runs[name] = self._run(self.request.make_variant(name, **details))
         if self.outcomes[name].code != self.outcomes["stock"].code:
-            self.notes.append(f"The arm '{name}' ended with exit code {self.outcomes[name].code}, stock did not.")
+            self.notes.append(f"The run '{name}' ended with exit code {self.outcomes[name].code}, stock did not.")
         return run
 
     def _unless_stock_does_so_too(self, wrong: str) -> str:
         """Return nothing if stock fails now here, now there: another end of the patched run means nothing."""
         stock, patched = self.outcomes["stock"], self.outcomes["patched"]
-        others = [self.outcomes[name] for name in self.yardsticks]
+        others = [self.outcomes[name] for name in self.noise_runs]
         if not (wrong and stock.code and patched.code) or all(
             _describe_end(one) == _describe_end(stock) for one in others
         ):
@@ -412,14 +369,14 @@ class _Verifier:
 
     def _find_the_feature(self, stock: RecordedRun) -> None:
         patched = self.outcomes["patched"]
-        others = arms.leave_one_out(patched.arm, patched.applied, patched.requires)
+        others = variants.leave_one_out(patched.variant, patched.applied, patched.requires)
         for feature, without in others.items():
             run = self._run(without)
             outcome = self.outcomes[without.name]
-            found = compare_runs(stock, run, self.yardsticks)
+            found = compare_runs(stock, run, self.noise_runs)
             if not found.different and not _describe_failure(self.outcomes["stock"], outcome):
                 self.blamed.append(feature)
-        if not self.blamed:  # no arm was run for these: without them it would be stock
+        if not self.blamed:  # no variant was run for these: without them it would be stock
             self.blamed = [feature for feature in patched.applied if feature not in others]
         if not self.blamed:
             self.notes.append("No single feature is to blame: leaving out any one of them, the difference stays.")
@@ -476,16 +433,16 @@ class _Verifier:
         )
 
 
-def verify(request: Request, progress: Callable[[str, int], None] = lambda arm, step: None) -> Verification:
+def verify(request: Request, progress: Callable[[str, int], None] = lambda variant, step: None) -> Verification:
     """Run a command stock and patched, and conclude whether it computes the same.
 
-    ``progress`` is called with an arm's name and the last step that all its processes have taken.
+    ``progress`` is called with a variant's name and the last step that all its processes have taken.
 
     Raises:
         ovpatch.SettingsError: The command cannot be observed.
         ovpatch.insight.launch.NotStartedError: The command could not be started.
     """
-    arms.check_autoload()
+    variants.check_autoload()
     progress("stock", 0)
     return _Verifier(replace(request, out=request.out.absolute()), progress).verify()
 
@@ -511,9 +468,9 @@ def _describe_failure(stock: Outcome, patched: Outcome) -> str:
 
 def _describe_end(outcome: Outcome) -> str:
     """Return where and how a failed command ended."""
-    found = find_exception_name(outcome.log.read_text(encoding="utf-8", errors="replace"))
+    found = variants.find_exception_name(outcome.log.read_text(encoding="utf-8", errors="replace"))
     by = f" by {found}" if found else ""
-    return f"after step {arms.read_furthest_step(outcome.folder)} with exit code {outcome.code}{by}"
+    return f"after step {variants.read_furthest_step(outcome.folder)} with exit code {outcome.code}{by}"
 
 
 def _why_not_exercised(patched: Outcome) -> str:
@@ -547,7 +504,7 @@ def _lines(result: Verification) -> Iterator[str]:
     if compared.processes:
         yield f"compared    {_scope(compared)}"
         yield f"bits        {_bits(result)}"
-        yield f"noise       {_yardstick(result)}"
+        yield f"noise       {_describe_noise(result)}"
     if result.blamed:
         yield f"because of  {', '.join(result.blamed)}"
     for feature, counters in result.counters.items():
@@ -576,7 +533,7 @@ def _bits(result: Verification) -> str:
     return f"{len(compared.findings)} values are not bitwise equal, {of_them}"
 
 
-def _yardstick(result: Verification) -> str:
+def _describe_noise(result: Verification) -> str:
     if result.noise:
         measured = "; ".join(f"{name}: {amount}" for name, amount in result.noise.items())
         allowed = "twice what values of the same kind moved, four times for one element"
@@ -611,18 +568,17 @@ def _cells(finding: Finding, measured: bool) -> tuple[str, ...]:
 
 
 def _telling(result: Verification) -> list[Outcome]:
-    """Return the arms whose end is shown."""
+    """Return the variants whose end is shown."""
     unhappy = [outcome for outcome in result.outcomes.values() if outcome.code or outcome.timed_out or outcome.failures]
     telling = None if result.verdict is Conclusion.UNDECIDED else ("stock", "patched")
-    return [outcome for outcome in unhappy if telling is None or outcome.arm.name in telling]
+    return [outcome for outcome in unhappy if telling is None or outcome.variant.name in telling]
 
 
 def _show_end(outcome: Outcome, console: Console) -> None:
-    ranks = arms.read_ranks(outcome.folder)
+    ranks = variants.read_ranks(outcome.folder)
     for pid, stacks in outcome.stacks.items():
         process = f"rank {ranks[pid]} (process {pid})" if pid in ranks else f"process {pid}"
-        console.print(Text(f"\nstacks of {process} in the run '{outcome.arm.name}':\n{stacks}"), soft_wrap=True)
+        console.print(Text(f"\nstacks of {process} in the run '{outcome.variant.name}':\n{stacks}"), soft_wrap=True)
     for failure in outcome.failures:
         console.print(Text(f"\nprocess {failure['pid']} (rank {failure['rank']}): {failure['error']}"), soft_wrap=True)
-    log = outcome.log.read_text(encoding="utf-8", errors="replace")
-    console.print(Text(f"\nhow the run '{outcome.arm.name}' ended:\n{find_failure(log)}\n"), soft_wrap=True)
+    console.print(Text(f"\nhow the run '{outcome.variant.name}' ended:\n{outcome.read_failure()}\n"), soft_wrap=True)

@@ -215,7 +215,7 @@ class TuningCache:
         write_if_possible(self.path, data)
 
     def _damaged(self, why: str) -> str:
-        return f"{self.path} is damaged and was not used ({why}): it is written anew if something is measured"
+        return f"{self.path} is damaged and was not used ({why}): the next measurement writes it again"
 
 
 def write_if_possible(path: Path, data: Any) -> None:

@@ -91,9 +91,9 @@ def _reason_against(device: torch.device) -> str:
     if reason := memory.memory_unsupported_reason(device):
         return reason
     if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
-        return "NCCL_P2P_DISABLE says that GPUs are not to reach each other's memory"
+        return "NCCL_P2P_DISABLE forbids GPUs to reach each other's memory"
     if os.environ.get("NCCL_P2P_LEVEL", "").upper() in ("LOC", "0"):
-        return "NCCL_P2P_LEVEL says that GPUs are not to reach each other's memory"
+        return "NCCL_P2P_LEVEL forbids GPUs to reach each other's memory"
     return ""
 
 
@@ -111,7 +111,7 @@ def _made(chosen: Chosen, group: dist.ProcessGroup, device: torch.device, alloca
     reason = check_consistent(group, "copy engines", {}, objection=reason, timeout_s=_TIMEOUT_S)
     if not reason and chosen.engine is not None:
         unheard = ", ".join(str(dist.get_global_rank(group, rank)) for rank in chosen.engine.unheard())
-        silent = f"nothing arrives from rank {unheard}, or something else" if unheard else ""
+        silent = f"what rank {unheard} sends does not arrive, or arrives changed" if unheard else ""
         reason = check_consistent(group, "copy engines", {}, objection=silent, timeout_s=_TIMEOUT_S)
     if reason:
         chosen.engine = None

@@ -346,19 +346,20 @@ class GradSync:
 
     def _start_next(self, node_grad: Tensor | None) -> None:
         index, bucket = self.launched, self.buckets[self.launched]
-        if not self._is_skipped(bucket):
-            with profiler_span(self._labels[index]):
-                self._call_before_first()
-                if self._cuda:
-                    self._wait_for_producers(bucket)
-                inputs = bucket.pack(self._divisor, absent=self.absent, node_grad=node_grad)
-                works = self._start_bucket(bucket, inputs)
+        if self._is_skipped(bucket):
+            self.launched = index + 1
+            return
+        with profiler_span(self._labels[index]):
+            self._call_before_first()
+            if self._cuda:
+                self._wait_for_producers(bucket)
+            inputs = bucket.pack(self._divisor, absent=self.absent, node_grad=node_grad)
+            works = self._start_bucket(bucket, inputs)
             self.launched = index + 1  # before anything else that can raise: it must not be started again
-            self.reduced += 1
-            self.nbytes += bucket.nbytes
-            if self._limit < math.inf:
-                self._limit_inflight(bucket, works)
-        self.launched = index + 1
+        self.reduced += 1
+        self.nbytes += bucket.nbytes
+        if self._limit < math.inf:
+            self._limit_inflight(bucket, works)
 
     def _start_bucket(self, bucket: Bucket, inputs: list[Tensor]) -> Sequence[Work]:
         works = bucket.start_reduce(self._collectives[bucket.device], inputs)

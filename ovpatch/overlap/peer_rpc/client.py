@@ -30,7 +30,7 @@ _POLL_S = 10.0
 # that each of them saves, and a process may open some thousand files at most.
 MAX_CONNECTIONS = 64
 
-_SILENT = "accepts connections but does not say a word"
+_SILENT = "accepts connections but sends nothing"
 
 Replies = dict[int, tuple[dict[str, Any], list[Tensor]]]
 

@@ -184,7 +184,7 @@ _MISSING = (
 )
 
 _STAYED_AWAY = (
-    "ovpatch: a rank does not come to this collective, as it stepped its optimizer with gradients that "
+    "ovpatch: a rank does not come to this collective, because it stepped its optimizer with gradients that "
     "DistributedDataParallel had not reduced (no_sync(), or a forward around the wrapper), or stepped another "
     "optimizer than this rank. Do the same on every rank, or turn dist_optimizer off."
 )

@@ -158,7 +158,9 @@ class PeerRpc:
         causes = [f"on rank {self._global_ranks[rank]}:\n{trace}" for rank, trace in sorted(request.tracebacks.items())]
         remedy = _REMEDY_FAILED if causes else _REMEDY if request.retry else _REMEDY_DESTROYED
         message = f"ovpatch: no answer to '{topic}' within {seconds:.3g} s: {text}. {remedy}"
-        raise PeerError(message) from (RuntimeError("\n".join(causes)) if causes else None)
+        if causes:
+            raise PeerError(message) from RuntimeError("\n".join(causes))
+        raise PeerError(message)  # without "from": what is in flight, as in a finally, is to be seen
 
 
 def _at_exit() -> None:
@@ -177,7 +179,7 @@ _REMEDY = (
     "ovpatch.apply() was called before the model was wrapped. If it only needs longer, give init_process_group() a "
     "larger timeout."
 )
-_REMEDY_FAILED = "The cause is on that rank: remedy it there."
+_REMEDY_FAILED = "The cause is on that rank: correct it there."
 _NO_STORE = (
     "ovpatch: the process group's store does not answer, so ranks cannot be found. Look at the output of the rank that "
     "hosts it, normally rank 0: keep that process until all others have ended."

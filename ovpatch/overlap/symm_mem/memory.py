@@ -184,7 +184,7 @@ def triton_unavailable_reason() -> str:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton, in the version that this torch names"
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return "TRITON_INTERPRET=1 has kernels interpreted, which is for tests: unset it"
+        return "TRITON_INTERPRET=1 is set, which interprets kernels and is for tests: unset it"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler for its launchers: install gcc or clang, or set CC to one"
     return ""
@@ -202,7 +202,7 @@ def _elsewhere(told: dict[str, str], first: dict[str, str]) -> Iterator[str]:
     elif told["place"] != first["place"]:
         yield "it runs in another container than rank 0, or with another TMPDIR"
     elif told["before"] != first["before"]:
-        yield "it has shared memory more or less often than rank 0, in other groups"
+        yield "it has shared memory another number of times than rank 0, in other groups"
 
 
 def _folder() -> str:

@@ -1,7 +1,7 @@
 """Which elements of a tensor a rank owns.
 
 A parameter's elements are divided in memory order into equal shards, one per rank. A shard depends on the size of the
-tensor and the number of ranks alone: not on buckets, which are assigned anew after the first backward, nor on other
+tensor and the number of ranks alone: not on buckets, which are assigned again after the first backward, nor on other
 parameters. So a large gradient is reduced, and a parameter gathered, where it lies, without a flat buffer.
 """
 

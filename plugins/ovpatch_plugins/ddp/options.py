@@ -94,59 +94,60 @@ OPTIONS: Final = (
     Option(
         "overlap_grad_reduce",
         True,
-        "Reduce gradient buckets while backward still computes; false: all of them after backward.",
+        "Reduce gradient buckets while backward still computes. false: reduce all of them after backward.",
         aliases=("overlap_grad_sync",),
     ),
     Option(
         "bucket_cap_mb",
         None,
-        "Capacity of a gradient bucket in MiB where the script sets none; a value that the script sets is kept. "
-        "none: on CUDA a 16th of the gradients, 25 to 400; elsewhere DistributedDataParallel's own 25.",
+        "Capacity of a gradient bucket in MiB, where the script sets none. none: on CUDA a 16th of all gradients, "
+        "between 25 and 400; elsewhere DistributedDataParallel's own 25.",
         parse=_or_none(_capacity),
     ),
     Option(
         "bucket_granularity",
         "size",
-        "What a bucket holds: size, as much as its capacity; layer, one layer of the model (names alike up to the "
-        "first number); module, the whole DistributedDataParallel module, such as one virtual-pipeline chunk.",
+        "What a bucket holds. size: gradients up to its capacity. layer: one layer of the model (parameters whose "
+        "names are alike up to the first number). module: the whole DistributedDataParallel module, such as one "
+        "virtual-pipeline chunk.",
         choices=GRANULARITIES,
     ),
     Option(
         "grad_reduce_in_fp32",
         False,
-        "Average fp16 and bf16 gradients in float32. More precise with many ranks; twice the traffic, but where copy "
-        "engines carry it.",
+        "Average fp16 and bf16 gradients in float32. This is more precise with many ranks. It doubles the traffic, "
+        "except where copy engines carry it.",
     ),
     Option(
         "grad_accumulate_in_fp32",
         False,
-        "Add fp16 and bf16 gradients up in float32 over the microbatches of a step; p.grad is the rounding of the sum, "
-        "and grad_reduce_in_fp32 averages the sum itself. Takes 4 bytes a parameter until the gradient is reduced.",
+        "Add fp16 and bf16 gradients up in float32 over the microbatches of a step. p.grad is the rounded sum; "
+        "grad_reduce_in_fp32 averages the float32 sum. This takes 4 bytes a parameter until the gradient is reduced.",
     ),
     Option(
         "average_in_collective",
         None,
-        "Let the collective divide by the number of ranks, which saves a pass over the gradients; false: divide before "
-        "it. none: where the backend can (NCCL) and rounds as stock does (not float16, and bfloat16 only on 2, 4, 8, "
-        "... ranks).",
+        "Let the collective divide by the number of ranks, which saves a pass over the gradients. false: divide "
+        "before it. none: only where the backend can (NCCL) and rounds as stock does (not float16, and bfloat16 only "
+        "on 2, 4, 8, ... ranks).",
         parse=_or_none(_flag),
     ),
     Option(
         "max_ctas",
         None,
-        "SM budget: reduce on a communicator of its own that takes at most so many thread blocks (NCCL). "
-        "none: the script's communicator.",
+        "SM budget: reduce on a communicator that takes at most this many thread blocks (NCCL). none: the script's "
+        "communicator.",
         parse=_or_none(_blocks),
     ),
     Option(
         "reduce_late_gradients",
         True,
-        "Average the gradients of a second backward through one forward, too; false: they stay local, as under stock.",
+        "Average the gradients of a second backward through one forward, too. false: they stay local, as under stock.",
     ),
     Option(
         "agreement_timeout_s",
         20.0,
-        "How long ranks wait for each other's settings when a model is wrapped, in seconds.",
+        "How many seconds a rank waits for the settings of the others when a model is wrapped.",
         parse=_seconds,
     ),
 )

@@ -30,7 +30,7 @@ def ovpatch_feature() -> Feature:
     """Describe the feature."""
     return Feature(
         name="ddp",
-        summary="Our gradient reducer inside stock DistributedDataParallel: flat buckets, reduced under backward.",
+        summary="DistributedDataParallel reduces gradients where they are, while backward computes.",
         options=OPTIONS,
         distributed=True,
         work=("backwards",),

@@ -116,7 +116,7 @@ class GradReducer(BackwardReducer, StockOnly):
 
     @torch._disable_dynamo
     def _rebuild_buckets(self) -> bool:
-        """Assign buckets anew, once, along the order of the first backward; return whether that was done."""
+        """Assign buckets again, once, along the order of the first backward; return whether that was done."""
         if self.state is not ReducerState.IDLE:
             self.recover()  # a forward under no_sync comes by here only, before it broadcasts buffers
         # Not by the gradients that came: a rank whose first backward failed takes part in the broadcast as well.

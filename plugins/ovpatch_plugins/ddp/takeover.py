@@ -97,7 +97,7 @@ class Takeover:
         @functools.wraps(original)
         def init(ddp: Wrapper, *args: Any, **kwargs: Any) -> None:
             for other in _alive():
-                # A model that is wrapped anew after a failed backward must not meet the old one's collectives. The
+                # A model that is wrapped again after a failed backward must not meet the old one's collectives. The
                 # collectives of another thread's model are issued in that thread's order.
                 if not other.reducer.is_of_another_thread():
                     other.reducer.recover()
@@ -253,7 +253,7 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     reducer.sharder.restore_grads()
     reducer._remove_autograd_hooks()
     stock_helper = _live.pop(ddp)
-    # A static graph that is known to be a plain one is not declared anew: to learn it takes a backward of all ranks,
+    # A static graph that is known to be a plain one is not declared again: to learn it takes a backward of all ranks,
     # which may come unevenly now (join()).
     plain = reducer.get_plain_params()
     indices = range(len(reducer.params)) if plain is None else plain

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
 from ovpatch.overlap.data_parallel.bucket import SMALL
 from ovpatch.overlap.data_parallel.bucket_assignment import get_layer
-from ovpatch.overlap.tensors.pending_param import count_owners, mark_lost, mark_pending, mark_ready, without_modes
+from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_ready, without_modes
 from ovpatch.overlap.tensors.shard import shard_range
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
@@ -96,10 +95,8 @@ class AllGatherBucket:
         # Memory that torch cannot resize was made by another library (from_numpy()), which may read it. Asked once:
         # after a numpy() it looks alike for ever, though that array is counted while it lives.
         self._foreign = any(not param.untyped_storage().resizable() for param in params)
-        # With these nodes kept, a tensor has as many owners with a graph as without. DDP's C++ reducer owns it, ours
-        # does not, and the former drops some after the first step. So the fewest owners that any parameter of the
-        # bucket ever had are normal; one more is a scripted module, or a graph that is still to run backward.
-        self._owners = sys.maxsize
+        # With these nodes kept, a tensor has as many owners with a graph as without. One more is a scripted module, or
+        # a graph that is still to run backward; they read memory without asking.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params if p.requires_grad]
 
     @property
@@ -136,8 +133,7 @@ class AllGatherBucket:
             if self._foreign:
                 reason = "another library made its memory"
             else:
-                self._owners = min(self._owners, count_owners(self._params))
-                reason = mark_pending(self._params, self.finish_all_gather, owners=self._owners)
+                reason = mark_pending(self._params, self.finish_all_gather)
             try:
                 self._launch()
             except BaseException:  # a KeyboardInterrupt, too: nothing would ever arrive

@@ -19,7 +19,7 @@ def ovpatch_feature() -> Feature:
     """Describe the feature."""
     return Feature(
         name="dist_optimizer",
-        summary="Each rank updates its shard of the parameters and keeps that shard of the optimizer's state (ZeRO-1).",
+        summary="ZeRO-1: each rank updates its shard of the parameters and keeps that shard's state.",
         options=OPTIONS,
         requires=("ddp",),
         default=False,

@@ -37,14 +37,14 @@ from ovpatch_plugins.dist_optimizer.step_log import StepLog
 _STRICT_BACKWARDS: Final = 3  # of a model, in which its kernels are loaded
 
 _OTHER_LAYOUT: Final = (
-    "ovpatch: parameter '{}' was laid out anew in memory (memory_format?) after its model was wrapped, and shards of "
-    "its gradient and of its optimizer's state are in the old order. Do that before DistributedDataParallel, or turn "
-    "dist_optimizer off."
+    "ovpatch: parameter '{}' got another memory layout (memory_format?) after its model was wrapped, and shards of "
+    "its gradient and of its optimizer's state are in the old order. Change the layout before "
+    "DistributedDataParallel, or turn dist_optimizer off."
 )
 
 _TOO_EARLY: Final = (
-    "ovpatch: the gradient of parameter '{}' was read, or added to, while a backward computes that has already reduced "
-    "it and freed its memory. Read it after the backward; if several reentrant checkpoints use the parameter, set "
+    "ovpatch: the gradient of parameter '{}' was read, or added to, during a backward that has already reduced it "
+    "and freed its memory. Read it after the backward; if several reentrant checkpoints use the parameter, set "
     "use_reentrant=False; or set OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0."
 )
 

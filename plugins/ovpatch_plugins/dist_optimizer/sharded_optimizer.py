@@ -22,7 +22,7 @@ from ovpatch_plugins.dist_optimizer import sharded_grads, step_log
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, drop_main_params, round_state
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, replaced_params
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, raised_versions_of_others, replaced_params
 from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, ShardedState, Shown
 from ovpatch_plugins.dist_optimizer.state_dict import StateDictSource
 from ovpatch_plugins.dist_optimizer.step_log import Turn
@@ -45,26 +45,26 @@ IN_BACKWARD = (
 )
 
 _BESIDE = (
-    "ovpatch: {0} steps beside a new {0} over the same parameters, which went on in its place, for the other ranks "
-    "step one of them alone. Make and step the same optimizers on every rank, or turn dist_optimizer off."
+    "ovpatch: {0} steps beside a new {0} over the same parameters. The new one had taken its place, because other "
+    "ranks step only one of them. Make and step the same optimizers on every rank, or turn dist_optimizer off."
 )
 
 _TOO_LATE = (
-    "ovpatch: {} has to go on as stock, since {}. Its state could not be put together, for other ranks went on. Do the "
-    "same on every rank, or turn dist_optimizer off."
+    "ovpatch: {} has to become stock again, because {}. Its state could not be collected, because other ranks went "
+    "on. Do the same on every rank, or turn dist_optimizer off."
 )
 
 # A replay of a CUDA graph makes new state, and no host knows. A whole tensor is put together from shards that the hosts
 # of all ranks know to be of the same step. Optimizers with capturable=True stay stock (supported_optimizers.py).
 _CAPTURED = (
-    "ovpatch: the step of {} was to be captured into a CUDA graph, but each rank has a shard of its state, which could "
-    "not be put together after a replay. Make it with capturable=True, if it has that, and it stays stock; or turn "
-    "dist_optimizer off."
+    "ovpatch: the step of {} would be captured into a CUDA graph. Each rank has a shard of its state, and shards "
+    "could not be collected after a replay. Make it with capturable=True, if it has that, so that it stays stock; or "
+    "turn dist_optimizer off."
 )
 
 _INSIDE = (
-    "ovpatch: state_dict() of {} was called inside of its own update, where each rank has a shard of the state, in the "
-    "middle of being changed. Call it after step(), or in a step hook; or turn dist_optimizer off."
+    "ovpatch: state_dict() of {} was called inside its own update, while each rank changes its shard of the state. "
+    "Call it after step(), or in a step hook; or turn dist_optimizer off."
 )
 
 _optimizers_over: weakref.WeakKeyDictionary[ShardedGrads, weakref.WeakSet[ShardedOptimizer]]
@@ -149,7 +149,8 @@ class ShardedOptimizer:
         try:
             with self._updating, self._swapped_in_shards(optimizer):  # and written back
                 result = inner(optimizer, *args, **kwargs)
-        except Exception:  # on this rank, perhaps; the others wait for the parameters
+        except Exception:  # on this rank, perhaps; the others wait for the parameters, and may have written to them
+            torch.autograd.graph.increment_version([one.param for one in params])
             self._start_param_sync(optimizer, params)
             raise
         self._start_param_sync(optimizer, params)
@@ -305,6 +306,9 @@ class ShardedOptimizer:
             shown: Shown = {}
             for shards, of_model in self._by_model.items():
                 shown |= stack.enter_context(self._states[shards].swapped_in(of_model, optimizer.state))
+            if not self.is_elementwise:
+                groups = [group["params"] for group in optimizer.param_groups]
+                stack.enter_context(raised_versions_of_others(groups, shown))
             stack.enter_context(replaced_params(optimizer, shown))
             self._stepping = True
             try:
@@ -314,8 +318,6 @@ class ShardedOptimizer:
 
     def _start_param_sync(self, optimizer: Optimizer, params: Sequence[ShardedParam]) -> None:
         """Start the collectives that make the parameters the same on all ranks."""
-        # They were changed without autograd; a graph that still needs the old values must notice.
-        torch.autograd.graph.increment_version([one.param for one in params])
         try:
             for shards, of_model in self._by_model.items():
                 self._states[shards].exchange_metadata(of_model, optimizer.state)
@@ -358,13 +360,13 @@ class ShardedOptimizer:
 
     def _add_model(self, optimizer: Optimizer, shards: ShardedGrads, params: Sequence[ShardedParam]) -> None:
         """Begin to keep state for one model's parameters."""
-        # Gradients and state that are other shards', as of a model that is wrapped anew, are fetched now: once hosts
+        # Gradients and state that are other shards', as of a model that is wrapped again, are fetched now: once hosts
         # have said that they come to the parameters' collective, no rank may ask.
         held = [one for each in params for one in (each.param.grad, *optimizer.state.get(each.param, {}).values())]
         lazy_tensor.materialize(one for one in held if isinstance(one, LazyTensor) and one.source is not shards)
         log = shards.step_log
         turn = self._turns.get(shards)
-        if turn is None:  # the model is wrapped anew
+        if turn is None:  # the model is wrapped again
             turn = log.propose(step_log.terms_of(optimizer, [shards.names[one.index] for one in params]))
         log.adopt(turn)
         _optimizers_over.setdefault(shards, weakref.WeakSet()).add(self)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +14,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch.overlap.tensors.pending_param import without_modes
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
 _CONTIGUOUS: Final = (1,)
+_VERSION: Final = operator.attrgetter("_version")
 
 
 @dataclass(eq=False)
@@ -103,3 +107,48 @@ def replaced_params(optimizer: Optimizer, by: Mapping[int, Parameter | None]) ->
     finally:
         for group, params in groups:
             group["params"] = params
+
+
+@contextmanager
+def raised_versions(params: Sequence[Parameter], shard_params: Sequence[Parameter]) -> Iterator[None]:
+    """Raise parameters' versions by as much as writes to their shards raise those of the shards meanwhile.
+
+    Autograd refuses by them to go back through a graph whose tensors were written to since. How often an optimizer
+    writes is its own affair: fused kernels, for one, leave versions as they are.
+    """
+    with without_modes():
+        before = list(map(_VERSION, shard_params))
+    try:
+        yield
+    finally:
+        with without_modes():
+            writes = map(operator.sub, map(_VERSION, shard_params), before)
+            versions = list(map(operator.add, map(_VERSION, params), writes))
+            torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
+
+
+@contextmanager
+def raised_versions_of_others(
+    groups: Sequence[Sequence[Parameter]], by: Mapping[int, Parameter | None]
+) -> Iterator[None]:
+    """Raise the versions of what other ranks update by as much as this rank's update raises those of its own.
+
+    Its own are the most that rose in the same group, else in any; where this rank updates none, by one.
+
+    Args:
+        groups: The parameters of each group of an optimizer.
+        by: As for :func:`replaced_params`.
+    """
+    with without_modes():
+        own = [[one for one in params if id(one) not in by and one.grad is not None] for params in groups]
+        before = [list(map(_VERSION, params)) for params in own]
+    try:
+        yield
+    finally:
+        with without_modes():
+            writes = [list(map(operator.sub, map(_VERSION, now), was)) for now, was in zip(own, before, strict=True)]
+            usual = max(itertools.chain.from_iterable(writes), default=1)
+            for params, of_group in zip(groups, writes, strict=True):
+                others = [one for one in params if by.get(id(one), one) is None]
+                for _ in range(max(of_group, default=usual)):
+                    torch.autograd.graph.increment_version(others)

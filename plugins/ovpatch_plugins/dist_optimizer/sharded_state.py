@@ -26,7 +26,7 @@ from ovpatch.overlap.tensors.param_state import weak_method
 from ovpatch.overlap.tensors.shard import Shard, flat_view, shard_view
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, attach_shards, detach_shards
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, attach_shards, detach_shards, raised_versions
 from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 States = dict[Any, dict[Any, Any]]  # an optimizer's ``state``
@@ -42,19 +42,19 @@ PATIENCE_S = 600.0  # for a rank whose step comes later; the reader's own time-o
 
 
 _REPLACED = (
-    "ovpatch: a tensor that was '{}' in an optimizer's state was replaced there, and there was a step since, so its "
+    "ovpatch: the tensor '{}' of an optimizer's state was replaced there, and a step has run since, so its old "
     "content is gone. Read or copy it before the step, or turn dist_optimizer off."
 )
 
 _MISPLACED = (
-    "ovpatch: the tensor '{}' in the optimizer's state of parameter '{}' is that of another parameter, or has another "
-    "name there, and has not been read, so each rank has the wrong shard of it. Put a copy there (tensor.clone()), or "
-    "turn dist_optimizer off."
+    "ovpatch: the tensor '{}' in the optimizer's state of parameter '{}' belongs to another parameter or has another "
+    "name there. It was not read before, so each rank has the wrong shard of it. Put a copy there (tensor.clone()), "
+    "or turn dist_optimizer off."
 )
 
 _TOO_LATE = (
-    "A step went on meanwhile. Read optimizer state between a step and the next backward, on every rank that reads; "
-    "what a thread is to read later, copy before, as by copy.deepcopy(optimizer.state_dict())"
+    "A step ran meanwhile. Read optimizer state between a step and the next backward, on every rank that reads. For "
+    "a thread that reads later, make a copy first: copy.deepcopy(optimizer.state_dict())"
 )
 
 # The states that peers ask for, by name of their turns.
@@ -105,7 +105,7 @@ class ShardedState(abc.ABC):
         self._kept: KeptState | None = None
         self._topic = f"state of {turn.name}, of {shards.identity}"
         serving = _serving.setdefault(shards, weakref.WeakValueDictionary())
-        if turn.name in serving:  # this rank alone has made its optimizer anew
+        if turn.name in serving:  # this rank alone has made its optimizer again
             serving[turn.name]._withdraw()
         serving[turn.name] = self
         self._withdraw: weakref.finalize[[], ShardedState] = weakref.finalize(
@@ -472,7 +472,10 @@ class ElementwiseState(ShardedState):
     def swapped_in(self, params: Sequence[ShardedParam], states: States) -> Iterator[Shown]:
         """Put this rank's shards in place for the time of a step; see :class:`ShardedState`."""
         try:
-            with super().swapped_in(params, states) as shown:
+            with (
+                super().swapped_in(params, states) as shown,
+                raised_versions([one.param for one in params], [one.shard_param for one in params]),
+            ):
                 yield shown
         finally:
             detach_shards(params)

@@ -20,13 +20,13 @@ _READ_AHEAD_BYTES = 256 * 2**20
 _CPU = torch.device("cpu")
 
 _GONE = (
-    "ovpatch: '{}' in what state_dict() of an optimizer returned was read for the first time when the optimizer's "
-    "state had no such tensor any more. Read or copy it earlier."
+    "ovpatch: '{}' of an optimizer's state_dict() was read for the first time when the optimizer's state had no such "
+    "tensor any more. Read or copy it earlier."
 )
 
 _UNREAD = (
-    "ovpatch: a state_dict() of an optimizer was read in part, then training went on, and the rest could not be "
-    "fetched any more: {}. Read or copy all of it before the next backward."
+    "ovpatch: an optimizer's state_dict() was read in part, then training went on, and the rest could not be fetched "
+    "any more: {}. Read or copy all of it before the next backward."
 )
 
 

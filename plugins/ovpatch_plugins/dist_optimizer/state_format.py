@@ -53,8 +53,8 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value.detach())
         return {"tensor": [len(tensors) - 1, value.device.type == "cpu"]}
     raise TypeError(
-        f"ovpatch: an optimizer keeps a {type(value).__name__} in its state, which other ranks cannot be told; take "
-        "its class out of OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
+        f"ovpatch: an optimizer keeps a {type(value).__name__} in its state, which cannot be sent to other ranks; "
+        "take its class out of OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
     )
 
 

@@ -28,14 +28,14 @@ SILENCE_S = 5.0
 _log = logging.getLogger("ovpatch.dist_optimizer")
 
 _REMEDY: Final = (
-    "If the script shares the work out itself, as ZeroRedundancyOptimizer does, nothing is wrong; otherwise make the "
+    "If the script divides the work itself, as ZeroRedundancyOptimizer does, nothing is wrong; otherwise make the "
     "same optimizers, and step them in the same order, on every rank."
 )
 
 
 _ANEW: Final = (
-    "ovpatch: {} was made anew on some ranks, and the others go on with the one that they had, whose state differs. "
-    "Make it anew on every rank."
+    "ovpatch: some ranks have made a new {}, and the others go on with the old one, whose state differs. Make a new "
+    "one on every rank."
 )
 
 

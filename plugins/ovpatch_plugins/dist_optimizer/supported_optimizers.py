@@ -90,8 +90,9 @@ def unsupported_reason(optimizer: Optimizer, named: NamedClasses) -> str:
     cls = type(optimizer)
     if find_kind(cls, named) is None:
         return (
-            f"{_full_name(cls)} is not known to be element-wise, nor to update each parameter by itself; if it is, "
-            "name it in OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE, if it does, in OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
+            f"{_full_name(cls)} is not known to be element-wise, nor to update each parameter by itself. If it is "
+            "element-wise, name it in OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE; if it updates each parameter by itself, "
+            "in OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True differentiates through the update"

@@ -35,7 +35,7 @@ _log = logging.getLogger("ovpatch.dist_optimizer")
 
 _BROADCAST_MB = 64.0  # at a time, of parameters that one rank updates for all: a flat buffer takes as much, twice
 
-COMPILED = "its step is compiled by now, and a graph reads memory, which whole state and gradients have"
+COMPILED = "its step is compiled by now, and a compiled step reads whole state and gradients in memory"
 
 _known: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer | None] = weakref.WeakKeyDictionary()  # None: stock
 _any_sharded = False  # whether one of them is not stock; a graph guards on it, which could not look into the table
@@ -55,7 +55,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         try:
             pending_param.wait_for_all()
         except RuntimeError as error:
-            _log.warning("parameters did not arrive, and their readers will be told again: %s", error)
+            _log.warning("parameters did not arrive; each later read of them raises this, too: %s", error)
         ending = None if group is dist.group.WORLD else group
         leaving = not is_exiting_by_error()
         copies = sys.modules.get("ovpatch.overlap.copy_engine.registry")
@@ -157,7 +157,7 @@ class StepPatches:
             return
         inner = supported_optimizers.find_inner_optimizer(optimizer)
         if inner is not None and inner not in _known and _has_sharded_grads(inner):
-            _leave_stock(inner, f"it is inside a {type(optimizer).__name__}, which shares the work out itself")
+            _leave_stock(inner, f"it is inside a {type(optimizer).__name__}, which divides the work itself")
         self._take_over(optimizer)
 
     def _take_over(self, optimizer: Optimizer) -> ShardedOptimizer | None:

@@ -19,37 +19,37 @@ OPTIONS: Final = (
     Option(
         "linears",
         True,
-        "Compute sequence-parallel linears of the local specification by the operators of tp_linear.",
+        "Compute sequence-parallel linears of the local specification with the operators of feature tp_linear.",
     ),
     Option(
         "schedule",
         "bulk",
-        "How products and collectives of these linears are ordered: the schedules of feature tp_linear. bulk sums as "
+        "Order of products and collectives in these linears, one of the schedules of feature tp_linear. bulk sums as "
         "Megatron does.",
         choices=SCHEDULES,
     ),
     Option(
         "chunks",
         4,
-        "Into how many parts schedule chunk cuts a product, as far as rows divide.",
+        "Into how many parts schedule chunk cuts a product, as far as the rows divide.",
         parse=_parse_chunks,
     ),
     Option(
         "regather",
         True,
-        "Keep this rank's part of a gathered input for backward, and gather it anew there, as Megatron does; off, it "
-        "is kept gathered, which takes memory and saves a collective.",
+        "Keep this rank's part of a gathered input for backward, and gather it again there, as Megatron does. false: "
+        "keep the gathered input, which takes memory and saves a collective.",
     ),
     Option(
         "ordered_grad_reduce",
         True,
-        "Start the reductions of gradient buckets in the order of the buckets, the same on all ranks, and refuse a "
-        "gradient that comes after the reduction of its bucket has started.",
+        "Reduce gradient buckets in one order, the same on all ranks. A gradient that comes after the reduction of "
+        "its bucket has started is an error.",
     ),
     Option(
         "early_param_gather",
         True,
-        "With overlap_param_gather, start the all-gathers of all buckets at the end of step(); whoever reads a "
+        "With overlap_param_gather, start the all-gathers of all buckets at the end of step(). A reader of a "
         "parameter waits for its bucket.",
     ),
 )

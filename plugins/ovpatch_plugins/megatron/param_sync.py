@@ -104,7 +104,7 @@ def wrap_start(original: Callable[..., None]) -> Callable[..., None]:
         if self not in _GATHERS:
             original(self, force_sync=force_sync)
         elif force_sync:
-            # Megatron gathers anew if it has waited for the last gather, which may differ from rank to rank here.
+            # Megatron gathers again if it has waited for the last gather, which may differ from rank to rank here.
             _finish(self)
             original(self, force_sync=True)
 

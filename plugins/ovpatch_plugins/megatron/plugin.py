@@ -20,7 +20,7 @@ def ovpatch_feature() -> Feature:
     """Describe the feature."""
     return Feature(
         name="megatron",
-        summary="Megatron-Core: linears whose collectives hide, reductions in one order, no stale parameters.",
+        summary="Megatron-Core: linears hide collectives, reductions keep one order, no stale parameters.",
         options=OPTIONS,
         default=False,
         reorders_products=True,

@@ -227,7 +227,7 @@ class RowBuffer:
     def join_chunks(self, chunks: Sequence[Tensor]) -> Tensor:
         """Return the chunks as one tensor, ``[sum(sizes), h]``: this buffer if they lie in it, else a copy.
 
-        The buffer releases its memory; a later :meth:`get_chunk` allocates anew.
+        The buffer releases its memory; a later :meth:`get_chunk` allocates again.
         """
         memory, self._memory = self._memory, None
         if memory is not None and all(self._holds(memory, i, chunk) for i, chunk in enumerate(chunks)):

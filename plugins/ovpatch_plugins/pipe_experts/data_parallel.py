@@ -19,7 +19,8 @@ _BROADCAST_BYTES = 250 * 1024 * 1024  # at a time, as DistributedDataParallel do
 
 _SAME_EXPERTS = (
     "Give expert_data_parallel() the group of the ranks that hold the same experts, and the same experts on all of "
-    "them: dist.new_group([0, 2]) on ranks 0 and 2, if ranks 0 and 1 share the experts out and so do 2 and 3."
+    "them: dist.new_group([0, 2]) on ranks 0 and 2, if ranks 0 and 1 have all experts between them, and ranks 2 and "
+    "3 as well."
 )
 
 

@@ -34,7 +34,7 @@ from ovpatch.overlap.data_parallel.grad_hooks import GradHooks, watch_outputs, w
 from ovpatch.overlap.data_parallel.grad_sync import GradSync, register_reducer
 from ovpatch.overlap.data_parallel.reducer import BackwardReducer, ReducerState
 
-_WRAP_AGAIN = "Wrap the module itself anew: expert_data_parallel(ddp.module, ...)."
+_WRAP_AGAIN = "Wrap the module itself again: expert_data_parallel(ddp.module, ...)."
 
 
 class ExpertGradients(BackwardReducer):

@@ -69,7 +69,7 @@ class ExpertParallelFFN(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, as ``nn.Linear`` does; each rank from its own generator."""
+        """Draw new weights, as ``nn.Linear`` does; each rank from its own generator."""
         for weight in (self.up, self.down):
             bound = 1 / math.sqrt(weight.shape[-1])
             nn.init.uniform_(weight, -bound, bound)
@@ -101,7 +101,7 @@ class ExpertParallelFFN(nn.Module):
         except RuntimeError as error:
             raise RuntimeError(
                 f"the process group '{self.group_name}', over which this layer's experts are shared, does not exist "
-                "here: make it before the layer is copied or loaded, or make the layer anew"
+                "here: make it before the layer is copied or loaded, or make a new layer"
             ) from error
 
     def extra_repr(self) -> str:

@@ -25,15 +25,15 @@ OPTIONS: Final = (
     Option(
         "cut",
         "auto",
-        "How a layer's rows are cut into chunks: experts, by groups of a rank's experts, each weight is used once; "
-        "tokens, by slices of the batch; none, not at all; auto, the fastest of these for the layer and its number of "
-        "tokens, measured once by all ranks and kept in OVPATCH_CACHE_DIR.",
+        "How a layer's rows are cut into chunks. experts: by groups of a rank's experts, so that each weight is used "
+        "once. tokens: by slices of the batch. none: not at all. auto: the fastest of these for the layer and its "
+        "number of tokens; all ranks measure it once and keep it in OVPATCH_CACHE_DIR.",
         choices=CUTS,
     ),
     Option(
         "parts",
         0,
-        "Number of chunks; 0 for up to 4 groups of experts, or 2 slices of tokens; auto measures 2, 4 and 8.",
+        "Number of chunks. 0: up to 4 groups of experts, or 2 slices of tokens; auto measures 2, 4 and 8.",
         parse=_parse_count,
         aliases=("multi_data", "pipeline_degree"),
     ),
@@ -46,13 +46,14 @@ OPTIONS: Final = (
     Option(
         "multi_stream",
         False,
-        "Combine on a second communicator, so that rows on their way back do not queue behind later dispatches.",
+        "Send results back on a second communicator, so that they do not queue behind later dispatches.",
     ),
     Option(
         "exchange",
         DEFAULT_EXCHANGE,
-        "How rows travel: c10d, by torch.distributed's all-to-alls; symmetric, by a kernel that stores them into "
-        "other GPUs' memory, on one host, and c10d elsewhere; auto, the faster of the two where cut=auto measures.",
+        "How rows travel. c10d: by torch.distributed's all-to-alls. symmetric: by a kernel that stores them into the "
+        "memory of the host's other GPUs; between hosts, as c10d. auto: the faster of the two, where cut=auto "
+        "measures.",
         choices=EXCHANGES,
     ),
 )

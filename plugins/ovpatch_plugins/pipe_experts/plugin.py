@@ -17,7 +17,7 @@ def ovpatch_feature() -> Feature:
     """Describe the feature."""
     return Feature(
         name="pipe_experts",
-        summary="Expert-parallel layers in chunks, whose all-to-alls hide under their experts.",
+        summary="Expert-parallel layers run in chunks, and all-to-alls hide under the experts.",
         options=OPTIONS,
         reorders_products=True,
         distributed=True,

@@ -62,24 +62,25 @@ OPTIONS: Final = (
     Option(
         "schedule",
         AS_GIVEN,
-        "Order of the computations: as-given, that of the script's class; auto, solved from costs measured in the "
-        "first steps, if that is faster in a race; and, where each rank has one stage, zb-h1, with the memory of 1F1B, "
-        "or zb-h2, with up to twice that. CSV files, and other classes with several stages per rank, keep theirs.",
+        "Order of the computations. as-given: that of the script's class. auto: solved from costs that are measured "
+        "in the first steps, and used if it is faster in a race. The others need one stage on each rank; zb-h1 takes "
+        "the memory of 1F1B, zb-h2 up to twice that. CSV files, and other classes with several stages per rank, keep "
+        "their order.",
         choices=SCHEDULES,
     ),
     Option(
         "memory_limit",
         AUTO,
-        "What microbatches may hold on a rank in an order of schedule=auto: 1.5x, in units of what 1F1B holds on its "
-        "first rank; 40GiB; auto, what is free on the fullest rank after the first steps, less a margin, and 1x on a "
-        "CPU.",
+        "What microbatches may hold on a rank in an order of schedule=auto. 1.5x: in units of what 1F1B holds on its "
+        "first rank. 40GiB: a size. auto: what is free on the fullest rank after the first steps, less a margin; 1x "
+        "on a CPU.",
         parse=parse_memory_limit,
     ),
     Option(
         "delay_wgrad_compute",
         "auto",
-        "Weight gradients of linears: on, computed after the input gradient was sent, or in the W of a zero-bubble "
-        "order; off, inside the backward; auto, on for stages that send an input gradient or have Ws.",
+        "When weight gradients of linears are computed. on: after the input gradient was sent, or in the W of a "
+        "zero-bubble order. off: inside the backward. auto: on for stages that send an input gradient or have Ws.",
         choices=("auto", "on", "off"),
     ),
     Option(
@@ -90,13 +91,14 @@ OPTIONS: Final = (
     Option(
         "variable_seq_lengths",
         False,
-        "Microbatches may have other shapes than those of the first step. Each activation is sent with its shape, and "
-        "no receive is started ahead. Off, another shape is an error.",
+        "Let microbatches have other shapes than those of the first step. Each activation is sent with its shape, and "
+        "no receive is started ahead. false: another shape is an error.",
     ),
     Option(
         "plan_file",
         "",
-        "Where schedule=auto writes costs and the times of all orders, which it then races; set by ovpatch pipeline.",
+        "Where schedule=auto writes costs and the times of all orders, which it then races. ovpatch pipeline sets "
+        "this.",
     ),
     Option(
         "weight_stash",
@@ -108,7 +110,7 @@ OPTIONS: Final = (
     Option(
         "gradient_accumulation_fusion",
         False,
-        "Add weight gradients into p.grad inside the product. It saves a pass over the gradients and rounds once where "
-        "stock rounds twice: not bitwise in bf16. Parameters with hooks are left out.",
+        "Add weight gradients into p.grad inside the product. This saves a pass over the gradients and rounds once "
+        "where stock rounds twice, so bits differ in bf16. Parameters with hooks are left out.",
     ),
 )

@@ -19,7 +19,7 @@ def ovpatch_feature() -> Feature:
     """Describe the feature."""
     return Feature(
         name="pipeline",
-        summary="Schedules of torch.distributed.pipelining: early sends, weight gradients in the bubbles.",
+        summary="torch.distributed.pipelining: early sends, and weight gradients in the bubbles.",
         options=OPTIONS,
         default=False,
         distributed=True,

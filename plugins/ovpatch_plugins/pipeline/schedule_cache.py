@@ -1,6 +1,6 @@
 """The orders that earlier runs chose, in files of the user's cache, one a pipeline.
 
-The first rank of a job reads and writes them, and tells the others. A file that cannot be read is written anew.
+The first rank of a job reads and writes them, and tells the others. A file that cannot be read is written again.
 """
 
 from __future__ import annotations

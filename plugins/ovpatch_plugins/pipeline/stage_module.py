@@ -93,8 +93,8 @@ def make_plans(trace: Trace, stack: BlockStack, starts: Sequence[int], select: C
         if foreign:
             raise CutError(
                 f"{stack.name(low)} to {stack.name(high - 1)} depend on {stack.name(foreign[0])} by more than the "
-                f"hidden states that {stack.name(low - 1)} returns. Pass what skips blocks through all of them, as "
-                "part of what each block returns, or cut elsewhere with blocks_per_stage=."
+                f"hidden states that {stack.name(low - 1)} returns. Have each block return that, too, so that it "
+                "passes through all blocks, or cut elsewhere with blocks_per_stage=."
             )
         plans.append(
             StagePlan(
@@ -148,7 +148,7 @@ class _Root:
         if not plan.is_last:
             raise CutError(
                 f"the model's forward ended before {plan.stack.name(plan.high)}, unlike with the microbatch that it "
-                "was cut with. Cut it with a microbatch that takes the way of those of training."
+                "was cut with. Cut it with a microbatch that takes the same path as those of training."
             )
         return plan.select(output)
 
@@ -193,7 +193,7 @@ class _Absent:
         (name,) = self.__dict__[_ROLE]
         raise CutError(
             f"the stage has no {name}, which it did not call with the microbatch that the model was cut with. Cut the "
-            "model with a microbatch that takes the way of those of training."
+            "model with a microbatch that takes the same path as those of training."
         )
 
 

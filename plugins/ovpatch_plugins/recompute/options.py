@@ -41,30 +41,30 @@ OPTIONS: Final = (
     Option(
         "granularity",
         FULL,
-        "What of a block is computed again in backward instead of being kept: full, all of it, so that its input alone "
-        "is kept; selective, all but attention, whose operators are dear and whose outputs are small; none, nothing.",
+        "What of a block is computed again in backward instead of being kept. full: all of it, so only its input is "
+        "kept. selective: all but attention, which is expensive to compute and has small outputs. none: nothing.",
         choices=GRANULARITIES,
         aliases=("mode",),
     ),
     Option(
         "blocks",
         "",
-        "Which modules are blocks, separated by commas: names with a * for a part between dots, as model.layers.*, or "
-        "names of classes. Empty: the members of each outermost list of modules of one class.",
+        "Which modules are blocks, separated by commas: names, with a * for a part between dots, as in "
+        "model.layers.*, or names of classes. Empty: the members of each outermost list of modules of one class.",
         parse=_parse_blocks,
     ),
     Option(
         "keep",
         "",
-        "Further operators whose outputs selective keeps, separated by commas, as aten.mm or mylib::op.",
+        "Further operators whose outputs selective keeps, separated by commas: aten.mm,mylib::op.",
         parse=_parse_operators,
     ),
     Option(
         "ahead",
         1,
-        "How many blocks of a pipeline's stage are recomputed before the gradient of its output has come, each with "
-        "the memory of its activations; 0 also keeps tensor parallelism from launching the next block's recomputation "
-        "before the wait for its gradient.",
+        "How many blocks of a pipeline's stage are recomputed before the gradient of the stage's output has come. "
+        "Each takes the memory of its activations. 0: none; under tensor parallelism, recomputation then starts only "
+        "after the wait for the gradient, too.",
         parse=_parse_count,
     ),
 )

@@ -16,7 +16,7 @@ def ovpatch_feature() -> Feature:
     """Describe the feature."""
     return Feature(
         name="recompute",
-        summary="Blocks computed again in backward instead of kept, launched under what the backward waits for.",
+        summary="Blocks are computed again in backward instead of kept, while it waits for a gradient.",
         options=OPTIONS,
         default=False,
         work=("calls", "compiled_calls"),

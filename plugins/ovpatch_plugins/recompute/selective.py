@@ -97,4 +97,4 @@ def _draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: dict[str, 
 
 def _note_random(name: str) -> None:
     if not torch.compiler.is_compiling():
-        note(f"{name} draws random numbers (dropout), and is recomputed: without it those behind it would differ")
+        note(f"{name} draws random numbers (dropout) and is recomputed, so that later random numbers are the same")

@@ -55,7 +55,7 @@ class GatherLinear(torch.autograd.Function):
 
     [Note: what is kept for backward] Where rows are a view of the input, the input itself is kept: autograd notices a
     write into it then, as a DTensor's version is not that of its local tensor. A gathered input is kept gathered, as
-    under stock, unless ``regather`` is on. If the input needs no gradient, it is always kept gathered: gathering anew
+    under stock, unless ``regather`` is on. If the input needs no gradient, it is always kept gathered: gathering again
     would be that backward's only collective, and one rank alone may run it. Nothing is kept that stock does not keep:
     no input of a frozen weight, no weight of an input that needs no gradient.
     """

@@ -49,7 +49,7 @@ class OpContext:
 
     @property
     def anew(self) -> bool:
-        """Whether the input has to be gathered anew for the weights' gradients."""
+        """Whether the input has to be gathered again for the weights' gradients."""
         return self.config.regather and not self.constant
 
 

@@ -39,7 +39,7 @@ class CustomOp:
     [Note: opaque to the compiler] A traced collective becomes a node that waits where the next node reads it, which
     ends the overlap inside an operator; a collective's handle cannot be traced at all. So a graph gets one node, which
     does at run time what the eager operator does. It takes the group by name, as operators must, and backward gathers
-    this rank's rows anew.
+    this rank's rows again.
     """
 
     def __init__(self, operator: LocalLinear) -> None:

@@ -26,25 +26,25 @@ OPTIONS: Final = (
     Option(
         "schedule",
         DEFAULT,
-        "How products and collectives are ordered: stock, one after the other; bulk, in backward each collective under "
-        "the product that does not need it; ring, rows handed on from rank to rank under products of those that are "
-        "there; chunk, products in parts, each part's collective under the next part; fused, kernels that compute and "
-        "move rows at the same time, on the GPUs of one host, and bulk elsewhere; auto, whichever of these is the "
-        "fastest for an operator and its shape, measured once by all ranks and kept in OVPATCH_CACHE_DIR.",
+        "Order of products and collectives. stock: one after the other. bulk: in backward, each collective runs under "
+        "the product that does not need it. ring: rows go from rank to rank, under products of rows that are there. "
+        "chunk: products are cut into parts, and a part's collective runs under the next part. fused: kernels compute "
+        "and move rows at the same time, on the GPUs of one host; elsewhere as bulk. auto: the fastest of these for "
+        "an operator and its shape; all ranks measure it once and keep it in OVPATCH_CACHE_DIR.",
         choices=SCHEDULES,
     ),
     Option(
         "chunks",
         4,
-        "Into how many parts schedule chunk cuts a product, as far as rows divide.",
+        "Into how many parts schedule chunk cuts a product, as far as the rows divide.",
         parse=_chunks,
         aliases=("num_splits",),
     ),
     Option(
         "regather",
         False,
-        "Keep this rank's part of a gathered input for backward, and gather it anew there, to save memory; all ranks "
-        "have to run backward then.",
+        "Keep this rank's part of a gathered input for backward, and gather it again there. This saves memory, and "
+        "all ranks have to run backward.",
     ),
     Option(
         "shared_gather",
@@ -54,12 +54,13 @@ OPTIONS: Final = (
     Option(
         "compiled",
         False,
-        "Compute with the feature's operators under torch.compile as well, opaque to it; else it sees what stock does.",
+        "Use the feature's operators under torch.compile, too; the compiler does not look into them. false: compiled "
+        "code is as under stock.",
     ),
     Option(
         "gradient_accumulation_fusion",
         False,
-        "Add a weight's gradient to weight.main_grad, or to what earlier microbatches left in weight.grad, as part of "
-        "the product. Hooks of the weight are not called then, so it is not done for weights that have any.",
+        "Add a weight's gradient to weight.main_grad, or to weight.grad of earlier microbatches, as part of the "
+        "product. Weights with hooks are left out, because their hooks would not be called.",
     ),
 )

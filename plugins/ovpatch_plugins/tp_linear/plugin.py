@@ -20,7 +20,7 @@ def ovpatch_feature() -> Feature:
     """Describe the feature."""
     return Feature(
         name="tp_linear",
-        summary="Linears under parallelize_module whose gathers and reduce-scatters hide under their products.",
+        summary="Linears of parallelize_module hide their gathers and reduce-scatters under products.",
         options=OPTIONS,
         default=True,
         reorders_products=True,

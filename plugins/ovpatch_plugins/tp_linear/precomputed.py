@@ -52,7 +52,7 @@ class GatherGuard:
             if weight._version != version:
                 raise RuntimeError(
                     f"a weight {tuple(weight.shape)} needed for gradient computation has been modified by an inplace "
-                    "operation since its linear was called: change weights behind backward"
+                    "operation since its linear was called: change weights after backward"
                 )
         gathered = self._gathered() if self.handed_out else None
         if gathered is not None:

@@ -39,7 +39,7 @@ class SharedAllGather:
     [Note: same collectives on all ranks] A hook, a profiler or a counter may be on one rank alone, so no collective
     depends on what is computed ahead. Forward gathers once. Backward sums over the ranks once: the gradients of
     products that were computed ahead, and the terms of linears that computed for themselves, whose DTensors are
-    partial. It gathers anew if any of the linears, by how they are cut, has a weight to train.
+    partial. It gathers again if any of the linears, by how they are cut, has a weight to train.
     """
 
     def __init__(self, stock: Callable[..., Any], style: PrepareModuleInput, mesh: DeviceMesh) -> None:

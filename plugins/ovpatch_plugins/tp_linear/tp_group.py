@@ -101,7 +101,7 @@ _world: dist.ProcessGroup | None = None  # the default group of that generation
 
 
 def generation() -> int:
-    """Return a number that changes when settings may have changed, or process groups were made anew."""
+    """Return a number that changes when settings may have changed, or process groups were made again."""
     global _generation, _world
     if distributed_c10d.GroupMember.WORLD is not _world:
         _world = distributed_c10d.GroupMember.WORLD
@@ -110,7 +110,7 @@ def generation() -> int:
 
 
 def drop_tp_groups() -> None:
-    """Drop all groups, and have ranks compare their settings anew."""
+    """Drop all groups, and have ranks compare their settings again."""
     global _generation
     _generation += 1
     drop_values(TPGroup)

@@ -79,3 +79,8 @@ check_all = partial(check_each, check=check)
 def params(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the parameters, which reads them."""
     return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def versions(model: nn.Module) -> dict[str, int]:
+    """Return how often autograd knows each parameter to have been written to."""
+    return {name: param._version for name, param in model.named_parameters()}

@@ -139,7 +139,7 @@ def loop_of_two_captures() -> list[Any]:
                 records.append({name: grad.clone() for name, grad in grads.items()})
                 if takeover.find_sharded(optimizer) is not None:
                     sharded = True
-                    with pytest.raises(RuntimeError, match="AdamW was to be captured into a CUDA graph"):
+                    with pytest.raises(RuntimeError, match="AdamW would be captured into a CUDA graph"):
                         optimizer.step()
         by_parts = any(isinstance(grad, LazyTensor) for grad in grads.values())
         del grads  # a gradient that is kept beyond the next backward counts as read

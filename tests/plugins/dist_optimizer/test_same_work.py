@@ -28,7 +28,7 @@ STEPS = 5
 
 
 def shared_out(who: str) -> list[Record]:
-    """The script shares the work out itself: each rank has an optimizer over other parameters, or none at all."""
+    """The script divides the work itself: each rank has an optimizer over other parameters, or none at all."""
     model = ddp(net())
     mine = [p for i, p in enumerate(model.parameters()) if i % 2 == dist.get_rank()]
     opt = torch.optim.AdamW(mine if who == "all" else list(model.parameters()), 0.01)

@@ -20,7 +20,7 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer import test_hooks_and_failures, test_loop_styles, test_models
 from tests.plugins.dist_optimizer.arms import SMALL, both
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some, versions
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_state import on_cpu
 
@@ -101,7 +101,7 @@ def train(kind: str, states: bool = False) -> list[Record]:
     records = []
     for number in range(STEPS):
         step(model, opts, number)
-        records.append(params(model))
+        records += [versions(model), params(model)]
         if states or number == STEPS - 1:
             records.append({str(i): copy.deepcopy(on_cpu(opt.state_dict())) for i, opt in enumerate(opts)})
     return records

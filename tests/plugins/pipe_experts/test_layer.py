@@ -18,7 +18,7 @@ from ovpatch.overlap.comm.consensus import RankMismatchError
 from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
-from tests.plugins.pipe_experts.models import KINDS, Case, check, differentiated, one_by_one, train_all
+from tests.plugins.pipe_experts.models import KINDS, Case, OverRanks, check, differentiated, one_by_one, train_all
 
 HOWS = {
     "none": MoEConfig("none"),
@@ -82,6 +82,24 @@ def test_what_is_frozen(ranks, module):
         for how in ("experts", "5 chunks")
     }
     check(ranks(2), {name: dataclasses.replace(case, module=module) for name, case in cases.items()})
+
+
+def wants_grad(cases: dict[str, Case]) -> list[str]:
+    """Return the layers whose output wants a gradient."""
+    found = []
+    for name, case in cases.items():
+        model = OverRanks(case)
+        for param in model.parameters():
+            param.requires_grad_("router" in name and param is model.router)
+        if model(case.x(dist.get_rank(), 0)).requires_grad:
+            found.append(name)
+    return found
+
+
+def test_nothing_is_wanted_of_what_is_frozen_as_a_whole(ranks):
+    cases = {f"{module}, {how}": cut(Case(module=module), how) for module in ("stacked", *KINDS) for how in HOWS}
+    trained = {f"{name}, router": case for name, case in cases.items()}
+    assert ranks(2)(wants_grad, cases | trained) == [list(trained)] * 2
 
 
 @pytest.mark.parametrize(

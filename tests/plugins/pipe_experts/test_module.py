@@ -171,7 +171,7 @@ def without_its_group() -> str:
     group = dist.new_group([0, 1])
     layer = ExpertParallelFFN(HIDDEN, 3, 4, group)
     dist.destroy_process_group(group)
-    with pytest.raises(RuntimeError, match="make the layer anew") as caught:
+    with pytest.raises(RuntimeError, match="make a new layer") as caught:
         layer(torch.randn(2, HIDDEN), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
     return str(caught.value)
 

@@ -19,7 +19,7 @@ SCHEDULES: Final[dict[str, Schedule]] = {
 def find_schedule(name: str, chunks: int, *, anew: bool = False) -> Schedule:
     """Return the schedule of one of the option's values; ``chunk`` cuts rows into that many parts.
 
-    With ``anew`` inputs are gathered anew for the weights' gradients, which ``auto`` measures then.
+    With ``anew`` inputs are gathered again for the weights' gradients, which ``auto`` measures then.
     """
     if name == "auto":
         return _auto(chunks, anew)

@@ -60,7 +60,7 @@ def make_tuning(
 ) -> Tuning:
     """Return the measurement of the schedules that differ for an operator and a direction, forward or backward.
 
-    ``schedules`` are by name, stock first. With ``anew`` inputs are gathered anew for the weights' gradients.
+    ``schedules`` are by name, stock first. With ``anew`` inputs are gathered again for the weights' gradients.
     """
     method = shape.operator if direction == "forward" else f"{shape.operator}_backward"
     gathers = anew and method == "gather_linear_backward"
@@ -186,7 +186,7 @@ class Auto(Bulk):
     """Computes a call by the schedule that is measured to be the fastest for its shape.
 
     ``candidates`` are the other schedules by name, stock first; ``default`` is taken where nothing is measured. With
-    ``anew`` inputs are gathered anew for the weights' gradients.
+    ``anew`` inputs are gathered again for the weights' gradients.
     """
 
     chooses = True

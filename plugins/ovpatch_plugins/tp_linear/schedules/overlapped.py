@@ -16,7 +16,7 @@ from ovpatch_plugins.tp_linear.tp_group import TPGroup
 class Bulk(Schedule):
     """Products stay whole; the weights' gradients come last.
 
-    Other ranks wait for the input's gradient, so its product comes first. The input is gathered anew under it, if it
+    Other ranks wait for the input's gradient, so its product comes first. The input is gathered again under it, if it
     has not been kept. The weights' gradients are launched behind the input gradient's reduce-scatter, and hide it.
     Both products and both collectives belong to one autograd node, so the engine cannot separate them; hooks of
     gradients and of parameters fire as under stock.

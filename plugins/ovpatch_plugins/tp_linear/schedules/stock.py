@@ -27,7 +27,7 @@ class ColumnGrads(NamedTuple):
     weight_grads: WeightGrads | None  # computes the weights' gradients; None if no weight needs one
     input_dtype: torch.dtype | None  # in which the input's gradient is summed over the ranks, if it needs one
     extra: Tensor | None = None  # a further term of the whole input's gradient, ``[M, k]``
-    anew: bool = False  # whether the input has to be gathered anew for the weights' gradients
+    anew: bool = False  # whether the input has to be gathered again for the weights' gradients
     gather: GradGather | None = None  # the gather of the one output's gradient, if it has been started
 
     def compute_input_grad(self, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Arms: what a tool's worker sees of somebody's script, how the script ends, and what is found when it hangs."""
+"""Variants: what a tool's worker sees of somebody's script, how the script ends, and what is found when it hangs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 import pytest
 
 from ovpatch.cli import command_line
-from ovpatch.insight import arms, launch
+from ovpatch.insight import launch, variants
 from ovpatch.session import workers
 from ovpatch.settings.settings import SettingsError
 from tests.insight import programs
@@ -24,7 +24,7 @@ from tests.support.rarely import RARELY
 environment = programs.environment
 
 WORKER = "tests.insight.leaving"
-STOCK = arms.Arm("stock", arms.STOCK, {"steps": 3})
+STOCK = variants.Variant("stock", variants.STOCK, {"steps": 3})
 # Two ranks, which it forks itself unless a launcher has started them: that costs one import of torch instead of three.
 HEAD = """
 import os, sys, time
@@ -50,13 +50,13 @@ def step(optimizer=sgd):
 
 @pytest.fixture
 def run(tmp_path):
-    def run(body, arm=STOCK, head=HEAD, launcher=(sys.executable,), **more):
+    def run(body, variant=STOCK, head=HEAD, launcher=(sys.executable,), **more):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         (tmp_path / "train.py.store").unlink(missing_ok=True)
         script = tmp_path / "train.py"
         script.write_text(head + textwrap.dedent(body))
         more = {"timeout": 60.0, **more}
-        return arms.run_arm(arm, [*launcher, str(script)], WORKER, tmp_path / "out", **more)
+        return variants.run_variant(variant, [*launcher, str(script)], WORKER, tmp_path / "out", **more)
 
     return run
 
@@ -66,17 +66,17 @@ def counted(outcome):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("features", [arms.STOCK, "ddp"])
+@pytest.mark.parametrize("features", [variants.STOCK, "ddp"])
 def test_all_ranks_leave_after_the_ordered_step_with_a_report(run, features):
     seen = []
-    arm = arms.Arm("arm", features, {"steps": 3})
-    how = {} if features == arms.STOCK else {"launcher": TORCHRUN}
-    outcome = run("while True:\n    step()\n    time.sleep(0.3)", arm, progress=seen.append, **how)
-    assert (outcome.code, outcome.timed_out) == (0, False), outcome.read_log_tail()
+    variant = variants.Variant("variant", features, {"steps": 3})
+    how = {} if features == variants.STOCK else {"launcher": TORCHRUN}
+    outcome = run("while True:\n    step()\n    time.sleep(0.3)", variant, progress=seen.append, **how)
+    assert (outcome.code, outcome.timed_out) == (0, False), outcome.read_failure()
     assert counted(outcome) == {"rank0": 3, "rank1": 3}
     assert seen == sorted(seen)
     assert set(seen) & {1, 2}
-    if features == arms.STOCK:
+    if features == variants.STOCK:
         assert outcome.applied == []
         assert outcome.report is None
     else:
@@ -93,7 +93,7 @@ def test_a_slow_rank_finds_its_peers_still_there(run):
             step()
         """
     )
-    assert outcome.code == 0, outcome.read_log_tail()
+    assert outcome.code == 0, outcome.read_failure()
     assert counted(outcome) == {"rank0": 3, "rank1": 3}
 
 
@@ -120,7 +120,7 @@ def test_a_script_that_ends_earlier_ends_by_itself(run):
     outcome = run("step()\nprint('the end', flush=True)\ndist.barrier()\ndist.destroy_process_group()\nos._exit(0)")
     assert outcome.code == 0
     assert counted(outcome) == {"rank0": 1, "rank1": 1}
-    assert "the end" in outcome.read_log_tail()
+    assert "the end" in outcome.read_failure()
 
 
 @RARELY  # as in test_verify
@@ -143,13 +143,13 @@ def test_a_hang_is_ended_and_every_process_says_where_it_is(run):
         """
     for timeout in programs.PATIENCE:
         outcome = run(body, launcher=TORCHRUN, timeout=timeout)
-        if len(arms.read_ranks(outcome.folder)) == 2 and arms.read_slowest_step(outcome.folder) == 1:
+        if len(variants.read_ranks(outcome.folder)) == 2 and variants.read_slowest_step(outcome.folder) == 1:
             break
     assert outcome.timed_out
-    assert sorted(arms.read_ranks(outcome.folder).values()) == ["0", "1"]
+    assert sorted(variants.read_ranks(outcome.folder).values()) == ["0", "1"]
     assert outcome.code != 0
     assert sum("wait_for_nobody" in text for text in outcome.stacks.values()) == 2, outcome.stacks
-    assert arms.list_processes(outcome.folder) == []
+    assert variants.list_processes(outcome.folder) == []
 
 
 ALONE = """
@@ -212,7 +212,7 @@ def test_a_second_ctrl_c_ends_what_ignores_the_first(run, monkeypatch, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_worker_that_cannot_begin_ends_the_arm(run, monkeypatch, tmp_path):
+def test_a_worker_that_cannot_begin_ends_the_variant(run, monkeypatch, tmp_path):
     (tmp_path / "broken_worker.py").write_text("raise RuntimeError('no such thing')")
     monkeypatch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}{os.pathsep}{tmp_path}")
     monkeypatch.setattr(sys.modules[__name__], "WORKER", "broken_worker")
@@ -226,27 +226,27 @@ def test_what_cannot_be_seen_is_refused(monkeypatch, tmp_path):
         command_line.check_command([])
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     with pytest.raises(SettingsError, match="Unset it"):
-        arms.check_autoload()
+        variants.check_autoload()
     with pytest.raises(launch.NotStartedError, match="not found"):
-        arms.run_arm(arms.Arm("stock"), ["no-such-program"], WORKER, tmp_path, timeout=1.0)
+        variants.run_variant(variants.Variant("stock"), ["no-such-program"], WORKER, tmp_path, timeout=1.0)
 
 
-def test_an_arm_has_its_own_environment(monkeypatch, tmp_path):
+def test_an_variant_has_its_own_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("OVPATCH", "-x")
     monkeypatch.setenv("OVPATCH_AUTO", "1")
-    stock = arms.Arm("stock", arms.STOCK).build_environment(WORKER, tmp_path)
+    stock = variants.Variant("stock", variants.STOCK).build_environment(WORKER, tmp_path)
     assert stock["OVPATCH"] == "0"
     assert "OVPATCH_AUTO" not in stock
     assert workers.read_orders(stock).directory == tmp_path
-    patched = arms.Arm("patched", None, {"steps": 3}, {"MORE": "1"}).build_environment(WORKER, tmp_path)
+    patched = variants.Variant("patched", None, {"steps": 3}, {"MORE": "1"}).build_environment(WORKER, tmp_path)
     assert (patched["OVPATCH"], patched["OVPATCH_AUTO"], patched["MORE"]) == ("-x", "1", "1")
     assert workers.read_orders(patched).details == {"steps": 3}
 
 
 def test_leaving_one_out():
-    arm = arms.Arm("patched", "a,b", variables={"X": "1"})
-    assert arms.leave_one_out(arm, ["a"], {}) == {}
-    left = arms.leave_one_out(arm, ["a", "b"], {"a": [], "b": ["other"]})
+    variant = variants.Variant("patched", "a,b", variables={"X": "1"})
+    assert variants.leave_one_out(variant, ["a"], {}) == {}
+    left = variants.leave_one_out(variant, ["a", "b"], {"a": [], "b": ["other"]})
     assert {feature: (one.name, one.variables) for feature, one in left.items()} == {
         "a": ("without-a", {"X": "1", "OVPATCH_A": "0"}),
         "b": ("without-b", {"X": "1", "OVPATCH_B": "0"}),
@@ -254,13 +254,13 @@ def test_leaving_one_out():
 
 
 def test_what_requires_a_feature_goes_with_it():
-    arm = arms.Arm("patched", "a,b,c,d")
+    variant = variants.Variant("patched", "a,b,c,d")
     requires = {"b": ["a"], "c": ["b"]}
-    left = arms.leave_one_out(arm, ["a", "b", "c", "d"], requires)
+    left = variants.leave_one_out(variant, ["a", "b", "c", "d"], requires)
     assert {feature: sorted(one.variables) for feature, one in left.items()} == {
         "a": ["OVPATCH_A", "OVPATCH_B", "OVPATCH_C"],
         "b": ["OVPATCH_B", "OVPATCH_C"],
         "c": ["OVPATCH_C"],
         "d": ["OVPATCH_D"],
     }
-    assert list(arms.leave_one_out(arm, ["a", "b", "c"], requires)) == ["b", "c"], "without a nothing is left"
+    assert list(variants.leave_one_out(variant, ["a", "b", "c"], requires)) == ["b", "c"], "without a nothing is left"

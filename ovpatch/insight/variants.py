@@ -1,8 +1,9 @@
-"""Arms: runs of the same command, stock, patched, or without some features, each with its own folder and log."""
+"""Variants: runs of the same command, stock, patched, or without some features, each with its own folder and log."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,12 +20,12 @@ from ovpatch.settings.settings import SettingsError
 
 STOCK: Final = "0"
 
-#: Variables of the user's environment that an arm does not inherit.
+#: Variables of the user's environment that a variant does not inherit.
 _OURS: Final = ("OVPATCH_AUTO", workers.REPORT_DIR, workers.VARIABLE)
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """One way to run the command."""
 
     name: str  # unique in one call of a tool; names the folder
@@ -38,7 +39,7 @@ class Arm:
         return self.features != STOCK
 
     def build_environment(self, worker: str, folder: Path) -> dict[str, str]:
-        """Return the environment of the command in this arm."""
+        """Return the environment of the command in this variant."""
         environment = {name: value for name, value in os.environ.items() if name not in _OURS}
         if self.features is not None:
             environment["OVPATCH"] = self.features
@@ -48,10 +49,12 @@ class Arm:
         return {**environment, **Orders(worker, folder, self.details).variables(), **self.variables}
 
 
-def leave_one_out(arm: Arm, features: Sequence[str], requires: Mapping[str, Collection[str]]) -> dict[str, Arm]:
-    """Return one arm per feature that ran in a patched arm, with that feature, and those that require it, off.
+def leave_one_out(
+    variant: Variant, features: Sequence[str], requires: Mapping[str, Collection[str]]
+) -> dict[str, Variant]:
+    """Return one variant per feature that ran in a patched variant, with that feature, and those that require it, off.
 
-    A feature that all others require has no such arm: it would be stock.
+    A feature that all others require has no such variant: it would be stock.
     """
     found = {}
     for feature in features:
@@ -60,22 +63,22 @@ def leave_one_out(arm: Arm, features: Sequence[str], requires: Mapping[str, Coll
             off |= more
         if not off.issuperset(features):
             variables = {f"OVPATCH_{one.upper()}": "0" for one in features if one in off}  # off always wins
-            found[feature] = replace(arm, name=f"without-{feature}", variables={**arm.variables, **variables})
+            found[feature] = replace(variant, name=f"without-{feature}", variables={**variant.variables, **variables})
     return found
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of an arm."""
+    """The result of a variant."""
 
-    arm: Arm
+    variant: Variant
     folder: Path  # folder with the files of its processes
     log: Path  # file with the command's output
     code: int  # exit code of the command, as in a shell
     seconds: float  # duration
-    timed_out: bool = False  # whether the arm was ended because no process took a step in time
-    interrupted: bool = False  # whether a signal ended the arm
-    stacks: Mapping[int, str] = field(default_factory=dict)  # of each process by its id, if the arm timed out
+    timed_out: bool = False  # whether the variant was ended because no process took a step in time
+    interrupted: bool = False  # whether a signal ended the variant
+    stacks: Mapping[int, str] = field(default_factory=dict)  # of each process by its id, if the variant timed out
 
     @cached_property
     def report(self) -> dict[str, Any] | None:
@@ -152,9 +155,57 @@ class Outcome:
         with self.log.open(encoding="utf-8", errors="replace") as lines:
             return any(words in line for line in lines)
 
-    def read_log_tail(self, lines: int = 20) -> str:
-        """Return the last lines of the log."""
-        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+    def read_failure(self) -> str:
+        """Return what the log says about how the command ended, as :func:`find_failure` finds it."""
+        return find_failure(self.log.read_text(encoding="utf-8", errors="replace"))
+
+
+_HEAD: Final = re.compile(r"^(\[rank\d+\]: ?)?Traceback \(most recent call last\):$")
+_LAUNCHERS: Final = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CalledProcessError")
+_LAUNCHERS_LOG: Final = re.compile(r"[WE]\d{4} \S+ \d+ \S*torch/distributed/")  # torchrun's own lines
+_LONGEST: Final = 24  # lines
+
+
+def find_failure(log: str, lines: int = 20) -> str:
+    """Return a log's first traceback that is not a launcher's, shortened, or else its last lines.
+
+    The first is the cause: other ranks fail later, in a collective that the failed rank does not enter. Without one,
+    the last lines before a launcher's traceback tell more, with what that calls the root cause, such as a signal.
+    """
+    every = log.splitlines()
+    end = len(every)
+    for start, line in enumerate(every):
+        if match := _HEAD.match(line):
+            found = _traceback(every[start:], match[1] or "")
+            if not any(name in found[-1] for name in _LAUNCHERS):
+                return "\n".join(_shortened(found))
+            end = min(end, start)
+    told = [line for line in every[:end] if not _LAUNCHERS_LOG.match(line)][-lines:]
+    root = next((start for start in range(end, len(every)) if every[start].startswith("Root Cause")), len(every))
+    return "\n".join([*told, *every[root:]] if told else every[-lines:])
+
+
+def find_exception_name(log: str) -> str:
+    """Return the class of the exception that :func:`find_failure` finds, "" for none."""
+    found = find_failure(log).splitlines()
+    match = _HEAD.match(found[0]) if found else None
+    return found[-1].removeprefix(match[1] or "").partition(":")[0] if match else ""
+
+
+def _traceback(lines: list[str], prefix: str) -> list[str]:
+    """Return the lines of the traceback that starts here, up to the first that is not indented."""
+    found = [lines[0]]
+    for line in lines[1:]:
+        if prefix and not line.startswith(prefix.rstrip()):
+            continue  # another rank's, in between
+        found.append(line)
+        if not line.removeprefix(prefix).startswith(" "):
+            break
+    return found
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= _LONGEST else [*lines[:5], "  …", *lines[5 - _LONGEST :]]
 
 
 def check_autoload() -> None:
@@ -165,8 +216,8 @@ def check_autoload() -> None:
         )
 
 
-def run_arm(
-    arm: Arm,
+def run_variant(
+    variant: Variant,
     command: Sequence[str],
     worker: str,
     out: Path,
@@ -174,30 +225,30 @@ def run_arm(
     timeout: float,
     progress: Callable[[int], None] = lambda step: None,
 ) -> Outcome:
-    """Run one arm with the tool's worker module in each process, and end all processes that it started.
+    """Run one variant with the tool's worker module in each process, and end all processes that it started.
 
-    ``out`` is the parent of the arm's folder, which must not exist. An arm without a step or a new process for
+    ``out`` is the parent of the variant's folder, which must not exist. A variant without a step or a new process for
     ``timeout`` seconds counts as hung. ``progress`` is called about twice a second with the last step that all
     processes have taken.
 
     Raises:
         ovpatch.insight.launch.NotStartedError: The command could not be started.
     """
-    folder, log = out / arm.name, out / f"{arm.name}.log"
+    folder, log = out / variant.name, out / f"{variant.name}.log"
     folder.mkdir(parents=True)
     watch = _Watchdog(folder, timeout, progress)
     began = time.monotonic()
     try:
-        with launch.running_command(command, arm.build_environment(worker, folder), log=log) as job:
+        with launch.running_command(command, variant.build_environment(worker, folder), log=log) as job:
             code = job.wait_for_exit(lambda: watch.check_job(job))
     finally:
         launch.end_processes(f"{workers.REPORT_DIR}={folder.absolute()}")
     seconds, interrupted = time.monotonic() - began, job.interrupted is not None
-    return Outcome(arm, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder))
+    return Outcome(variant, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder))
 
 
 class _Watchdog:
-    """Ends a running arm that has hung, was interrupted, or has a process that could not be patched."""
+    """Ends a running variant that has hung, was interrupted, or has a process that could not be patched."""
 
     def __init__(self, folder: Path, timeout: float, progress: Callable[[int], None]) -> None:
         self._folder, self._timeout, self._progress = folder, timeout, progress

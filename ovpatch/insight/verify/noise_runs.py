@@ -1,4 +1,4 @@
-"""Yardstick arms: stock with its random generators seeded, and its reductions or matrix products in another order."""
+"""Noise runs: stock with its random generators seeded, and its reductions or matrix products in another order."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from ovpatch.insight.verify.recording import KeptValue, keep_text
 from ovpatch.patching import PatchManager
 
-#: Seed of every arm's generators. A script's own seeds come later and win.
+#: Seed of every variant's generators. A script's own seeds come later and win.
 SEED: Final = 20_240
 
-#: Variables of every arm; the hashes of strings decide the order of sets.
+#: Variables of every variant; the hashes of strings decide the order of sets.
 VARIABLES: Final = {"PYTHONHASHSEED": "0"}
 
-#: Variables of every deterministic arm; cuBLAS needs them.
+#: Variables of every deterministic variant; cuBLAS needs them.
 DETERMINISTIC: Final = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -71,7 +71,7 @@ def reorder_reductions(patches: PatchManager, turn: int = 1) -> None:
 
     A ring reduces an element in an order that depends on its position in the bucket, so another bucket size is another
     order, and the only change of the program. Stock's first backward has one bucket whatever the size; here it has
-    several, or the first step would have no yardstick. The total norm, which clips all gradients, is summed from
+    several, or the first step would have no noise run. The total norm, which clips all gradients, is summed from
     pieces. Each turn, from 1, has its own order, with smaller buckets and more pieces.
     """
     why = "bucket_cap_mb is the one argument that reorders sums and changes nothing else"
@@ -143,7 +143,7 @@ _library: torch.library.Library | None = None  # keeps the kernels alive
 
 
 def split_products(pieces: int) -> None:
-    """Sum every matrix product of this process in pieces: the yardstick for features that split or join products.
+    """Sum every matrix product of this process in pieces: the noise run for features that split or join products.
 
     A kernel's summation order depends on shapes, which such features change. The kernels below DTensor, autograd and
     torch.compile are replaced for the rest of the process, forward and backward.
