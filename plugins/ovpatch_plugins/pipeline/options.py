@@ -80,7 +80,8 @@ OPTIONS: Final = (
         "delay_wgrad_compute",
         "auto",
         "When weight gradients of linears are computed. on: after the input gradient was sent, or in the W of a "
-        "zero-bubble order. off: inside the backward. auto: on for stages that send an input gradient or have Ws.",
+        "zero-bubble order. off: inside the backward. auto: on for stages that send an input gradient or have Ws, and "
+        "for linears of tp_linear where the order has Ws.",
         choices=("auto", "on", "off"),
     ),
     Option(

@@ -144,10 +144,10 @@ class Takeover:
         settling = make(ahead=0) if ahead and not on_host else None
         is_auto = self._chooses(schedule) and group.size() > 1
         split = {action.stage for action in orders[rank] if action.kind is Kind.W or is_auto}
-        split |= {
+        sending = {
             step.action.stage for step in program.steps if step.action.kind is not Kind.F and step.receiver is not None
         }
-        runs = {stage.stage_index: self._make_run(stage, schedule, stage.stage_index in split) for stage in stages}
+        runs = {stage.stage_index: self._make_run(stage, schedule, sending, split) for stage in stages}
         transport = PeerToPeer(group, device, program.edges)
         by_perform = owner != "PipelineScheduleMulti"
         prediction = Prediction(group, orders, placement)
@@ -181,7 +181,7 @@ class Takeover:
         auto = AutoSchedule(engine, transport, pipeline, make_other_program, report, cache_dir())
         return engine, auto
 
-    def _make_run(self, stage: Any, schedule: Any, sends_or_splits: bool) -> StageRun:
+    def _make_run(self, stage: Any, schedule: Any, sending: set[int], split: set[int]) -> StageRun:
         varies = self._options["variable_seq_lengths"]
         if self._options["weight_stash"] != "off":
             from ovpatch_plugins.pipeline.weight_stash import StashedStageRun
@@ -189,7 +189,8 @@ class Takeover:
             return StashedStageRun(stage, schedule, varies=varies)
         return StageRun(
             stage,
-            sends_or_splits=sends_or_splits,
+            sends=stage.stage_index in sending,
+            splits=stage.stage_index in split,
             delay_wgrad_compute=self._options["delay_wgrad_compute"],
             fuse=self._options["gradient_accumulation_fusion"],
             varies=varies,

@@ -75,7 +75,7 @@ class StashedStageRun(StageRun):
     """
 
     def __init__(self, stage: Any, schedule: Any, *, varies: bool) -> None:
-        super().__init__(stage, sends_or_splits=False, delay_wgrad_compute="off", fuse=False, varies=varies)
+        super().__init__(stage, delay_wgrad_compute="off", varies=varies)
         self.objection = self.report.objection = "weight_stash steps the optimizer behind each backward"
         self._optimizers = _attached[schedule]
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
