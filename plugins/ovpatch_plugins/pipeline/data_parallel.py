@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch_plugins.pipeline.failures import Replicas
+from ovpatch_plugins.pipeline.torch_stage import reset_fsdp
 from ovpatch_plugins.pipeline.wgrad import accumulate_grads
 
 
@@ -115,12 +116,7 @@ class FullyShardedGradients(LocalGradients):
 
     def clear(self) -> None:
         """Drop gradients that were not reduced: ``zero_grad()`` does not reach them, and the next step adds to them."""
-        reset = getattr(self._module, "reset_iter_state", None)
-        if reset is not None:
-            reset()
-        else:  # as torch 2.13 does there: some replicas may have gathered what others have not
-            for module in self._list_modules():
-                module.reshard()
+        reset_fsdp(self._module, self._list_modules())
         for param in self._list_params():
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
