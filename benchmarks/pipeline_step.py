@@ -231,7 +231,7 @@ class StageAlone:
         schedule.step(self.x, target=self.x, return_outputs=False)  # initialises the stage and makes gradients
         self.is_deferred = arm.startswith("deferred")
         delay = "on" if self.is_deferred else "off"
-        self.run = StageRun(stage, sends_or_splits=True, delay_wgrad_compute=delay, fuse=False)
+        self.run = StageRun(stage, sends=True, delay_wgrad_compute=delay)
 
     def compute(self, mark: Callable[[str], None]) -> None:
         """Compute a microbatch; ``mark`` is called behind each part with its name."""

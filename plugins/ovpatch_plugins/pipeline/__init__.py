@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ovpatch_plugins.pipeline.block_stack import CutError as CutError
     from ovpatch_plugins.pipeline.cut_schedule import cut as cut
+    from ovpatch_plugins.pipeline.weight_stash import attach_optimizer as attach_optimizer
 
-__all__ = ["CutError", "cut"]
+__all__ = ["CutError", "attach_optimizer", "cut"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from ovpatch_plugins.pipeline.block_stack import CutError
 
         return CutError
+    if name == "attach_optimizer":
+        from ovpatch_plugins.pipeline.weight_stash import attach_optimizer
+
+        return attach_optimizer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

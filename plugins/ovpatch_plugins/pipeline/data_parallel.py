@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch.overlap.data_parallel.grad_hooks import accumulate_grads
 from ovpatch_plugins.pipeline.failures import Replicas
+from ovpatch_plugins.pipeline.torch_stage import reset_fsdp
 
 
 class LocalGradients:
@@ -115,12 +116,7 @@ class FullyShardedGradients(LocalGradients):
 
     def clear(self) -> None:
         """Drop gradients that were not reduced: ``zero_grad()`` does not reach them, and the next step adds to them."""
-        reset = getattr(self._module, "reset_iter_state", None)
-        if reset is not None:
-            reset()
-        else:  # as torch 2.13 does there: some replicas may have gathered what others have not
-            for module in self._list_modules():
-                module.reshard()
+        reset_fsdp(self._module, self._list_modules())
         for param in self._list_params():
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
@@ -151,10 +147,17 @@ def make_data_parallel(module: nn.Module) -> LocalGradients:
         return DataParallel(module)
     if is_fsdp2(module):
         return FullyShardedGradients(module)
-    for inner in module.modules():
-        if inner is not module and (isinstance(inner, DistributedDataParallel) or is_fsdp2(inner) or _is_fsdp1(inner)):
-            return LocalGradients("only a part of the stage's module is wrapped for data parallelism")
-    return LocalGradients("FullyShardedDataParallel reduces in each backward" if _is_fsdp1(module) else "")
+    if _is_fsdp1(module):
+        return LocalGradients("FullyShardedDataParallel reduces in each backward")
+    part = "only a part of the stage's module is wrapped for data parallelism"
+    return LocalGradients(part if is_data_parallel(module) else "")
+
+
+def is_data_parallel(module: nn.Module) -> bool:
+    """Tell whether a module or a part of it is wrapped for data parallelism."""
+    return any(
+        isinstance(inner, DistributedDataParallel) or is_fsdp2(inner) or _is_fsdp1(inner) for inner in module.modules()
+    )
 
 
 def _list_param_groups(state: Any) -> list[Any]:

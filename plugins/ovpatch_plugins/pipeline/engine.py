@@ -220,7 +220,7 @@ class Engine:
             self._send(step, stage)
             if step.next_stage is not None:
                 stage.pass_backward(microbatch, self.stages[step.next_stage])
-            stage.drop_buffers(microbatch)
+            stage.finish_backward(microbatch, self._check_peers)
             self._clock.add_action(index, Kind.B if is_deferred else Kind.BW, started)
         return is_deferred
 

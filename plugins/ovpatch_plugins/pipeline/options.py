@@ -80,7 +80,8 @@ OPTIONS: Final = (
         "delay_wgrad_compute",
         "auto",
         "When weight gradients of linears are computed. on: after the input gradient was sent, or in the W of a "
-        "zero-bubble order. off: inside the backward. auto: on for stages that send an input gradient or have Ws.",
+        "zero-bubble order. off: inside the backward. auto: on for stages that send an input gradient or have Ws, and "
+        "for linears of tp_linear where the order has Ws.",
         choices=("auto", "on", "off"),
     ),
     Option(
@@ -99,6 +100,13 @@ OPTIONS: Final = (
         "",
         "Where schedule=auto writes costs and the times of all orders, which it then races. ovpatch pipeline sets "
         "this.",
+    ),
+    Option(
+        "weight_stash",
+        "off",
+        "pipedream: the optimizers of attach_optimizer() step behind the backward of each microbatch, which has the "
+        "weights of its forward. Not stock's numbers, but asynchronous training. Needs schedule=as-given or 1f1b.",
+        choices=("off", "pipedream"),
     ),
     Option(
         "gradient_accumulation_fusion",

@@ -24,6 +24,7 @@ class Counters:
         messages: Messages sent to other ranks.
         failed_steps: Steps that ended with an exception.
         stock_steps: Steps with a backward that stock ran.
+        microbatch_updates: Times that a stage stepped its optimizers behind a backward, with ``weight_stash``.
     """
 
     schedules: int = 0
@@ -34,6 +35,7 @@ class Counters:
     messages: int = 0
     failed_steps: int = 0
     stock_steps: int = 0
+    microbatch_updates: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""

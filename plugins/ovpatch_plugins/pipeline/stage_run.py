@@ -7,7 +7,7 @@ Only methods of torch's stages that have kept name and meaning from 2.11 to 2.15
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,8 @@ class StageRun:
 
     Args:
         stage: The stage of ``torch.distributed.pipelining``.
-        sends_or_splits: Whether a deferred weight gradient can help anyone: the stage sends an input gradient to
-            another rank, or the schedule has Ws for it.
+        sends: Whether the stage sends an input gradient to another rank.
+        splits: Whether the schedule has Ws for it.
         delay_wgrad_compute: The option.
         fuse: The option ``gradient_accumulation_fusion``.
         varies: The option ``variable_seq_lengths``.
@@ -58,7 +58,14 @@ class StageRun:
     """
 
     def __init__(
-        self, stage: Any, *, sends_or_splits: bool, delay_wgrad_compute: str, fuse: bool, varies: bool = False
+        self,
+        stage: Any,
+        *,
+        sends: bool = False,
+        splits: bool = False,
+        delay_wgrad_compute: str,
+        fuse: bool = False,
+        varies: bool = False,
     ) -> None:
         self.stage = stage
         self.varies = varies
@@ -66,11 +73,14 @@ class StageRun:
         self.objection = self.data_parallel.objection
         if delay_wgrad_compute == "off":
             self.objection = "delay_wgrad_compute is off"
-        elif delay_wgrad_compute == "auto" and not sends_or_splits and not self.objection:
+        elif delay_wgrad_compute == "auto" and not (sends or splits) and not self.objection:
             self.objection = "no rank waits for the stage's input gradient"
         is_local = type(self.data_parallel) is LocalGradients
         self.report = StageReport(self.objection)
-        self.queue = None if self.objection else WeightGradQueue(stage.submod, self.report, fuse=fuse and is_local)
+        self.queue: WeightGradQueue | None = None
+        if not self.objection:
+            takes_others = splits or delay_wgrad_compute == "on"
+            self.queue = WeightGradQueue(stage.submod, self.report, takes_others=takes_others, fuse=fuse and is_local)
         self._inputs: dict[int, list[Tensor | None]] = {}
         self._grads: dict[int, list[Tensor | None]] = {}
         self._sent: dict[Kind, list[Tensor]] = {}
@@ -130,6 +140,15 @@ class StageRun:
             with self.queue.recording(microbatch):
                 self.stage.backward_one_chunk(microbatch, loss=loss, full_backward=True, last_backward=False)
         return True
+
+    def finish_backward(self, microbatch: int, check_peers: Callable[[], None]) -> None:
+        """End a microbatch's B, whose input gradient has been sent.
+
+        Args:
+            microbatch: Its index.
+            check_peers: Raises if what was received may be the zeros of a failed rank.
+        """
+        self.drop_buffers(microbatch)
 
     def run_weight_grads(self, microbatch: int) -> None:
         """Compute W."""

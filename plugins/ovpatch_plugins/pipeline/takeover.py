@@ -90,6 +90,7 @@ class Takeover:
         _give_buffers_back(schedule)
         stages = list_stages(schedule)
         group = stages[0].group or dist.distributed_c10d._get_default_group()
+        stashes = self._options["weight_stash"] != "off"
         reason = _find_reason_against(schedule, stages, group)
         name, orders = "", None
         try:
@@ -97,6 +98,10 @@ class Takeover:
             check_schedule(orders, _placement_of(schedule, stages), stock=orders)
         except ScheduleError as error:
             reason = reason or str(error)
+        if stashes:
+            from ovpatch_plugins.pipeline import weight_stash
+
+            reason = reason or weight_stash.find_reason_against(schedule, stages, self._options)
         terms = {
             "class": type(schedule).__name__,
             "microbatches": schedule._n_microbatches,
@@ -104,6 +109,8 @@ class Takeover:
             **self._options,
         }
         reason = _agree(group, terms, reason)
+        if reason and stashes:
+            weight_stash.raise_reason(schedule, reason)
         if reason or orders is None:
             note_stock(f"{type(schedule).__name__}: {reason}")
             return None, None
@@ -137,19 +144,10 @@ class Takeover:
         settling = make(ahead=0) if ahead and not on_host else None
         is_auto = self._chooses(schedule) and group.size() > 1
         split = {action.stage for action in orders[rank] if action.kind is Kind.W or is_auto}
-        split |= {
+        sending = {
             step.action.stage for step in program.steps if step.action.kind is not Kind.F and step.receiver is not None
         }
-        runs = {
-            stage.stage_index: StageRun(
-                stage,
-                sends_or_splits=stage.stage_index in split,
-                delay_wgrad_compute=self._options["delay_wgrad_compute"],
-                fuse=self._options["gradient_accumulation_fusion"],
-                varies=varies,
-            )
-            for stage in stages
-        }
+        runs = {stage.stage_index: self._make_run(stage, schedule, sending, split) for stage in stages}
         transport = PeerToPeer(group, device, program.edges)
         by_perform = owner != "PipelineScheduleMulti"
         prediction = Prediction(group, orders, placement)
@@ -182,6 +180,21 @@ class Takeover:
 
         auto = AutoSchedule(engine, transport, pipeline, make_other_program, report, cache_dir())
         return engine, auto
+
+    def _make_run(self, stage: Any, schedule: Any, sending: set[int], split: set[int]) -> StageRun:
+        varies = self._options["variable_seq_lengths"]
+        if self._options["weight_stash"] != "off":
+            from ovpatch_plugins.pipeline.weight_stash import StashedStageRun
+
+            return StashedStageRun(stage, schedule, varies=varies)
+        return StageRun(
+            stage,
+            sends=stage.stage_index in sending,
+            splits=stage.stage_index in split,
+            delay_wgrad_compute=self._options["delay_wgrad_compute"],
+            fuse=self._options["gradient_accumulation_fusion"],
+            varies=varies,
+        )
 
     def _chooses(self, schedule: Any) -> bool:
         """Tell whether an order is chosen for a schedule: its class has one of its own, not one of the script's."""

@@ -103,6 +103,31 @@ def clear_states(stage: Any) -> None:
         getattr(stage, name, {}).clear()
 
 
+def reset_fsdp(root: Any, modules: Sequence[Any]) -> None:
+    """Have modules in FSDP2 begin anew after an exception, with sharded parameters on all replicas.
+
+    Args:
+        root: The stage's module.
+        modules: It and all in it that are in FSDP2.
+    """
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    for module in modules:  # torch 2.11
+        state = module._get_fsdp_state()
+        state._modules_to_run_forward.clear()
+        group = state._fsdp_param_group
+        for one in (state, *([] if group is None else [group])):
+            one._training_state = type(one._training_state).IDLE
+        if group is not None:
+            group._post_forward_indices.clear()
+        module.reshard()
+    state = root._get_fsdp_state()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    state._comm_ctx.post_forward_order.clear()
+
+
 # --- schedules ---
 
 

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.data_parallel.grad_hooks import accumulate_grads
 from ovpatch.overlap.tensors.autocast import autocast_dtype
+from ovpatch.overlap.tensors.delayed_wgrad import DELAYED_WGRAD, DELAYS_WGRAD, ComputeGrad
 from ovpatch_plugins.pipeline.report import StageReport
 
 _QUEUE: Final = "_ovpatch_wgrad_queue"
@@ -29,14 +30,20 @@ class WeightGradError(RuntimeError):
 
 
 class _Call:
-    """One call of a deferred linear: input ``[rows, in]`` and output gradient ``[rows, out]``, once they are known."""
+    """One call of a deferred linear: input ``[rows, in]`` and output gradient ``[rows, out]``, once they are known.
 
-    __slots__ = ("bias", "grad", "input", "queue", "sums_rows_at_once", "weight")
+    Of a linear of another feature, what computes the weight's gradient instead.
+    """
 
-    def __init__(self, queue: WeightGradQueue, weight: Tensor, bias: Tensor | None) -> None:
+    __slots__ = ("bias", "compute", "grad", "input", "queue", "sums_rows_at_once", "weight")
+
+    def __init__(
+        self, queue: WeightGradQueue, weight: Tensor, bias: Tensor | None = None, compute: ComputeGrad | None = None
+    ) -> None:
         self.queue = queue
         self.weight = weight
         self.bias = bias if bias is not None and bias.requires_grad else None
+        self.compute = compute
         self.input: Tensor | None = None
         self.grad: Tensor | None = None
         self.sums_rows_at_once = True
@@ -125,6 +132,8 @@ class WeightGradQueue:
     Args:
         module: The stage's module.
         report: Gets the reasons why linears stay in B.
+        takes_others: Whether linears of other features leave their weight gradients to W, too, under which they may
+            hide a communication in B.
         fuse: Add products into the gradient where no hook sees it; rounds once instead of twice.
 
     Attributes:
@@ -133,14 +142,18 @@ class WeightGradQueue:
         pending: Calls whose weight gradient is due, over all microbatches.
     """
 
-    def __init__(self, module: nn.Module, report: StageReport, *, fuse: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, report: StageReport, *, takes_others: bool = False, fuse: bool = False
+    ) -> None:
         self.defers = False
         self.computed = self.pending = 0
         self._module = module
-        self._fuse = fuse
+        self._fuse, self._takes_others = fuse, takes_others
         self._calls: dict[int, list[_Call]] = {}
         self._microbatch: int | None = None
         self._linears: list[nn.Linear] = []
+        self._others: list[nn.Linear] = []  # of other features
+        self._is_of_others: dict[int, bool] = {}  # by the id of a weight
         self._report, self._reasons = report, report.reasons
         self._undeferred: set[int] = set()  # ids of linears; the module keeps them alive
         self._read_elsewhere: set[int] = set()
@@ -154,24 +167,26 @@ class WeightGradQueue:
         linears: list[tuple[nn.Linear, bool]] = []
         self._reasons.clear()
         self._report.expert_weights = 0
-        for module, compiled in _walk(self._module, False, set()):
+        for module, compiled in walk_modules(self._module):
             for param in module._parameters.values():
                 if param is not None:
                     owners[id(param)] += 1
                     is_grouped = param.dim() == 3 and "expert" in type(module).__name__.lower()
                     self._report.expert_weights += is_grouped and param.requires_grad
-            if type(module) is nn.Linear:
+            leaves_wgrad = self._takes_others and getattr(type(module), DELAYS_WGRAD, False)
+            if type(module) is nn.Linear or (leaves_wgrad and isinstance(module, nn.Linear)):
                 linears.append((module, compiled))
             elif isinstance(module, nn.Linear):
                 self._reasons[f"of class {type(module).__module__}.{type(module).__qualname__}"] += 1
-        self._linears = []
+        self._linears, self._others = [], []
+        self._is_of_others.clear()
         for linear, compiled in linears:
             reason = self._reason_against(linear, compiled, owners)
             if reason:
                 self._reasons[reason] += 1
             else:
-                self._linears.append(linear)
-        self.defers = bool(self._linears)
+                (self._linears if type(linear) is nn.Linear else self._others).append(linear)
+        self.defers = bool(self._linears or self._others)
 
     def _reason_against(self, linear: nn.Linear, compiled: bool, owners: dict[int, int]) -> str:
         params = [param for param in linear._parameters.values() if param is not None]
@@ -189,6 +204,9 @@ class WeightGradQueue:
             return "with a weight that is read outside of them, too"
         if not linear.weight.requires_grad:
             return "with a frozen weight"
+        is_plain = type(linear) is nn.Linear
+        if not is_plain and (_has_hooks(linear.weight) or getattr(linear.weight, "main_grad", None) is not None):
+            return "of tp_linear, with hooks or a main_grad"  # B would call hooks without a gradient
         return ""
 
     @contextmanager
@@ -218,10 +236,12 @@ class WeightGradQueue:
         self._calls.setdefault(microbatch, [])
         found: list[nn.Linear] = []
         hooks = [] if self._is_checked else self._watch_weights(found)
+        if self._others:
+            DELAYED_WGRAD.take = self._take
         try:
             yield
         finally:
-            self._microbatch = None
+            DELAYED_WGRAD.take = self._microbatch = None
             for hook in hooks:
                 hook.remove()
         self._is_checked = True
@@ -255,6 +275,8 @@ class WeightGradQueue:
                 self._read_elsewhere.add(id(linear))
         kept = self._undeferred | self._read_elsewhere
         self._linears = [linear for linear in self._linears if id(linear) not in kept]
+        self._others = [linear for linear in self._others if id(linear) not in kept]
+        self._is_of_others.clear()
 
     def _compute_due_at_once(self) -> None:
         """Compute what linears deferred that have been kept in B since: their next microbatch accumulates in B."""
@@ -283,6 +305,17 @@ class WeightGradQueue:
         self._calls[self._microbatch].append(call)
         self.pending += 1
 
+    def _take(self, weight: Tensor, compute: ComputeGrad) -> bool:
+        """Take the weight gradient of a linear of another feature, unless it has to stay in B."""
+        key = id(weight)
+        if key not in self._is_of_others:  # here, in B, modules have the weights that FSDP2 has gathered
+            self._is_of_others[key] = any(linear._parameters["weight"] is weight for linear in self._others)
+        if self._microbatch is None or not self._is_of_others[key] or torch.is_grad_enabled():
+            return False
+        self._calls[self._microbatch].append(_Call(self, weight, compute=compute))
+        self.pending += 1
+        return True
+
     def compute(self, microbatch: int) -> None:
         """Compute and accumulate the weight gradients of a microbatch."""
         self._accumulate(self._calls.pop(microbatch, []))
@@ -300,6 +333,9 @@ class WeightGradQueue:
                 self.computed += 1
                 continue
             products = _compute_products(call)
+            if products is None:  # added already
+                self.computed += 1
+                continue
             if key in sums:  # a linear that is called several times: the engine sums before it accumulates
                 (dw, db), (weight, bias) = sums[key], products
                 products = dw + weight, None if db is None or bias is None else db + bias
@@ -322,14 +358,22 @@ class WeightGradQueue:
         """Have linears put into ``found`` whose weights get a gradient."""
 
         def watch(linear: nn.Linear) -> RemovableHandle:
-            hook: RemovableHandle = linear.weight.register_hook(lambda _grad: found.append(linear))
+            def find(grad: Tensor | None) -> None:
+                if grad is not None:  # as where another feature's linear has left it out
+                    found.append(linear)
+
+            hook: RemovableHandle = linear.weight.register_hook(find)
             return hook
 
-        return [watch(linear) for linear in self._linears]
+        return [watch(linear) for linear in (*self._linears, *self._others)]
+
+
+def walk_modules(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield each module once, with whether it is part of a compiled one."""
+    return _walk(module, False, set())
 
 
 def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield each module once, with whether it is part of a compiled one."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -359,8 +403,16 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _compute_products(call: _Call) -> tuple[Tensor, Tensor | None]:
+def _has_hooks(weight: Tensor) -> bool:
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
+def _compute_products(call: _Call) -> tuple[Tensor, Tensor | None] | None:
     """Return the gradients of weight ``[out, in]`` and bias ``[out]``, in the dtype of the product."""
+    if call.compute is not None:
+        with torch.autocast(call.weight.device.type, enabled=False):  # as in the backward that left it out
+            product = call.compute()
+        return None if product is None else (product, None)
     assert call.grad is not None
     assert call.input is not None
     grad = _rows(call.grad)
@@ -374,13 +426,13 @@ def _compute_products(call: _Call) -> tuple[Tensor, Tensor | None]:
 def _add_product(call: _Call) -> bool:
     """Add the products into the gradients in place, where no hook would see them; tell whether that was done."""
     leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
+    if call.compute is not None:
+        return False
     assert call.grad is not None
     assert call.input is not None
     for leaf in leaves:
         grad = leaf.grad
-        if grad is None or grad.dtype != call.grad.dtype or leaf._backward_hooks:
-            return False
-        if getattr(leaf, "_post_accumulate_grad_hooks", None):
+        if grad is None or grad.dtype != call.grad.dtype or _has_hooks(leaf):
             return False
     rows = _rows(call.grad)
     assert call.weight.grad is not None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.data_parallel.grad_hooks import will_execute
+from ovpatch.overlap.tensors.delayed_wgrad import DELAYED_WGRAD
 from ovpatch_plugins.tp_linear.config import OpContext
 from ovpatch_plugins.tp_linear.layout import (
     from_rows,
@@ -213,6 +214,9 @@ def _resume(ctx: Any) -> tuple[Tensor | None, list[Tensor], ParamGrads]:
     kept, *saved = ctx.saved_tensors
     call, weights = ctx.call, [*saved, *ctx.weights]
     params = ParamGrads(call.config.weight_grad, weights, ctx.biases, ctx.needs_input_grad[2:])
+    if DELAYED_WGRAD.take is not None:
+        nodes = [node for node, _ in ctx.next_functions[1 : 1 + call.count]]
+        params.leaves = [getattr(node, "variable", weight) for node, weight in zip(nodes, weights, strict=True)]
     rows = None if kept is None else _rows(kept, call.dim)
     return rows, [_used(weight, ctx.computed) for weight in weights], params
 

@@ -5,6 +5,7 @@ Each is defined here once. :mod:`.autograd` computes it eagerly; :mod:`.custom_o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.tensors.autocast import autocast_dtype
+from ovpatch.overlap.tensors.delayed_wgrad import DELAYED_WGRAD
 from ovpatch_plugins.tp_linear.layout import get_local, wrap_grad
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, compute_weight_grad, linear
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
@@ -45,14 +47,16 @@ class ParamGrads:
     """Gradients of an operator's weights and biases, each of the parameter's class and dtype.
 
     ``compute`` computes a weight's. ``wanted`` tells which of the weights, and then of the biases, need a gradient.
+    ``leaves`` are the weights themselves where a checkpoint has given others for them.
     """
 
-    __slots__ = ("_biases", "_compute", "_wanted", "_weights", "biases", "weights")
+    __slots__ = ("_biases", "_compute", "_wanted", "_weights", "biases", "leaves", "weights")
 
     def __init__(
         self, compute: WeightGrad, weights: Sequence[Tensor], biases: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> None:
         self._compute, self._weights, self._biases, self._wanted = compute, weights, biases, wanted
+        self.leaves = weights
         self.weights: list[Tensor | None] = [None] * len(weights)  # gradients of the weights
         self.biases: list[Tensor | None] = [None] * len(weights)  # gradients of the biases
 
@@ -63,9 +67,12 @@ class ParamGrads:
 
     def compute_weights(self, x: Tensor | None, grads: Sequence[Tensor | None]) -> None:
         """Compute the weights' gradients from the whole input ``[M, k]`` and the outputs' gradients ``[M, n_i]``."""
+        take = DELAYED_WGRAD.take
         for i, grad in enumerate(grads):
             if x is not None and grad is not None and self._wanted[i]:
-                self.weights[i] = self._compute(self._weights[i], grad, x)
+                weight = self._weights[i]
+                if take is None or not take(self.leaves[i], functools.partial(self._compute, weight, grad, x)):
+                    self.weights[i] = self._compute(weight, grad, x)
 
     def compute_biases(self, grads: Sequence[Tensor | None]) -> None:
         """Compute the biases' gradients from those of the outputs, ``[M, n_i]``."""

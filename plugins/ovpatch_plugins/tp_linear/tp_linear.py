@@ -296,6 +296,7 @@ class Linear(nn.Linear):
     """
 
     _ovpatch_parallel: TPLinear
+    _ovpatch_delays_wgrad = True  # DELAYS_WGRAD
 
     def forward(self, input: Tensor) -> Any:
         """Return what stock returns: a local tensor, or a DTensor if the style says so."""
