@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Protocol
 
@@ -480,7 +480,7 @@ def leave_beside(optimizer: Optimizer) -> None:
         leave()
 
 
-def _tell_local(models: Iterable[ShardedGrads]) -> None:
+def _tell_local(models: Collection[ShardedGrads]) -> None:
     """Tell other ranks in their step that this one goes on by itself."""
     for shards in models:
         shards.local = True
