@@ -353,13 +353,13 @@ def step_beside(kind: str, first: bool, alone: bool) -> tuple[str, float]:
     opts = [torch.optim.AdamW(model.parameters(), 0.01)]
     for number in range(6):
         model.zero_grad()
-        begin = 0.0
+        begin, steps = time.monotonic(), False
         try:
             model(data(number, 5, 6)).square().mean().backward()
             if number == 3 and dist.get_rank() == 0:
                 new = (torch.optim.AdamW if kind == "same" else torch.optim.SGD)(model.parameters(), 0.01)
                 opts.insert(0 if first else 1, new)
-            begin = time.monotonic()
+            steps = True
             for opt in opts:
                 opt.step()
             for param in model.parameters():
@@ -367,7 +367,7 @@ def step_beside(kind: str, first: bool, alone: bool) -> tuple[str, float]:
             if alone:
                 del opts[:-1], opt
         except RuntimeError as error:
-            if begin == 0.0 and dist.get_rank() == 0:
+            if not steps and dist.get_rank() == 0:
                 return "", 0.0  # it went on as stock, and its backward has waited for the others, which do not come
             return str(error), time.monotonic() - begin
         if number == 4 and dist.get_rank() == 0:
