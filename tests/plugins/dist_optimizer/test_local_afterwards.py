@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -145,3 +146,29 @@ def test_the_wrapper_may_go_while_its_gradients_are_there(ranks, world):
         for result in results:
             torch.testing.assert_close(result["patched"], result["stock"], rtol=1e-5, atol=1e-6)
             assert result["counters"]["steps"] in (3, 4)
+
+
+def loaded_after_the_group() -> list[Any]:
+    """State that was saved before the process group ended is loaded after that, and each rank trains by itself."""
+    group = dist.new_group()
+    module = net()
+    model = ddp(module, process_group=group)
+    opt = torch.optim.AdamW(module.parameters(), 1e-2)
+    records = []
+    for step in range(6):
+        if step == 3:
+            saved = copy.deepcopy(opt.state_dict())
+            dist.destroy_process_group(group)
+            opt.load_state_dict(saved)
+        opt.zero_grad()
+        (model if step < 3 else module)(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        records.append(params(module))
+    dist.barrier()
+    return records
+
+
+def test_state_may_be_loaded_after_the_process_group(ranks):
+    for result in ranks(2)(both, loaded_after_the_group):
+        torch.testing.assert_close(result["patched"], result["stock"], rtol=1e-5, atol=1e-6)
+        assert result["counters"]["steps"] == 3
