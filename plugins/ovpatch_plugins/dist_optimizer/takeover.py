@@ -218,6 +218,7 @@ def release_all() -> None:
         if one is not None:
             one.release()
     _known.clear()
+    beside.clear()
     _note_sharded(lazy=False)
     finish_orphans()
 
