@@ -11,9 +11,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.comm.collectives import reduce_scatter_transport
-from ovpatch.overlap.comm.group_state import group_state
+from ovpatch.overlap.comm.group_state import group_state, is_destroyed
 from ovpatch.overlap.comm.step_communicator import step_communicator
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import fp32_accumulation
@@ -407,8 +408,8 @@ class ShardedGrads(GradSharder):
         A rank with local gradients waits for no other: it goes on by itself, perhaps for ever. The others hear of it by
         the sum that they wait for. Not on devices whose hosts run ahead: there it would stall them.
         """
-        watched = self._watch is not None and self._watch.alive and not (self.restored or self.retired)
-        if not (watched and self.tells and self.backwards):
+        shards = self._watch is not None and not (self.restored or self.retired)  # also once the reducer is gone
+        if not (shards and self.tells and self.backwards) or is_destroyed(self.group):
             return
         device = self.versions.device
         # Not kept: a rank that waits for no other leaves a collective in it, which ends when all drop it.
@@ -527,8 +528,13 @@ def _watch_local_grads(reference: weakref.ref[ShardedGrads]) -> None:
     for index in range(len(model.params)):
         param = model.params.find(index)
         if param is not None and param.requires_grad and find(param) == (model, index):
+            state = param_state(param)
             with torch._C.DisableTorchFunctionSubclass():  # a pending parameter is of one
-                param_state(param).local_grad_hook = param.register_post_accumulate_grad_hook(_LocalGradHook(reference))
+                state.local_grad_hook = param.register_post_accumulate_grad_hook(_LocalGradHook(reference))
+            if model.is_lazy(index):  # the reducer's hooks, which made it whole before something is added, are gone
+                with torch._C.DisableTorchFunctionSubclass():
+                    hook = _BeforeLocalGradHook(reference, index)
+                    hook.handle = param.register_hook(hook)
 
 
 class _LocalGradHook:
@@ -542,6 +548,21 @@ class _LocalGradHook:
         entry = find(param)
         if model is not None and entry is not None and entry[0] is model:
             model.local = True
+
+
+class _BeforeLocalGradHook:
+    """A hook that makes gradients whole before a local one is added to them, once."""
+
+    def __init__(self, reference: weakref.ref[ShardedGrads], index: int) -> None:
+        self._reference, self._index = reference, index
+        self.handle: RemovableHandle | None = None
+
+    def __call__(self, _grad: Tensor) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+        model = self._reference()
+        if model is not None and not model.retired:
+            model.before_accumulate(self._index)
 
 
 @contextmanager

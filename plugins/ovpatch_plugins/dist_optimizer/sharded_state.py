@@ -173,11 +173,11 @@ class ShardedState(abc.ABC):
         """Shard what was loaded; see [Note: versions of state]."""
         if self._shards.retired:
             return  # the model has other shards now, as after a cast
+        if PeerRpc.is_destroyed(self.group):
+            return  # nobody could put it together any more
         now = {id(value) for state in states.values() for value in state.values()}
         # What the script still holds of the state before keeps its content, as under stock.
-        if not PeerRpc.is_destroyed(self.group):
-            held = [lazy for lazy in self._lazy.values() if id(lazy) not in now and self._is_own(lazy)]
-            lazy_tensor.materialize(held)
+        lazy_tensor.materialize(lazy for lazy in self._lazy.values() if id(lazy) not in now and self._is_own(lazy))
         self._earlier[self._versions.version] = self._local
         self._local, self._kept = dict(self._local), None
         while len(self._earlier) > _MAX_EARLIER:

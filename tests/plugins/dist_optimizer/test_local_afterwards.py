@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -105,5 +106,69 @@ def alone_at_the_end() -> list[Any]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_rank_alone_may_go_on_beside_the_wrapper(ranks, world):
     for result in ranks(world)(both, alone_at_the_end):
+        torch.testing.assert_close(result["patched"], result["stock"], rtol=1e-5, atol=1e-6)
+        assert result["counters"]["steps"] == 3
+
+
+def deleted_before_the_step(gone: list[int], local: list[int]) -> list[Any]:
+    """Some ranks drop the wrapper while its gradients are there, some add gradients of their own; then all step."""
+    module = net()
+    wrapper: nn.Module | None = ddp(module)
+    forward = wrapper
+    opt = torch.optim.AdamW(module.parameters(), 1e-2)
+    records = []
+    for step in range(6):
+        opt.zero_grad()
+        forward(data(step, 5, 6)).square().mean().backward()
+        if step == 3:
+            forward = module
+            if dist.get_rank() in gone:
+                wrapper = None
+                gc.collect()
+            if dist.get_rank() in local:
+                module(data(step + 50, 5, 6)).square().mean().backward()
+        opt.step()
+        records.append(params(module))
+    dist.barrier()
+    del wrapper
+    return records
+
+
+def all_deleted_before_the_step() -> list[dict[str, Any]]:
+    everyone = list(range(dist.get_world_size()))
+    cases = [(everyone, [0]), (everyone, everyone), ([0], []), ([1], [1]), ([0], [1])]
+    return [both(deleted_before_the_step, *case) for case in cases]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_wrapper_may_go_while_its_gradients_are_there(ranks, world):
+    for results in ranks(world)(all_deleted_before_the_step):
+        for result in results:
+            torch.testing.assert_close(result["patched"], result["stock"], rtol=1e-5, atol=1e-6)
+            assert result["counters"]["steps"] in (3, 4)
+
+
+def loaded_after_the_group() -> list[Any]:
+    """State that was saved before the process group ended is loaded after that, and each rank trains by itself."""
+    group = dist.new_group()
+    module = net()
+    model = ddp(module, process_group=group)
+    opt = torch.optim.AdamW(module.parameters(), 1e-2)
+    records = []
+    for step in range(6):
+        if step == 3:
+            saved = copy.deepcopy(opt.state_dict())
+            dist.destroy_process_group(group)
+            opt.load_state_dict(saved)
+        opt.zero_grad()
+        (model if step < 3 else module)(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        records.append(params(module))
+    dist.barrier()
+    return records
+
+
+def test_state_may_be_loaded_after_the_process_group(ranks):
+    for result in ranks(2)(both, loaded_after_the_group):
         torch.testing.assert_close(result["patched"], result["stock"], rtol=1e-5, atol=1e-6)
         assert result["counters"]["steps"] == 3
