@@ -294,12 +294,13 @@ def test_a_fork_renews_locks_that_another_thread_holds(server):
     holder = threading.Thread(target=hold)
     holder.start()
     held.wait()
-    pid = os.fork()
-    if pid == 0:
-        locks = lazy_tensor._lock, group_state._lock, server._changed, versions._changed
-        free = [lock.acquire(blocking=False) for lock in locks]
-        os._exit(0 if all(free) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert not lazy_tensor._lock.acquire(blocking=False)  # the parent's are the same as before
-    release.set()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            locks = lazy_tensor._lock, group_state._lock, server._changed, versions._changed
+            os._exit(0 if all(lock.acquire(blocking=False) for lock in locks) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert not lazy_tensor._lock.acquire(blocking=False), "the parent's are as before"
+    finally:
+        release.set()
     holder.join()
