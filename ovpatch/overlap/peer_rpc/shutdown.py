@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -117,14 +118,22 @@ class KeepAlive:
                 group_state(self._group).values.get(Kept, {}).pop(self._owner, None)
 
 
-class Kept(dict[int, tuple[object, int]]):
-    """What this rank keeps for the peers of one group, and for how many backwards, by ``id()``."""
+@dataclass
+class _KeptOwner:
+    owner: object
+    left: int  # backwards for which it is kept
+    has_passed_one: bool = False
+
+
+class Kept(dict[int, _KeptOwner]):
+    """What this rank keeps for the peers of one group, by ``id()``."""
 
 
 def keep_until_backward(group: dist.ProcessGroup, owner: object, backwards: int = 1) -> None:
     """Keep an object that peers may still read until all ranks of the group have joined so many later backwards."""
     if not is_destroyed(group):  # else no peer can call any more
-        group_state(group).get_or_create(Kept, Kept, keeps_group=True)[id(owner)] = owner, backwards
+        kept = group_state(group).get_or_create(Kept, Kept, keeps_group=True)
+        kept[id(owner)] = _KeptOwner(owner, backwards)
 
 
 class BeforeBackward(list[Callable[[], None]]):
@@ -144,16 +153,20 @@ def prepare_backward(group: dist.ProcessGroup) -> None:
         due.pop()()
 
 
-def keep_no_longer(group: dist.ProcessGroup) -> None:
-    """Keep what is kept until the next backward, since no rank will first read it after that."""
+def keep_no_longer(group: dist.ProcessGroup, *, read: bool) -> None:
+    """Keep what is kept for one backward at most; what has been kept for one only if it may still be read."""
     kept = group_state(group).values.get(Kept, {})
-    kept.update({key: (owner, 1) for key, (owner, _) in kept.items()})
+    for key, one in list(kept.items()):
+        one.left = 1
+        if one.has_passed_one and not read:
+            kept.pop(key, None)  # a peer's last call may have dropped it
 
 
 def drop_kept(group: dist.ProcessGroup) -> None:
     """Drop what is kept for no further backward, since all ranks of the group have joined one."""
-    kept = group_state(group).values.get(Kept)
-    if kept:
-        left = {key: (owner, backwards - 1) for key, (owner, backwards) in kept.items() if backwards > 1}
-        kept.clear()
-        kept.update(left)
+    kept = group_state(group).values.get(Kept, {})
+    for key, one in list(kept.items()):
+        one.left -= 1
+        one.has_passed_one = True
+        if not one.left:
+            kept.pop(key, None)

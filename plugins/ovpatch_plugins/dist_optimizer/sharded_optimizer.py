@@ -281,9 +281,9 @@ class ShardedOptimizer:
                     beside.setdefault(optimizer, []).append(functools.partial(_tell_local, [shards]))
             self._leave_together(going, told=is_older)
             if optimizer not in beside:
-                _keep_no_longer(names)
+                _keep_no_longer(names, read=is_older)
             return reason
-        _keep_no_longer(names)
+        _keep_no_longer(names, read=is_older)
         self._turns = {shards: agreed[shards.step_log] for shards in names}
         for shards, turn in self._turns.items():
             for one in older[shards]:
@@ -488,13 +488,18 @@ def _tell_local(models: Collection[ShardedGrads]) -> None:
         shards.local = True
         shards.agree_if_local()
     ShardedOptimizer._stay_away(models)
-    _keep_no_longer(models)
+    _keep_no_longer(models, read=True)
 
 
-def _keep_no_longer(models: Iterable[ShardedGrads]) -> None:
-    """Keep state of optimizers that are gone until the next backward: ranks have agreed on what follows them."""
+def _keep_no_longer(models: Iterable[ShardedGrads], *, read: bool) -> None:
+    """Keep state of optimizers that are gone no longer, as ranks have agreed on what follows them.
+
+    Args:
+        models: Their models.
+        read: Whether other ranks go on with such an optimizer, and read its state before the next backward.
+    """
     for shards in models:
-        shutdown.keep_no_longer(shards.group)
+        shutdown.keep_no_longer(shards.group, read=read)
 
 
 def _complete_soon(state_dicts: Iterable[StateDictSource]) -> None:

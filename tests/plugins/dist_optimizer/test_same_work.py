@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import logging
 import time
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -19,8 +21,9 @@ import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch_plugins.dist_optimizer import step_log
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
+from ovpatch_plugins.dist_optimizer.takeover import find_sharded
 from tests.plugins.ddp.arms import Record, data
-from tests.plugins.dist_optimizer.arms import SMALL
+from tests.plugins.dist_optimizer.arms import SMALL, apply
 from tests.plugins.dist_optimizer.checks import all_cases, ddp, params
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
@@ -371,3 +374,34 @@ def test_a_disagreement_in_one_group_is_known_in_the_others(ranks):
     assert [divided for _, divided in results] == [False, False, False]
     first, second = results[0][0], results[1][0]
     compare(first, second[::2]).assert_bitwise()
+
+
+def kept() -> list[bool]:
+    """Make an optimizer anew on all ranks; return whether the first one's shards exist before and after its step."""
+    with apply({"min_param_numel": 1}):
+        model = ddp(net())
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        for step in range(3):
+            trained(model, step)
+            opt.step()
+        sharded_optimizer = find_sharded(opt)
+        assert sharded_optimizer is not None
+        (shards,) = map(weakref.ref, sharded_optimizer._states.values())
+        del opt, sharded_optimizer
+        gc.collect()
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        trained(model, 3)
+        found = [shards() is not None]
+        opt.step()
+        return [*found, shards() is not None]
+
+
+def trained(model: DistributedDataParallel, step: int) -> None:
+    model.zero_grad()
+    model(data(step, 5, 6)).square().mean().backward()
+
+
+def test_shards_of_a_dropped_optimizer_go_before_the_next_one_makes_its_own(ranks):
+    # Until ranks agree on the next one, a rank may go on with the first one and ask for its shards.
+    for found in ranks(2)(kept):
+        assert found == [True, False]
