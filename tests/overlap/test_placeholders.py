@@ -42,3 +42,15 @@ def test_those_made_in_inference_mode_are_of_use_to_autograd(make):
         made = make(given, Ones(), 0)
     assert not made.is_inference()
     (torch.nn.Parameter(torch.ones(3)) * made).sum().backward()
+
+
+@pytest.mark.parametrize("gone", [["source"], ["source", "key"]])
+def test_one_that_a_thread_was_filling_at_a_fork_has_its_content(gone):
+    """In a child, where that thread is not, the class is what it has left to change."""
+    made = lazy_tensor.make_lazy_(torch.empty(3), Ones(), 0)
+    with torch._C.DisableTorchFunctionSubclass():
+        made.data = torch.full((3,), 2.0)
+        for name in gone:
+            delattr(made, name)
+    assert (made + 0).tolist() == [2.0] * 3
+    assert type(made) is torch.Tensor

@@ -31,6 +31,7 @@ class GroupState:
         self.group = weakref.ref(group, functools.partial(_drop_collected, id(group)))
         self.values: dict[Hashable, Any] = {}  # by a class, or by a tuple that begins with a class or a name
         self.lock = threading.RLock()  # For values that only one thread may make. A collective must not run under it.
+        renew_in_children(self, "lock", threading.RLock)
         self._pid = os.getpid()
         self._tied: set[Hashable] = set()
 
@@ -130,13 +131,25 @@ _states: dict[int, GroupState] = {}
 _lock = threading.Lock()
 
 
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.Lock()  # a thread that does not exist in the child may hold the old one
+# --- forks ---
 
+
+def renew_in_children(owner: object, name: str, make: Callable[[], object]) -> None:
+    """Make an attribute anew in every forked child: a lock, which a thread may hold that does not exist there."""
+    _renewed.setdefault(owner, {})[name] = make
+
+
+def _renew() -> None:
+    for owner, made in list(_renewed.items()):
+        for name, make in made.items():
+            setattr(owner, name, make())
+
+
+_renewed: weakref.WeakKeyDictionary[object, dict[str, Callable[[], object]]] = weakref.WeakKeyDictionary()
+renew_in_children(sys.modules[__name__], "_lock", threading.Lock)
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+    os.register_at_fork(after_in_child=_renew)
 
 
 # --- the end of the process ---

@@ -12,6 +12,7 @@ import time
 import weakref
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -76,7 +77,9 @@ class Endpoints:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._base = f"ovpatch/peers/{group.size()}"
+        self._size, self._pid = group.size(), os.getpid()
         self._verified: dict[int, Endpoint] = {}
+        self._for_forks: dict[int, Endpoint] = {}
 
     def publish(self, rank: int, endpoint: Endpoint) -> None:
         """Put this process's endpoint into the store; all ranks can see it when this returns."""
@@ -89,6 +92,8 @@ class Endpoints:
 
     def look_up(self, rank: int) -> Endpoint | None:
         """Return the newest endpoint of a rank, None if there is none; RuntimeError if the store does not answer."""
+        if os.getpid() != self._pid:  # the store's connection is the parent's
+            return self._verified.get(rank) or self._for_forks.get(rank)
         store, key = self._store(), f"{self._base}/{rank}"
         if store is None:
             return self._verified.get(rank)
@@ -96,12 +101,25 @@ class Endpoints:
             # By check(): get() of a missing key blocks, and with it everything else that uses the store's connection.
             if not store.check([key]):
                 return None
-            fields = json.loads(store.get(key))
+            return _endpoint(store.get(key))
         except RuntimeError:  # its host has ended
             if rank in self._verified:
                 return self._verified[rank]
             raise
-        return Endpoint(fields["secret"], fields["host"], tuple(fields["addresses"]), fields["port"])
+
+    def look_up_for_forks(self) -> None:
+        """Look up the ranks that children of this process could not find, if all ranks can be found.
+
+        Raises:
+            RuntimeError: The store does not answer.
+        """
+        ranks = [rank for rank in range(self._size) if rank not in self._verified and rank not in self._for_forks]
+        keys = [f"{self._base}/{rank}" for rank in ranks]
+        store: Any = self._store() if ranks else None
+        if store is not None and os.getpid() == self._pid and store.check(keys):
+            # At once where the store can: all ranks of a large job may fork at the same time.
+            values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+            self._for_forks.update(zip(ranks, map(_endpoint, values), strict=True))
 
     def verified(self, rank: int) -> Endpoint | None:
         """Return the endpoint at which this process has reached a rank's server before."""
@@ -119,6 +137,11 @@ class Endpoints:
         # Looked up each time: a reference to the store would keep its server, and so the next group's port, in use.
         group = self._group()
         return None if group is None else group_store(group)
+
+
+def _endpoint(value: bytes) -> Endpoint:
+    fields = json.loads(value)
+    return Endpoint(fields["secret"], fields["host"], tuple(fields["addresses"]), fields["port"])
 
 
 def own_addresses(store: dist.Store | None) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ovpatch.overlap.comm.group_state import renew_in_children
 from ovpatch.overlap.peer_rpc.rendezvous import Endpoint
 from ovpatch.overlap.peer_rpc.wire import Connection, Message, pack
 
@@ -59,6 +60,7 @@ class Server:
         self._handlers: dict[str, Handler] = {}
         self._accepted: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
+        renew_in_children(self, "_changed", threading.Condition)
         self._idle = 0
         self._finished = self._closed = False
         self._parked: list[Connection] = []

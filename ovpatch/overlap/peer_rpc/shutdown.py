@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.group_state import group_state, is_destroyed
+from ovpatch.overlap.comm.group_state import group_state, is_destroyed, renew_in_children
 from ovpatch.overlap.peer_rpc.client import Request
 from ovpatch.overlap.peer_rpc.rendezvous import Endpoints
 from ovpatch.overlap.peer_rpc.server import Server
@@ -93,6 +93,7 @@ class KeepAlive:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._others = group, group.rank(), group.size() - 1
         self._lock = threading.Lock()
+        renew_in_children(self, "_lock", threading.Lock)
         self._finished: set[int] = set()
         self._owner: int | None = None  # an id(), since the object may be large and this one outlive it
 
@@ -104,8 +105,9 @@ class KeepAlive:
                 keep_until_backward(self._group, owner)
 
     def mark_final(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return a call's arguments with the mark of a final call, if it is one."""
-        return arguments | ({"last of": self._rank} if self._owner is not None else {})
+        """Return a call's arguments with the mark of a final call, if it is one; a fork's never is."""
+        is_final = self._owner is not None and not group_state(self._group).is_forked
+        return arguments | ({"last of": self._rank} if is_final else {})
 
     def record_call(self, arguments: Mapping[str, Any]) -> None:
         """Record a call that has been answered."""

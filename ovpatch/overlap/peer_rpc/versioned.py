@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.comm.group_state import renew_in_children
 from ovpatch.overlap.comm.side_streams import quietly_on
 from ovpatch.overlap.comm.streams import is_capturing
 
@@ -96,6 +97,7 @@ class VersionedTensors:
         self.device = device  # where the tensors are
         self._begun = 0
         self._changed = threading.Condition()
+        renew_in_children(self, "_changed", threading.Condition)
         self._starts: dict[int, torch.cuda.Event] = {}  # of the update after a version
         self._ends: dict[int, torch.cuda.Event] = {}
         self._staging: PinnedStaging | None = None  # made before the first version, which peers may ask for

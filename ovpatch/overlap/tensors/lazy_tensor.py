@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -11,6 +12,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.comm.group_state import renew_in_children
 from ovpatch.overlap.tensors.metadata_ops import METADATA, leaves
 from ovpatch.overlap.tensors.ownership import contiguous_strides, is_dense, outside_inference
 
@@ -101,6 +103,7 @@ class LazyTensor(torch.Tensor):
 
 
 _lock = threading.RLock()
+renew_in_children(sys.modules[__name__], "_lock", threading.RLock)
 
 
 def materialize(tensors: Iterable[Tensor | None]) -> None:
@@ -118,6 +121,9 @@ def _materialize(tensors: Sequence[Tensor]) -> None:
         by_source: dict[int, list[LazyTensor]] = {}
         for tensor in tensors:
             if isinstance(tensor, LazyTensor):  # still, now that the lock is held
+                if "source" not in vars(tensor):  # this process was forked while another thread filled it
+                    tensor.__class__ = torch.Tensor  # type: ignore[assignment]
+                    continue
                 by_source.setdefault(id(tensor.source), []).append(tensor)
         for lazy in by_source.values():
             for tensor, content in zip(lazy, lazy[0].source.fetch(lazy, noticed=True), strict=True):

@@ -13,6 +13,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ovpatch.overlap.comm.group_state import renew_in_children
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.peer_rpc import shutdown
 from ovpatch.overlap.peer_rpc.rpc import PeerError
@@ -122,6 +123,7 @@ class ShardedOptimizer:
         self._replaced = False  # by a new one on this rank alone, see [Note: the same everywhere]
         self._turns: dict[ShardedGrads, Turn] = {}  # agreed on before the first step
         self._updating = threading.RLock()  # while the optimizer has this rank's shards
+        renew_in_children(self, "_updating", threading.RLock)
         self._params: list[ShardedParam] = []  # those whose update can be divided, as of the last step
         self._params_key: tuple[list[int], int] = ([], -1)  # what they were found by
         self._stepped: list[ShardedParam] = []  # those that had a gradient then

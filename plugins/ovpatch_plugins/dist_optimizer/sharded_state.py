@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ovpatch.overlap.comm.group_state import renew_in_children
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.shutdown import KeepAlive
 from ovpatch.overlap.peer_rpc.versioned import TornReadError, VersionedTensors, copy_to_host
@@ -101,6 +102,7 @@ class ShardedState(abc.ABC):
         self.turn = turn
         self._read_after = -1  # how many backwards there were at the last read since the last step
         self._changed = threading.Condition()
+        renew_in_children(self, "_changed", threading.Condition)
         self._earlier: dict[int, dict[Key, Tensor]] = {}  # shards that loading has replaced, by version
         self._kept: KeptState | None = None
         self._topic = f"state of {turn.name}, of {shards.identity}"
@@ -108,9 +110,9 @@ class ShardedState(abc.ABC):
         if turn.name in serving:  # this rank alone has made its optimizer again
             serving[turn.name]._withdraw()
         serving[turn.name] = self
-        self._withdraw: weakref.finalize[[], ShardedState] = weakref.finalize(
-            self, PeerRpc.for_group(shards.group).register(self._topic, weak_method(self._answer))
-        )
+        peers, for_forks = PeerRpc.for_group(shards.group), not self._versions.asynchronous
+        withdraw = peers.register(self._topic, weak_method(self._answer), for_forks=for_forks)
+        self._withdraw: weakref.finalize[[], ShardedState] = weakref.finalize(self, withdraw)
 
     def next_turn(self) -> Turn:
         """Return what the next step is."""
@@ -298,7 +300,7 @@ class ShardedState(abc.ABC):
         number = self._versions.version
         question = self._keep_alive.mark_final({"version": number, "entries": keys})
         begin = time.monotonic()
-        answers = PeerRpc.for_group(self.group).call(self._topic, question)
+        answers = PeerRpc.for_group(self.group).call(self._topic, question, from_fork=True)
         COUNTERS.state_reads += 1
         COUNTERS.state_read_ms += round(1e3 * (time.monotonic() - begin))
         found: dict[Key, dict[int, Tensor]] = {key: {} for key in keys}

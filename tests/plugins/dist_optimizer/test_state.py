@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch_plugins.dist_optimizer.sharded_grads import find
 from tests.plugins.ddp.arms import all_both, data, table
 from tests.plugins.ddp.checks import check_all
 from tests.plugins.dist_optimizer.arms import SMALL, apply, both
@@ -456,3 +460,136 @@ def test_state_dict_in_the_middle_of_a_step_waits_or_says_when_to_ask(ranks, wor
         compare(patched["after"], on_cpu(patched["other"])).assert_bitwise()
         compared = compare(stock["after"], patched["after"])
         (compared.assert_bitwise if world == 2 else compared.assert_equal)()
+
+
+def in_child(read: Callable[[], Any], meanwhile: Callable[[], Any] = bool) -> Any:
+    """Return what a function returns, or the error that it raises, in a forked child.
+
+    The child calls it once ``meanwhile`` has been called here.
+    """
+    (go_read, go), (reader, writer) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.read(go_read, 1)
+            try:
+                found = read()
+            except RuntimeError as error:
+                found = str(error)
+            with open(writer, "wb") as file:
+                torch.save(found, file)
+        finally:  # whatever raises, this process is no worker
+            os._exit(0)
+    os.close(writer)
+    meanwhile()
+    os.write(go, b"x")
+    with open(reader, "rb") as file:
+        data = file.read()
+    os.waitpid(pid, 0)
+    os.close(go)
+    os.close(go_read)
+    return torch.load(io.BytesIO(data))
+
+
+class StateReader(Dataset):
+    """A data set that looks at the training that it is for."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self.read = read
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read()
+
+
+READS = {
+    "state": lambda model, opt: [{n: v.clone() for n, v in opt.state[p].items()} for p in model.parameters()],
+    "state_dict": lambda model, opt: on_cpu(opt.state_dict()),
+    "grads": lambda model, opt: [p.grad.clone() for p in model.parameters()],
+}
+
+
+def forked(what: str, optimizer: str, loader: bool) -> list[Any]:
+    torch.set_num_threads(1)  # threads of OpenMP are not in a child
+    model = DistributedDataParallel(net())
+    opt = FORKED_OPTIMIZERS[optimizer](model.parameters())
+    for number in range(3):
+        step(model, opt, number)
+    read = partial(READS[what], model, opt)
+    if loader:
+        found = list(DataLoader(StateReader(read), batch_size=None, num_workers=1, multiprocessing_context="fork"))
+    else:
+        found = [in_child(read)]
+    dist.barrier()  # until now no rank steps
+    unread = sum(isinstance(v, LazyTensor) for p in model.parameters() for v in (p.grad, *opt.state[p].values()))
+    step(model, opt, 3)
+    return [unread, found, copy.deepcopy(on_cpu(opt.state_dict()))]
+
+
+FORKED_OPTIMIZERS = {"adamw": OPTIMIZERS["adamw"], "adafactor": torch.optim.Adafactor}  # by shards, by owners
+FORKED = table(what=READS, optimizer=["adamw"], loader=[False, True]) | table(
+    what=["state", "state_dict"], optimizer=["adafactor"], loader=[False]
+)
+
+
+def all_forked() -> dict[str, Any]:
+    return all_both(forked, FORKED, apply=apply)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_forked_child_reads_what_there_was_at_the_fork(ranks, world):
+    check_all(ranks(world)(all_forked), check=check_forked)
+
+
+def check_forked(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        unread, *patched = result["patched"]
+        assert unread > 5, "what a child reads stays unread in the parent"
+        compared = compare(result["stock"][1:], patched)
+        (compared.assert_bitwise if len(results) == 2 else compared.assert_equal)()
+        assert result["counters"]["steps"] == 4
+
+
+def too_late(what: str) -> list[Any]:
+    with apply():
+        model, opt = build()
+        for number in range(3):
+            step(model, opt, number)
+
+        def step_on() -> None:
+            step(model, opt, 3)
+            dist.barrier()  # now all ranks have stepped
+
+        found = in_child(partial(READS[what], model, opt), step_on)
+        dist.barrier()
+        return [found, READS[what](model, opt)]
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_forked_child_that_reads_after_a_step_gets_an_error(ranks, what):
+    for text, after in ranks(2)(too_late, what):
+        assert "has been overwritten by version" in text
+        assert text.endswith("Read it before the fork, or in the parent.")
+        assert len(after) > 0
+
+
+def forked_amid_an_update() -> Any:
+    with apply():
+        model, opt = build()
+        for number in range(3):
+            step(model, opt, number)
+        if dist.get_rank() == 0:
+            grads, _ = find(next(model.parameters()))
+            grads.versions.begin_update()
+        found = in_child(partial(READS["grads"], model, opt))
+        dist.barrier()
+        opt.zero_grad()  # so nothing reads them any more
+        return found
+
+
+def test_a_child_forked_while_gradients_are_written_gets_an_error(ranks):
+    """The peers still have the version before, and this rank does not."""
+    text = ranks(2)(forked_amid_an_update)[0]
+    assert text.startswith("ovpatch: this process was forked while another thread wrote new gradients")
