@@ -13,7 +13,6 @@ from torch import nn
 from ovpatch.overlap.data_parallel.bucket import GradBucket, SparseBucket
 from ovpatch.overlap.data_parallel.grad_sync import Bucket, GradSync
 from tests.overlap.gradients import backward, params
-from tests.support.gloo import one_thread_group
 
 LAYOUT = ((4, 5), (2, 3), (0, 1))  # the buckets' indices: gradients come from the last parameter to the first
 
@@ -255,7 +254,7 @@ def test_nothing_is_divided_before_a_collective_that_averages(ranks):
 
 
 def of_many_kinds() -> None:
-    rank, group = dist.get_rank(), one_thread_group()
+    rank, group = dist.get_rank(), dist.group.WORLD
     embedding = nn.Embedding(5, 2, sparse=True)
     low, wide = params((3, 3), dtype=torch.bfloat16)[0], params((3, 3), dtype=torch.float64)[0]
     buckets: list[Bucket] = [SparseBucket(0, embedding.weight), GradBucket([1], [low], dtype=torch.float32)]

@@ -25,7 +25,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.support.environment import clean, exactly, updated
-from tests.support.gloo import keep_groups
+from tests.support.gloo import keep_groups, use_one_thread
 from tests.support.scripts import Result, free_port
 from tests.support.worker import die_with_parent
 
@@ -160,4 +160,5 @@ def _run(argv: Sequence[str], environment: Mapping[str, str], out: Path, err: Pa
     sys.argv = list(argv)
     sys.path[0] = str(Path(argv[0]).parent)
     keep_groups()
+    use_one_thread()
     runpy.run_path(argv[0], run_name="__main__")

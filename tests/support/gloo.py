@@ -1,8 +1,10 @@
 """What gloo's own threads cannot stand, in stock programs as well; what our tests say must not depend on it.
 
 Two threads of a gloo group write the name of what they have completed into one string without a lock. Names of more
-than 15 letters, as that of sums of sparse tensors, are on the heap, and in the end both threads free the same memory
-(``ovpatch/overlap/comm/gloo.py``, *[Note: one tensor on gloo]*).
+than 15 letters, as those of tensor parallelism's all-gathers and of sums of sparse tensors, are on the heap. In the end
+both threads free the same memory, and the process aborts, there or wherever it uses that memory next
+(``ovpatch/overlap/comm/gloo.py``, *[Note: one tensor on gloo]*). It happens to collectives that follow one another,
+too: a thread writes the name when the caller goes on already. So groups of tests have one thread.
 
 The last reference to a group joins its threads with the interpreter's lock held, and a thread may still want that lock,
 to free the context of a backward that torch's reducer has reduced: both wait for ever.
@@ -13,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from datetime import timedelta
 from typing import Any, Final
-from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -21,17 +22,26 @@ from torch.distributed import distributed_c10d
 _DESTROYED: Final[deque[dist.ProcessGroup]] = deque(maxlen=4)  # the oldest has idle threads when it goes
 
 
-class _OneThread(dist.ProcessGroupGloo):
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_later: object) -> None:
+class _OneThread(type):
+    """The type of a stand-in for the class: what it makes are instances of that class, with one thread."""
+
+    def __call__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
         options = dist.ProcessGroupGloo._Options()
-        options._devices, options._threads, options._timeout = [self.create_default_device()], 1, timeout
-        super().__init__(store, rank, size, options)
+        options._devices, options._threads = [dist.ProcessGroupGloo.create_default_device()], 1
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(store, rank, size, options)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, dist.ProcessGroupGloo)
 
 
-def one_thread_group() -> dist.ProcessGroup:
-    """Return a new group of all ranks whose collectives run one after the other."""
-    with mock.patch.object(distributed_c10d, "ProcessGroupGloo", _OneThread):
-        return dist.new_group(backend="gloo")
+class _Gloo(metaclass=_OneThread):
+    pass
+
+
+def use_one_thread() -> None:
+    """Have the collectives of each gloo group that torch makes in this process run one after the other."""
+    distributed_c10d.ProcessGroupGloo = _Gloo  # type: ignore[assignment, misc]  # it stands in for the class
 
 
 class _KeepingKeys(dict[dist.ProcessGroup, Any]):

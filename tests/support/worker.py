@@ -27,6 +27,7 @@ from _pytest.outcomes import Skipped
 
 from tests.support import guard, stacks, wire
 from tests.support.environment import updated
+from tests.support.gloo import use_one_thread
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Outcome:
 def main(connection: Connection, output: Path, stack_file: Path, environment: Mapping[str, str]) -> None:
     """Run cases until the pool hangs up."""
     _settle_process(output, environment)
+    use_one_thread()
     keep = stacks.install(stack_file)
     _freeze_imports()  # what is there by now never dies: collecting after each case takes a millisecond, not sixty
     while True:

@@ -15,7 +15,6 @@ import ovpatch
 from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, both, data, table
 from tests.plugins.ddp.checks import average_by_hand, check, check_cases
-from tests.support.gloo import one_thread_group
 
 WORLDS = [2, 3]
 TINY = 0.0001
@@ -63,7 +62,7 @@ def optimizers(model: Words, kind: str) -> list[torch.optim.Optimizer]:
 
 def loop(kind: str, ddp: dict[str, Any], *, micro: int = 1, zero: bool = True, seed: int = 0) -> list[Record]:
     model = Words()
-    wrapped = DDP(model, process_group=one_thread_group(), **ddp)
+    wrapped = DDP(model, **ddp)
     chosen = optimizers(model, kind)
     records = []
     for step in range(4):
@@ -107,7 +106,7 @@ def unused(users: list[int], before: bool) -> dict[str, Any]:
         model = Words()
         reference = Words()
         reference.load_state_dict(model.state_dict())
-        wrapped = DDP(model, process_group=one_thread_group(), find_unused_parameters=True)
+        wrapped = DDP(model, find_unused_parameters=True)
         records: dict[str, list[Any]] = {"ours": [], "by hand": []}
         for step in range(3):
             takes_part = mine or (before and step == 0)
@@ -135,7 +134,7 @@ def test_a_table_that_only_some_ranks_use_gets_their_average(ranks, users):
 def unused_everywhere() -> list[Record]:
     with ovpatch.applied("ddp"):
         model = Words()
-        wrapped = DDP(model, process_group=one_thread_group(), find_unused_parameters=True)
+        wrapped = DDP(model, find_unused_parameters=True)
         records = []
         for step in range(3):
             wrapped(data(step, 3, 4), words=step == 0).square().mean().backward()
@@ -156,7 +155,7 @@ def tied() -> dict[str, Any]:
     with ovpatch.applied("ddp"):
         model, reference = Tied(), Tied()
         reference.load_state_dict(model.state_dict())
-        wrapped = DDP(model, process_group=one_thread_group())
+        wrapped = DDP(model)
         records: dict[str, list[Any]] = {"ours": [], "by hand": []}
         for step in range(3):
             for module in (wrapped, reference):
