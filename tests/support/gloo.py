@@ -12,6 +12,7 @@ to free the context of a backward that torch's reducer has reduced: both wait fo
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from datetime import timedelta
 from typing import Any, Final
@@ -19,15 +20,19 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+#: Variable of a case's environment: how many threads gloo groups have that torch makes.
+THREADS: Final = "TESTS_GLOO_THREADS"
+
 _DESTROYED: Final[deque[dist.ProcessGroup]] = deque(maxlen=4)  # the oldest has idle threads when it goes
 
 
 class _OneThread(type):
-    """The type of a stand-in for the class: what it makes are instances of that class, with one thread."""
+    """The type of a stand-in for the class: what it makes are instances of that class, with one thread by default."""
 
     def __call__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
         options = dist.ProcessGroupGloo._Options()
-        options._devices, options._threads = [dist.ProcessGroupGloo.create_default_device()], 1
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        options._threads = int(os.environ.get(THREADS, "1"))
         options._timeout = timeout
         return dist.ProcessGroupGloo(store, rank, size, options)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tests.support.failures import RankFailure
+from tests.support.gloo import THREADS
 from tests.support.pool import Pool
 from tests.torch_suite.exceptions import REASONS
 from tests.torch_suite.suite import ARMS, names, run_test
@@ -40,6 +41,7 @@ def outcome(pool: Pool, name: str, device: str, arm: str, *, timeout: float) -> 
             "INIT_METHOD": f"file://{folder}/init_dir/shared",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29501",
+            THREADS: "2",  # stock's number, which one of the tests asks for
         }
         try:
             skips = pool(2)(run_test, name, device, arm, folder, timeout=timeout, backend=None, env=environment)
