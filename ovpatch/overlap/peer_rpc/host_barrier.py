@@ -60,11 +60,11 @@ class HostBarrier:
         self._raised = ""  # the key of the flag that this rank raised last
         self._arrived = self._open = self._deferred = False
         self._longest_pause_s = max(_PAUSE_S, _PAUSE_PER_RANK_S * self._world)  # all ranks poll one store
-        # The store may outlive the processes, with the keys of earlier ones in it, so the name must be new.
-        self._name = name or (uuid.uuid4().hex if self._rank == 0 else "")
-        if self._rank == 0 and not name:
-            name = self._name
-            PeerRpc.for_group(group).register(_TOPIC, lambda _: ({"name": name}, []))
+        self._name = name
+        if not name and self._rank == 0:
+            # The store may outlive the processes, with the keys of earlier ones in it, so the name must be new.
+            made = self._name = uuid.uuid4().hex
+            PeerRpc.for_group(group).register(_TOPIC, lambda _: ({"name": made}, []))
 
     @classmethod
     def for_group(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> HostBarrier:

@@ -82,13 +82,13 @@ class OwnedState(ShardedState):
     def swapped_in(self, params: Sequence[ShardedParam], states: States) -> Iterator[Shown]:
         """Put this rank's tensors in place for the time of a step; the optimizer sees its own parameters only."""
         with super().swapped_in(params, states) as shown:
-            own = [one for one in params if self._owns(one.index)]
-            before = read_versions(own)
+            own = {one.index: one.param for one in params if self._owns(one.index)}
+            before = read_versions(own.values())
             try:
                 yield shown
             finally:
-                writes = map(operator.sub, read_versions(own), before)
-                self._writes.update(zip([one.index for one in own], writes, strict=True))
+                writes = map(operator.sub, read_versions(own.values()), before)
+                self._writes.update(zip(own, writes, strict=True))
         COUNTERS.params_owned += len(params) - len(shown)
 
     def _choose_shown(self, params: Sequence[ShardedParam]) -> tuple[Shown, Swapped]:

@@ -531,8 +531,7 @@ def _watch_local_grads(reference: weakref.ref[ShardedGrads]) -> None:
             state = param_state(param)
             with torch._C.DisableTorchFunctionSubclass():  # a pending parameter is of one
                 state.local_grad_hook = param.register_post_accumulate_grad_hook(_LocalGradHook(reference))
-            if model.is_lazy(index):  # the reducer's hooks, which made it whole before something is added, are gone
-                with torch._C.DisableTorchFunctionSubclass():
+                if model.is_lazy(index):  # the reducer's hooks, which made it whole before something is added, are gone
                     hook = _BeforeLocalGradHook(reference, index)
                     hook.handle = param.register_hook(hook)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -108,10 +108,10 @@ def replaced_params(optimizer: Optimizer, by: Mapping[int, Parameter | None]) ->
             group["params"] = params
 
 
-def read_versions(params: Sequence[ShardedParam]) -> list[int]:
+def read_versions(params: Iterable[Parameter]) -> list[int]:
     """Return how often autograd knows parameters to have been written to."""
     with without_modes():
-        return [one.param._version for one in params]
+        return list(map(_VERSION, params))
 
 
 def raise_versions(params: Sequence[Parameter], writes: Sequence[int]) -> None:
@@ -121,8 +121,8 @@ def raise_versions(params: Sequence[Parameter], writes: Sequence[int]) -> None:
         params: The parameters.
         writes: How often each was written to where autograd did not see it.
     """
+    versions = list(map(operator.add, read_versions(params), writes))
     with without_modes():
-        versions = list(map(operator.add, map(_VERSION, params), writes))
         torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
 
 
@@ -132,11 +132,8 @@ def raised_versions(params: Sequence[Parameter], shard_params: Sequence[Paramete
 
     How often an optimizer writes is its own affair: fused kernels, for one, leave versions as they are.
     """
-    with without_modes():
-        before = list(map(_VERSION, shard_params))
+    before = read_versions(shard_params)
     try:
         yield
     finally:
-        with without_modes():
-            writes = list(map(operator.sub, map(_VERSION, shard_params), before))
-        raise_versions(params, writes)
+        raise_versions(params, list(map(operator.sub, read_versions(shard_params), before)))

@@ -51,30 +51,8 @@ class LinearPatches:
         self._terms = dict(options)
 
     def wrap_column(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap a function of :data:`_COLUMN`, whose further parameters differ between Megatron's versions."""
-        names = list(inspect.signature(original).parameters)[6:]
-
-        @functools.wraps(original)
-        def linear(
-            input: Tensor,
-            weight: Tensor,
-            bias: Tensor | None,
-            gradient_accumulation_fusion: bool,
-            allreduce_dgrad: bool,
-            sequence_parallel: bool,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Tensor:
-            if sequence_parallel and not torch.compiler.is_compiling():
-                further = dict(zip(names, args, strict=False)) | kwargs
-                found = self._compute_column(input, weight, bias, gradient_accumulation_fusion, further)
-                if found is not None:
-                    return found
-            return original(
-                input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, *args, **kwargs
-            )
-
-        return linear
+        """Wrap a function of :data:`_COLUMN`."""
+        return wrap_function(original, _is_sequence_parallel, self._compute_column)
 
     def wrap_row(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``RowParallelLinear.forward``, where the product and the scatter behind it meet."""
@@ -94,7 +72,7 @@ class LinearPatches:
         return forward
 
     def _compute_column(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, fuse: bool, further: dict[str, Any]
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, fuse: bool, _reduces: bool, further: Mapping[str, Any]
     ) -> Tensor | None:
         """Return the output ``[world * s, b, n]`` of ``x``, ``[s, b, k]``; None if Megatron has to compute it."""
         group = _layers().get_tensor_model_parallel_group_if_none(further.get("tp_group"))
@@ -141,6 +119,47 @@ class LinearPatches:
         check_consistent_once(group, "megatron", self, lambda: self._terms, remedy=_REMEDY)
         COUNTERS.calls += 1
         return True
+
+
+def wrap_function(
+    original: Callable[..., Tensor], takes: Callable[[bool], bool], compute: Callable[..., Tensor | None]
+) -> Callable[..., Tensor]:
+    """Wrap one of Megatron's functions that compute a linear; further parameters differ between its versions.
+
+    Args:
+        original: The function.
+        takes: Tells whether ``compute`` is called, given ``sequence_parallel``; not called under a compiler, which
+            would compile again for what differs from step to step.
+        compute: Called with input, weight, bias, ``gradient_accumulation_fusion``, ``allreduce_dgrad`` and the further
+            arguments by name; returns the output, or None if Megatron has to compute it.
+    """
+    names = list(inspect.signature(original).parameters)[6:]
+
+    @functools.wraps(original)
+    def linear(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not torch.compiler.is_compiling() and takes(sequence_parallel):
+            further = dict(zip(names, args, strict=False)) | kwargs
+            found = compute(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, further)
+            if found is not None:
+                return found
+        return original(
+            input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, *args, **kwargs
+        )
+
+    return linear
+
+
+def _is_sequence_parallel(sequence_parallel: bool) -> bool:
+    return sequence_parallel
 
 
 def find_unsupported(x: Tensor, weight: Any, fuse: bool) -> str:

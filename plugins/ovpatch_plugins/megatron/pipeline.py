@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from ovpatch.overlap.data_parallel.grad_hooks import apply_function
 from ovpatch.overlap.tensors.pending_param import wait_for_param
-from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad
+from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad, wrap_function
 from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.takeover import note_left
 from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue
@@ -148,30 +147,10 @@ class PipelinePatches:
 
     def wrap_linear(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap ``linear_with_grad_accumulation_and_async_allreduce``."""
-        names = list(inspect.signature(original).parameters)[6:]
+        return wrap_function(original, self._takes, self._compute)
 
-        @functools.wraps(original)
-        def linear(
-            input: Tensor,
-            weight: Tensor,
-            bias: Tensor | None,
-            gradient_accumulation_fusion: bool,
-            allreduce_dgrad: bool,
-            sequence_parallel: bool,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Tensor:
-            # Under a compiler nothing else is asked: what differs from step to step would make it compile anew.
-            if not torch.compiler.is_compiling() and self._step is not None and not sequence_parallel:
-                further = dict(zip(names, args, strict=False)) | kwargs
-                found = self._compute(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, further)
-                if found is not None:
-                    return found
-            return original(
-                input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, *args, **kwargs
-            )
-
-        return linear
+    def _takes(self, sequence_parallel: bool) -> bool:
+        return self._step is not None and not sequence_parallel
 
     def _compute(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, fuse: bool, reduces: bool, further: Mapping[str, Any]
