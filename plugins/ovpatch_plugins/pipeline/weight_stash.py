@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ovpatch_plugins.pipeline.data_parallel import is_data_parallel
 from ovpatch_plugins.pipeline.report import COUNTERS
 from ovpatch_plugins.pipeline.stage_run import StageRun
-from ovpatch_plugins.pipeline.wgrad import walk_modules
+from ovpatch_plugins.pipeline.wgrad import has_hooks, walk_modules
 
 _REMEDY: Final = "Correct that on all ranks, or set OVPATCH_PIPELINE_WEIGHT_STASH=off."
 
@@ -105,7 +105,7 @@ class StashedStageRun(StageRun):
             )
         if id(param) not in owned:
             self._refuse(place, "is in no optimizer of attach_optimizer(). Add it, or freeze it")
-        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+        if has_hooks(param):
             self._refuse(place, "has hooks, which weight_stash would not call. Remove them")
         if param.grad is not None:
             self._refuse(place, "has a gradient when schedule.step() begins. Call optimizer.zero_grad() before")

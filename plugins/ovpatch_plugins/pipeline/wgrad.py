@@ -205,7 +205,7 @@ class WeightGradQueue:
         if not linear.weight.requires_grad:
             return "with a frozen weight"
         is_plain = type(linear) is nn.Linear
-        if not is_plain and (_has_hooks(linear.weight) or getattr(linear.weight, "main_grad", None) is not None):
+        if not is_plain and (has_hooks(linear.weight) or getattr(linear.weight, "main_grad", None) is not None):
             return "of tp_linear, with hooks or a main_grad"  # B would call hooks without a gradient
         return ""
 
@@ -403,8 +403,9 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _has_hooks(weight: Tensor) -> bool:
-    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+def has_hooks(param: Tensor) -> bool:
+    """Tell whether a script has put hooks on a parameter, which see its gradients."""
+    return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def _compute_products(call: _Call) -> tuple[Tensor, Tensor | None] | None:
@@ -425,14 +426,14 @@ def _compute_products(call: _Call) -> tuple[Tensor, Tensor | None] | None:
 
 def _add_product(call: _Call) -> bool:
     """Add the products into the gradients in place, where no hook would see them; tell whether that was done."""
-    leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
     if call.compute is not None:
         return False
+    leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
     assert call.grad is not None
     assert call.input is not None
     for leaf in leaves:
         grad = leaf.grad
-        if grad is None or grad.dtype != call.grad.dtype or _has_hooks(leaf):
+        if grad is None or grad.dtype != call.grad.dtype or has_hooks(leaf):
             return False
     rows = _rows(call.grad)
     assert call.weight.grad is not None
