@@ -27,9 +27,10 @@ def reduced_in_place(loop: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(loop)
     def run(*args: Any, **kwargs: Any) -> Any:
-        from ovpatch.overlap.data_parallel import bucket
+        from ovpatch.overlap.data_parallel.bucket import GradBucket
 
-        with mock.patch.object(bucket, "SMALL", 1):
+        # Not the module's constant: a module that is imported meanwhile would keep this value, in one rank's process.
+        with mock.patch.object(GradBucket, "flat_below", 1):
             return loop(*args, **kwargs)
 
     return run
