@@ -49,9 +49,7 @@ class GlooAllReduce:
     completed collective into one string without a lock, and names of more than 15 letters, such as
     "ALLREDUCE_COALESCED", live on the heap. Sooner or later both threads free the same memory.
 
-    Args:
-        group: The process group.
-        options: For each sum.
+    ``options`` are those of each sum.
     """
 
     def __init__(self, group: dist.ProcessGroup, options: dist.AllreduceOptions) -> None:
@@ -82,11 +80,7 @@ class GlooAllReduce:
 
 
 class GlooAllGather:
-    """See :class:`ovpatch.overlap.comm.collectives.AllGather`. Each rank broadcasts its shard, gloo's fastest way.
-
-    Args:
-        group: The process group.
-    """
+    """See :class:`ovpatch.overlap.comm.collectives.AllGather`. Each rank broadcasts its shard, gloo's fastest way."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._world, self._rank = group, group.size(), group.rank()
@@ -133,9 +127,6 @@ class GlooReduceScatter:
 
     Two ranks exchange shards and add them. More ranks all-reduce: sums of exchanged shards would round otherwise than
     stock's, in half precision visibly so.
-
-    Args:
-        group: The process group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -155,11 +146,7 @@ class GlooReduceScatter:
 
 
 class Exchange:
-    """Reduce-scatter by all-to-all: each rank adds up its own shard.
-
-    Args:
-        group: The process group.
-    """
+    """Reduce-scatter by all-to-all: each rank adds up its own shard."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._world = group, group.size()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl
+from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.megatron.options import OPTIONS
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -147,12 +147,7 @@ def ovpatch_deactivate() -> None:
         takeover.give_back_all()
 
 
-@hookimpl
-def ovpatch_counters() -> Mapping[str, int]:
-    """Return the counters of this process."""
-    from ovpatch_plugins.megatron.report import COUNTERS
-
-    return COUNTERS.as_dict()
+ovpatch_counters = make_counters_hook("ovpatch_plugins.megatron.report")
 
 
 @hookimpl

@@ -135,6 +135,29 @@ def seen(model: nn.Module, loss: torch.Tensor | None = None, **more: Any) -> Rec
     }
 
 
+def record_steps(
+    model: nn.Module, losses: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None = None
+) -> list[Record]:
+    """Run the backward of each loss, which is computed in its turn; record it, step, and drop the gradients."""
+    records = []
+    for loss in losses:
+        loss.backward()
+        records.append(seen(model, loss))
+        del loss  # and its graph, before the next forward
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+    return records
+
+
+def stock_and_patched(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """Return what a function returns under stock, and with the feature."""
+    stock = function(*args)
+    dist.barrier()
+    with ovpatch.applied("ddp"):
+        return stock, function(*args)
+
+
 def is_patched() -> bool:
     """Return whether models that are wrapped now get our reducer, for loops that stock cannot run as they are."""
     from ovpatch_plugins.ddp.reducer import GradReducer
