@@ -21,7 +21,7 @@ from ovpatch.overlap.tensors.pending_param import wait_for_param
 from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad, wrap_function
 from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.takeover import note_left
-from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue
+from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
 
 _SCHEDULES: Final = "megatron.core.pipeline_parallel.schedules"
 _LAYERS: Final = "megatron.core.tensor_parallel.layers"
@@ -147,15 +147,21 @@ class PipelinePatches:
 
     def wrap_linear(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap ``linear_with_grad_accumulation_and_async_allreduce``."""
-        return wrap_function(original, self._takes, self._compute)
-
-    def _takes(self, sequence_parallel: bool) -> bool:
-        return self._step is not None and not sequence_parallel
+        return wrap_function(original, self._compute)
 
     def _compute(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, fuse: bool, reduces: bool, further: Mapping[str, Any]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        fuse: bool,
+        reduces: bool,
+        sequence_parallel: bool,
+        further: Mapping[str, Any],
     ) -> Tensor | None:
         """Return a linear's output; None if its weight's gradient stays in Megatron's backward."""
+        if self._step is None or sequence_parallel or torch.compiler.is_compiling():
+            return None
         if not x.requires_grad or further.get("grad_output_buffer") is not None:
             return None
         if type(weight) is not torch.nn.Parameter:
@@ -164,7 +170,7 @@ class PipelinePatches:
         if reason:
             note_left(f"the weight gradient of a linear, which stays in the backward: {reason}")
             return None
-        compute = find_weight_grad(weight, fuse)
+        compute = find_weight_grad(weight) if fuse else multiply
         entering, taking = self.queue.enter(weight, compute)
         if taking is compute:
             return None
