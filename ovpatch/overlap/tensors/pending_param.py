@@ -123,13 +123,6 @@ def any_dtensors() -> bool:
     return bool(_with_dtensors)
 
 
-def count_owners(params: Iterable[Tensor]) -> int:
-    """Return the fewest owners that one of the parameters' tensor objects has, not counting a DTensor over it."""
-    if not _with_dtensors:
-        return min(map(use_count, params))
-    return min(use_count(param) - (dtensor_of(param) is not None) for param in params)
-
-
 def unsupported_reason(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
     """Return why a parameter cannot be pending, or "".
 

@@ -71,6 +71,12 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             "wrap_schedule",
             "is a step of a pipeline; its loop stays Megatron's",
         )
+        patch(
+            f"{_PIPELINE}.schedules.forward_backward_pipelining_with_interleaving",
+            "pipeline",
+            "wrap_interleaving",
+            "is a step of a pipeline that stays Megatron's, which the report says",
+        )
         patch(f"{_PIPELINE}.schedules.backward_step", "pipeline", "wrap_backward", "is a microbatch's backward")
         for method in ("send_backward", "send_backward_recv_forward"):
             patch(

@@ -21,6 +21,7 @@ class Counters(FeatureCounters):
     pipeline_steps: int = 0  # steps of a pipeline's stage whose weight gradients may be computed behind the send
     weight_grads: int = 0  # weight gradients of linears that were
     early_sends: int = 0  # sends under which weight gradients were computed
+    early_receives: int = 0  # receives that were started before them
 
 
 COUNTERS = Counters()
