@@ -7,7 +7,8 @@
 With several processes, arms alternate; each is built anew, warmed up and timed while its steps follow each other; the
 slowest rank counts. ``limit`` is m(F + B + W) by stock: all microbatches of a step one after the other, every rank
 alone with its own stage. Beside each order of the feature stands the time of a step that the simulator expects from the
-costs that the engine measured in the same steps; transfers cost nothing there.
+costs that the engine measured in the same steps; transfers cost nothing there. Arms whose names end with ``copies``
+have copy engines carry their messages; they are for GPUs of one host.
 
 With one process, a stage alone is timed: F, B and W with weight gradients deferred, and F and the backward as stock
 computes them; time of the device, time in which the host issues them, and memory.
@@ -46,12 +47,16 @@ from ovpatch_plugins.pipeline.report import list_schedules
 from ovpatch_plugins.pipeline.simulator import Costs, simulate
 from ovpatch_plugins.pipeline.stage_run import list_stages
 
+COPIES = ", copies"  # ends the names of arms whose messages copy engines carry
 # Name of the arm: class, stages per rank, order of the feature or None for stock.
 ARMS: dict[str, tuple[str, int, str | None]] = {
     "stock 1F1B": ("Schedule1F1B", 1, None),
     "1F1B, as given": ("Schedule1F1B", 1, "as-given"),
+    "1F1B, as given, copies": ("Schedule1F1B", 1, "as-given"),
     "ZB-H1": ("Schedule1F1B", 1, "zb-h1"),
+    "ZB-H1, copies": ("Schedule1F1B", 1, "zb-h1"),
     "ZB-H2": ("Schedule1F1B", 1, "zb-h2"),
+    "ZB-H2, copies": ("Schedule1F1B", 1, "zb-h2"),
     "1F1B, auto": ("Schedule1F1B", 1, "auto"),
     "stock GPipe": ("ScheduleGPipe", 1, None),
     "GPipe, as given": ("ScheduleGPipe", 1, "as-given"),
@@ -62,6 +67,7 @@ ARMS: dict[str, tuple[str, int, str | None]] = {
     "InterleavedZeroBubble, as given": ("ScheduleInterleavedZeroBubble", 2, "as-given"),
     "stock ZBVZeroBubble": ("ScheduleZBVZeroBubble", 2, None),
     "ZBVZeroBubble, as given": ("ScheduleZBVZeroBubble", 2, "as-given"),
+    "ZBVZeroBubble, as given, copies": ("ScheduleZBVZeroBubble", 2, "as-given"),
     "ZBVZeroBubble, auto": ("ScheduleZBVZeroBubble", 2, "auto"),
 }
 LIMIT = "limit"
@@ -144,10 +150,12 @@ def measure_limit(args: argparse.Namespace) -> dict[str, Any]:
     return clocked(step, args, chained)
 
 
-def measure_schedule(args: argparse.Namespace, arm: tuple[str, int, str | None]) -> dict[str, Any]:
+def measure_schedule(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Return the times of an arm's steps and its peak of memory."""
+    arm = ARMS[name]
     if arm[2] is not None:
-        ovpatch.apply("pipeline", options={"pipeline": {"schedule": arm[2]}})
+        transport = "copies" if name.endswith(COPIES) else "c10d"
+        ovpatch.apply("pipeline", options={"pipeline": {"schedule": arm[2], "p2p_transport": transport}})
     try:
         schedule = build(args, arm)
         rows = make_rows(args, args.microbatches)
@@ -196,7 +204,7 @@ def compare_schedules(args: argparse.Namespace) -> None:
 
     def measure(name: str) -> dict[str, Any]:
         gc.collect()  # schedules and stages form cycles
-        found = measure_limit(args) if name == LIMIT else measure_schedule(args, ARMS[name])
+        found = measure_limit(args) if name == LIMIT else measure_schedule(args, name)
         medians[name] += found["ms"]
         if "predicted_ms" in found:
             ratios[name].append(found["predicted_ms"] / statistics.median(found["ms"]))
@@ -354,7 +362,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="on gloo: cpu, as if cores were not shared"
     )
-    made.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="with several processes")
+    arms = [name for name in ARMS if CUDA or not name.endswith(COPIES)]
+    made.add_argument("--arms", nargs="+", default=arms, choices=list(ARMS), help="with several processes")
     made.add_argument("--stage-arms", nargs="+", default=list(STAGE_ARMS), choices=STAGE_ARMS, help="with one process")
     add_timing(made, rounds=2)
     return made

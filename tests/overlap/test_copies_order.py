@@ -21,9 +21,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.copy_engine import collectives, window
+from ovpatch.overlap.copy_engine import collectives, point_to_point, window
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch.overlap.copy_engine.driver import Addend, Batch, Span
+from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
 from ovpatch.overlap.copy_engine.window import BYTES, StreamBarrier, Window
 from tests.support import windows
 
@@ -63,6 +64,9 @@ class Event:
     def record(self, stream: Stream) -> None:
         done = self.recorded = [False]
         stream.add(lambda: done.__setitem__(0, True))
+
+    def query(self) -> bool:
+        return all(self.recorded)
 
 
 class Driver:
@@ -120,7 +124,9 @@ def played(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
     monkeypatch.setitem(writing, "to peers", request.param)
     cuda = SimpleNamespace(Stream=Stream, Event=Event, stream=stream, current_stream=lambda _: current[0])
     cuda._is_in_bad_fork, cuda.device = lambda: False, contextlib.nullcontext
+    cuda.synchronize = lambda _: None
     monkeypatch.setattr(window, "torch", SimpleNamespace(cuda=cuda, int32=torch.int32))
+    monkeypatch.setattr(point_to_point, "torch", SimpleNamespace(cuda=cuda))
 
     add = collectives.add_slots
 
@@ -276,3 +282,126 @@ def test_after_half_a_call_there_are_no_more() -> None:
                 call([torch.zeros(out)], [torch.zeros(of)])
         engine.failed_everywhere()
         engine.gather([torch.zeros(2)], [torch.ones(1)])
+
+
+# --- messages between two ranks ---
+
+
+def mailboxes(world: int, slots: int, slot_bytes: int) -> list[PointToPoint]:
+    """Return all ranks' ends of all edges."""
+    memories: list[Tensor] = []
+
+    def allocate(size: int, group: Any, device: torch.device) -> Window:
+        memories.extend(torch.full((size,), 255, dtype=torch.uint8) for _ in range(world - len(memories)))
+        return Window(memories, lambda _: None, Driver().copy, driver=Driver())
+
+    edges = [(a, b) for a in range(world) for b in range(world) if a != b]
+    groups: list[Any] = [SimpleNamespace(size=lambda: world, rank=lambda rank=rank: rank) for rank in range(world)]
+    found = []
+    for rank, group in enumerate(groups):
+        given: dict[str, Any] = {"slots": slots, "slot_bytes": slot_bytes, "timeout_s": 1000.0, "allocate": allocate}
+        found.append(PointToPoint(group, torch.device("cuda", rank), edges, **given))
+        found[-1]._closed.set()  # here tests look, and no thread
+    return found
+
+
+def exchange(world: int, seed: int, *, shared: bool, number: int = 0) -> None:
+    """Send random messages, each of which its receiver reads at its place in one order of all.
+
+    Where each stream has a queue of its own, a receiver may read them later, and the last one first.
+    """
+    streams.clear()
+    queues.clear()
+    draw.seed(seed)
+    slots = draw.randint(1, 3)
+    boxes = mailboxes(world, slots, draw.choice([128, 256, 1024]))
+    for box in boxes:
+        for edge in (*box._in.values(), *box._out.values()):
+            edge._count = edge.number = number
+        numbers = box._window.ranks[box._rank][: box._first].view(torch.int32)
+        numbers.fill_(number - (number >> 31 << 32))
+    mains = [Stream(torch.device("cuda", rank)) for rank in range(world)]
+    unread: list[tuple[int, Any, list[Tensor], int, Any, list[Tensor], list[Tensor]]] = []
+    checks: list[tuple[list[Tensor], list[Tensor]]] = []
+    kept: list[Any] = []  # which keep what they send
+
+    def read(
+        receiver: int, receiving: Any, got: list[Tensor], sender: int, sending: Any, sent: list[Tensor], values: Any
+    ) -> None:
+        found: list[Tensor] = []
+        with stream(mains[receiver]):
+            receiving.wait()
+            current[0].add(lambda: found.extend(tensor.clone() for tensor in got))
+        if draw.random() < 0.5:
+            kept.append(sending)
+        else:
+            with stream(mains[sender]):
+                sending.wait()
+                current[0].add(lambda: [one.fill_(torch.inf) for one in sent])
+        checks.append((found, values))
+
+    most = 1024 // 4 if not shared else slots * boxes[0].slot_bytes // 4 // 2  # elements: all pieces have slots
+    for box in boxes:
+        box.begin(str)
+    for _ in range(draw.randint(1, 12)):
+        sender, receiver = draw.sample(range(world), 2)
+        sizes = [draw.choice([0, 1, draw.randint(1, max(1, most // 2))]) for _ in range(draw.randint(1, 2))]
+        values = [torch.randn(size) for size in sizes]
+        sent, got = ([torch.full_like(value, torch.nan) for value in values] for _ in range(2))
+        with stream(mains[sender]):
+            current[0].add(lambda sent=sent, values=values: [a.copy_(b) for a, b in zip(sent, values, strict=True)])
+            sending = boxes[sender].send(sent, receiver)
+        receiving = boxes[receiver].receive(got, sender)
+        unread.append((receiver, receiving, got, sender, sending, sent, values))
+        while unread and (shared or draw.random() < 0.6):
+            read(*unread.pop(-1 if draw.random() < 0.5 else 0))
+    for one in unread:
+        read(*one)
+    for box, main in zip(boxes, mains, strict=True):
+        with stream(main):
+            box.end()
+    play(seed)
+    for found, expected in checks:
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(box._streams.is_idle() for box in boxes)
+
+
+@pytest.mark.parametrize(("world", "shared"), [(2, False), (3, False), (2, True), (3, True)])
+def test_messages_arrive_in_any_order_of_steps(world: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sharing, "queue", shared)
+    for seed in range(60):
+        exchange(world, seed, shared=shared)
+
+
+def test_numbers_of_messages_wrap() -> None:
+    for seed in range(10):
+        exchange(2, seed, shared=False, number=0xFFFFFFFE)
+        exchange(2, seed, shared=False, number=0x7FFFFFFE)
+
+
+def test_streams_do_not_wait_for_ever_for_messages_of_a_rank_that_is_gone() -> None:
+    streams.clear()
+    here, _ = mailboxes(2, slots=1, slot_bytes=128)
+    told: list[str] = []
+    here.begin(told.append)
+    main = Stream(torch.device("cuda", 0))
+    tensor = torch.ones(2)
+    with stream(main):
+        for _ in range(2):  # the second one finds no free slot
+            here.send([tensor], 1)
+        here.receive([tensor], 1).wait()
+    with pytest.raises(AssertionError, match="all streams wait"):
+        play(0)
+    here.look()
+    assert not told
+    assert not here.failure
+    here.timeout_s = here._deadline = 0.0
+    with stream(main):
+        assert not here.drain()
+    here.look()
+    play(0)
+    assert here._streams.is_idle()
+    assert told == [here.failure]
+    for call in (lambda: here.begin(str), lambda: here.send([], 1), here.receive([], 1).wait):
+        with pytest.raises(RuntimeError, match=r"has not got the messages.*start the job again"):
+            call()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,31 @@ def allocate(size: int, group: Any, device: torch.device) -> Window:
     ranks: list[Tensor] = [torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) for path in paths]
     dist.barrier(group)
     os.unlink(paths[group.rank()])
-    return Window(ranks, lambda stream: dist.barrier(group), copy)
+    return Window(ranks, lambda stream: dist.barrier(group), copy, driver=HostDriver())
+
+
+class HostDriver:
+    """What :class:`ovpatch.overlap.copy_engine.driver.Driver` has streams do, done at once by the host.
+
+    Attributes:
+        writes_to_peers: Whether numbers are written to other ranks' memory, or copied.
+    """
+
+    writes_to_peers = True
+
+    def write(self, address: int, number: int, stream: int) -> None:
+        """Write a number."""
+        ctypes.c_uint32.from_address(address).value = number
+
+    def wait(self, address: int, number: int, stream: int) -> None:
+        """Wait for a number, or a later one."""
+        found = ctypes.c_uint32.from_address(address)
+        while ctypes.c_int32(found.value - number).value < 0:
+            time.sleep(1e-4)
+
+    def copy(self, batch: Batch, stream: int) -> None:
+        """Copy."""
+        copy(batch)
 
 
 def copy(batch: Batch, stream: int = 0) -> None:

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,7 @@ def choose(
     if mode == "auto" and torch._C._current_graph_task_id() != -1:
         return  # a step in backward, where nothing is measured
     if chosen.engine is None:
-        reason = memory.unsupported_reason(group, device, _reason_against) or _still_busy(group, device)
+        reason = memory.unsupported_reason(group, device, reason_against) or _still_busy(group, device)
         reason = reason or _made(chosen, group, device, allocate)
         if reason:
             chosen.final = True
@@ -90,7 +90,8 @@ def choose(
         chosen.engine = None  # its memory
 
 
-def _reason_against(device: torch.device) -> str:
+def reason_against(device: torch.device) -> str:
+    """Return why this process cannot use copy engines, or ""."""
     if reason := memory.memory_unsupported_reason(device):
         return reason
     if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
@@ -125,19 +126,33 @@ def _still_busy(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def _made(chosen: Chosen, group: dist.ProcessGroup, device: torch.device, allocate: Allocate) -> str:
     """Make the engine; return why it cannot be made, or "", the same on all ranks."""
-    reason = ""
+    chosen.engine, reason = make_on_all(group, lambda: Engine(group, device, allocate=allocate))
+    return reason
+
+
+class Tried(Protocol):
+    """What uses other ranks' memory."""
+
+    def unheard(self) -> list[int]:
+        """Return the ranks whose memory fails a trial; called once all ranks have made theirs."""
+
+
+T = TypeVar("T", bound=Tried)
+
+
+def make_on_all(group: dist.ProcessGroup, make: Callable[[], T]) -> tuple[T | None, str]:
+    """Make what uses other ranks' memory on all ranks, or on none and return why not. All ranks call this."""
+    made, reason = None, ""
     try:
-        chosen.engine = Engine(group, device, allocate=allocate)
+        made = make()
     except RuntimeError as error:  # of the driver: containers may forbid processes to share memory
         reason = f"memory cannot be shared ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
     reason = check_consistent(group, "copy engines", {}, objection=reason, timeout_s=_TIMEOUT_S)
-    if not reason and chosen.engine is not None:
-        unheard = ", ".join(str(dist.get_global_rank(group, rank)) for rank in chosen.engine.unheard())
+    if not reason and made is not None:
+        unheard = ", ".join(str(dist.get_global_rank(group, rank)) for rank in made.unheard())
         silent = f"what rank {unheard} sends does not arrive, or arrives changed" if unheard else ""
         reason = check_consistent(group, "copy engines", {}, objection=silent, timeout_s=_TIMEOUT_S)
-    if reason:
-        chosen.engine = None
-    return reason
+    return (None, reason) if reason else (made, "")
 
 
 Calls = Callable[[dist.ProcessGroup, Engine, torch.Generator], Candidates]

@@ -73,6 +73,7 @@ class Window:
     copy: Callable[[Batch, int], None]  # copies a batch on a stream
     unheard: Callable[[], list[int]] = list  # ranks whose memory fails a trial; called once all have windows
     keeps: Any = None  # keeps the memory alive
+    driver: Any = None  # a Driver, which makes a stream write a number, or wait for one
 
 
 Allocate = Callable[[int, dist.ProcessGroup, torch.device], Window]
@@ -101,7 +102,7 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
         with quietly_on(stream):
             return meeting.unheard(stream.cuda_stream)
 
-    return Window(ranks, meeting, driver.copy, unheard, found)
+    return Window(ranks, meeting, driver.copy, unheard, found, driver)
 
 
 # --- the stream barrier ---
@@ -163,12 +164,20 @@ class StreamBarrier:
 
     def _tell(self, places: list[int], number: int, stream: int) -> None:
         """Write a number to addresses in all ranks' memory."""
-        if self._driver.writes_to_peers:
-            for place in places:
-                self._driver.write(place, number, stream)
-        else:
-            self._driver.write(self._mine, number, stream)
-            self._driver.copy(Batch(places, [self._mine] * len(places), [_NUMBER] * len(places)), stream)
+        tell(self._driver, places, self._mine, number, stream)
+
+
+def tell(driver: Driver, places: list[int], mine: int, number: int, stream: int) -> None:
+    """Write a number behind a stream's earlier work to addresses in other ranks' memory; see [Note: no kernel].
+
+    ``mine`` is the address of a number in this rank's memory, for calls on one stream only.
+    """
+    if driver.writes_to_peers:
+        for place in places:
+            driver.write(place, number, stream)
+    else:
+        driver.write(mine, number, stream)
+        driver.copy(Batch(places, [mine] * len(places), [_NUMBER] * len(places)), stream)
 
 
 _PAUSE_S: Final = 0.001

@@ -14,6 +14,7 @@ computation stops for good. So :attr:`Engine.settling` starts each receive of th
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
+from ovpatch.overlap.comm.work import Work
 from ovpatch_plugins.pipeline.actions import Kind
 from ovpatch_plugins.pipeline.clock import Clock
 from ovpatch_plugins.pipeline.failures import StepFailures
@@ -32,7 +34,7 @@ from ovpatch_plugins.pipeline.program import Program, Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS, StepTimes
 from ovpatch_plugins.pipeline.stage_run import StageRun
 from ovpatch_plugins.pipeline.torch_stage import defers_wait, finalizes_gradients
-from ovpatch_plugins.pipeline.transport import PeerToPeer
+from ovpatch_plugins.pipeline.transport import CopiedMessages, PeerToPeer
 
 
 class PipelineRankError(RuntimeError):
@@ -109,10 +111,18 @@ class Engine:
         self._defers_wait = defers_wait(schedule)
         takes_loss_kwargs = "loss_kwargs" in inspect.signature(schedule._maybe_compute_loss).parameters
         self._takes_loss_kwargs = takes_loss_kwargs
-        self._arriving: dict[Receive, tuple[list[dist.Work], list[Tensor]]] = {}
+        self._arriving: dict[Receive, tuple[list[Work], list[Tensor]]] = {}
         self._posted: set[Receive] = set()
         self._last_sent: Step | None = None
         self._is_connected = True
+        self._tell_failure = functools.partial(_publish, self._failures, self._name(program.rank))
+
+    def _open(self) -> None:
+        """Open the transport for the messages of the stages."""
+        for stage in self.stages.values():
+            stage.take_buffers()
+        assert isinstance(self._transport, CopiedMessages)
+        self._transport.open(lambda align: max(stage.count_message_bytes(align) for stage in self.stages.values()))
 
     def run(self, inputs: StepInputs) -> None:
         """Run one step.
@@ -121,8 +131,10 @@ class Engine:
             PipelineRankError: Another rank failed in the step.
             Exception: A computation of this rank failed. The next step starts clean.
         """
+        if not self._transport.is_open:
+            self._open()
         self._clock.start_step()
-        self._transport.start_step()
+        self._transport.start_step(self._tell_failure)
         self._failures.start_step(self._transport.step)
         self._decided.clear()
         self._posted.clear()
@@ -270,11 +282,11 @@ class Engine:
         if step.receiver is None:
             return
         tensors = stage.list_outputs(step.action.microbatch, Kind.F if step.action.kind is Kind.F else Kind.B)
-        self._last_sent = step
         try:
             self._send_tensors(tensors, step, stage)
         except RuntimeError as error:
             raise self._make_transport_error(step.receiver, error) from error
+        self._last_sent = step
         COUNTERS.messages += 1
 
     def _send_tensors(self, tensors: Sequence[Tensor], step: Step, stage: StageRun) -> None:
@@ -370,6 +382,10 @@ class Engine:
 
     def _name(self, rank: int) -> str:
         return f"rank {dist.get_global_rank(self._group, rank)}"
+
+
+def _publish(failures: StepFailures, rank: str, text: str) -> None:
+    failures.publish(f"{rank} {text}")
 
 
 def _make_rank_error(text: str) -> PipelineRankError:

@@ -9,6 +9,7 @@ from ovpatch.hookspecs import Option
 
 AS_GIVEN: Final = "as-given"
 AUTO: Final = "auto"
+COPIES: Final = "copies"
 
 SCHEDULES: Final = (AS_GIVEN, AUTO, "gpipe", "1f1b", "zb-h1", "zb-h2")
 """Orders: that of the script's class, one solved from measured costs, or, with one stage per rank, a fixed one."""
@@ -88,6 +89,14 @@ OPTIONS: Final = (
         "overlap_p2p_comm",
         True,
         "Post receives ahead of the computation that reads them: two on gloo, one on NCCL.",
+    ),
+    Option(
+        "p2p_transport",
+        AUTO,
+        "What carries messages. c10d: torch.distributed. copies: the GPUs' copy engines, through slots in the "
+        "receiver's memory, so that no kernel runs while a rank waits; for up to 8 GPUs of one host that reach each "
+        "other's memory. auto: c10d, until copies have been measured.",
+        choices=(AUTO, "c10d", COPIES),
     ),
     Option(
         "variable_seq_lengths",

@@ -5,7 +5,8 @@ A placement is a sequence with the rank of each stage, ``placement[stage] = rank
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -431,3 +432,48 @@ def _check_progress(schedule: Schedule, placement: Placement, slots: int | None)
                 f"rank {rank}: deadlock, {action} waits for {source}, and {why}. "
                 f"{'Give the edge more slots.' if known else 'Move it behind what its source waits for.'}"
             )
+
+
+def count_slots(schedule: Schedule, placement: Placement) -> int:
+    """Return the fewest slots of an edge with which all ranks end, even if a rank stops until its message has a slot.
+
+    Messages of an edge are taken out of their slots in the sender's order, each before the computation that reads it or
+    a later one.
+    """
+    return next(slots for slots in itertools.count(1) if _ends_with(schedule, placement, slots))
+
+
+def _ends_with(schedule: Schedule, placement: Placement, slots: int) -> bool:
+    numbers = {
+        message: (edge, number)
+        for edge, messages in list_messages(schedule, placement).items()
+        for number, message in enumerate(messages)
+    }
+    positions = [0] * len(schedule)
+    sent: Counter[tuple[int, int]] = Counter()
+    taken: Counter[tuple[int, int]] = Counter()
+
+    def runs(action: Action) -> bool:
+        """Take what an action reads, and tell whether it ends."""
+        source = find_source(action, len(placement))
+        if source in numbers:
+            edge, number = numbers[source]
+            if sent[edge] <= number:
+                return False
+            taken[edge] = max(taken[edge], number + 1)
+        message = action._replace(kind=Kind.B) if action.kind is Kind.BW else action
+        if message in numbers:
+            edge, _ = numbers[message]
+            if sent[edge] - taken[edge] >= slots:
+                return False
+            sent[edge] += 1
+        return True
+
+    moved = True
+    while moved:
+        before = sent.total(), taken.total(), sum(positions)
+        for rank, order in enumerate(schedule):
+            while positions[rank] < len(order) and runs(order[positions[rank]]):
+                positions[rank] += 1
+        moved = before != (sent.total(), taken.total(), sum(positions))
+    return all(position == len(order) for position, order in zip(positions, schedule, strict=True))

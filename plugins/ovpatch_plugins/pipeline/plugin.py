@@ -40,7 +40,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     patches.register_patch(
         "torch.distributed.distributed_c10d.destroy_process_group",
         wrap=_wrap_destroy,
-        why="ends the groups beside which the edges of a pipeline have NCCL communicators of their own",
+        why="ends the groups beside which the edges of a pipeline have NCCL communicators or memory of their own",
     )
 
 
@@ -68,7 +68,7 @@ def _wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
     def destroy_process_group(group: Any = None) -> None:
         transport = sys.modules.get("ovpatch_plugins.pipeline.transport")
         if transport is not None:
-            transport.close_edge_communicators(None if group is sys.modules["torch"].distributed.group.WORLD else group)
+            transport.close_edges(None if group is sys.modules["torch"].distributed.group.WORLD else group)
         original(group)
 
     return destroy_process_group

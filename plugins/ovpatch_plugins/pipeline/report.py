@@ -23,6 +23,7 @@ class Counters(FeatureCounters):
         early_sends: Input gradients sent before the weight gradients of their microbatch.
         weight_grads: Weight gradients of linears computed later than their backward.
         messages: Messages sent to other ranks.
+        copied_messages: Those that copy engines carried.
         failed_steps: Steps that ended with an exception.
         stock_steps: Steps with a backward that stock ran.
         microbatch_updates: Times that a stage stepped its optimizers behind a backward, with ``weight_stash``.
@@ -34,6 +35,7 @@ class Counters(FeatureCounters):
     early_sends: int = 0
     weight_grads: int = 0
     messages: int = 0
+    copied_messages: int = 0
     failed_steps: int = 0
     stock_steps: int = 0
     microbatch_updates: int = 0

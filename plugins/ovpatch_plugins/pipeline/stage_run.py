@@ -239,6 +239,16 @@ class StageRun:
         """Return how many tensors the message has that F reads."""
         return sum(shape is not None for shape in self._inputs[microbatch])
 
+    def count_message_bytes(self, align: Callable[[int], int]) -> int:
+        """Return the bytes of the largest message that the stage receives, each tensor's rounded up by ``align``."""
+        return max(
+            (
+                sum(align(shape.nbytes) for shape in shapes if shape is not None)
+                for shapes in (*self._inputs.values(), *self._grads.values())
+            ),
+            default=0,
+        )
+
     def make_inputs(self, microbatch: int, kind: Kind, sizes: Sequence[torch.Size] | None = None) -> list[Tensor]:
         """Allocate the buffers of a message that F or B reads, and return those to receive into.
 

@@ -20,14 +20,21 @@ from ovpatch.overlap.comm.group_state import group_store
 from ovpatch_plugins.pipeline.actions import Kind, Order, Schedule
 from ovpatch_plugins.pipeline.clock import make_clock
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
-from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO
-from ovpatch_plugins.pipeline.orders import ScheduleError, build_order, check_schedule, convert_torch_order
+from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO, COPIES
+from ovpatch_plugins.pipeline.orders import ScheduleError, build_order, check_schedule, convert_torch_order, count_slots
 from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, make_program
 from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, StepTimes, note_schedule, note_stock
 from ovpatch_plugins.pipeline.stage_run import StageRun, list_stages
 from ovpatch_plugins.pipeline.torch_stage import limits_sends
-from ovpatch_plugins.pipeline.transport import SUPPORTED_BACKENDS, PeerToPeer, blocks_host, close_edge_communicators
+from ovpatch_plugins.pipeline.transport import (
+    SUPPORTED_BACKENDS,
+    CopiedMessages,
+    PeerToPeer,
+    blocks_host,
+    check_copies,
+    close_edges,
+)
 
 if TYPE_CHECKING:
     from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule
@@ -137,8 +144,9 @@ class Takeover:
         device = torch.device(stages[0].device)
         on_host = blocks_host(group, device)
         varies = self._options["variable_seq_lengths"]
-        # Where shapes vary, a receive starts with a wait for its message's sizes.
-        ahead = _AHEAD[on_host] if self._options["overlap_p2p_comm"] and not varies else 0
+        by_copies = self._options["p2p_transport"] == COPIES and group.size() > 1
+        # Where shapes vary, a receive starts with a wait for its message's sizes. A slot needs no receive.
+        ahead = _AHEAD[on_host] if self._options["overlap_p2p_comm"] and not (varies or by_copies) else 0
         make = functools.partial(make_program, orders, placement, rank, shardings=_list_shardings(schedule, rank))
         program = make(ahead=ahead)
         settling = make(ahead=0) if ahead and not on_host else None
@@ -148,7 +156,12 @@ class Takeover:
             step.action.stage for step in program.steps if step.action.kind is not Kind.F and step.receiver is not None
         }
         runs = {stage.stage_index: self._make_run(stage, schedule, sending, split) for stage in stages}
-        transport = PeerToPeer(group, device, program.edges)
+        transport: PeerToPeer
+        if by_copies:
+            check_copies(group, device, varies=varies)
+            transport = CopiedMessages(group, device, program.edges, _count_slots(orders, placement))
+        else:
+            transport = PeerToPeer(group, device, program.edges)
         by_perform = owner != "PipelineScheduleMulti"
         prediction = Prediction(group, orders, placement)
         times = StepTimes()
@@ -165,6 +178,7 @@ class Takeover:
             bubbles=lambda: engine.bubbles,
             stages={index: run.report for index, run in runs.items()},
             times=times,
+            notes=["messages are carried by copy engines"] if by_copies else [],
         )
         note_schedule(report)
         if not is_auto:
@@ -176,6 +190,8 @@ class Takeover:
 
         def make_other_program(other: Schedule) -> Program:
             shardings = _unshard_all(other[rank]) if is_sharded else ()
+            if isinstance(transport, CopiedMessages):
+                transport.reserve(_count_slots(other, placement))
             return make_program(other, placement, rank, ahead=ahead, shardings=shardings)
 
         auto = AutoSchedule(engine, transport, pipeline, make_other_program, report, cache_dir())
@@ -235,7 +251,7 @@ def release_all() -> None:
     for schedule in list(_records):
         _give_buffers_back(schedule)
     _records.clear()
-    close_edge_communicators()
+    close_edges()
 
 
 def _facts_of(schedule: Any, owner: str) -> tuple[Any, ...]:
@@ -263,6 +279,11 @@ def _custom_functions(schedule: Any) -> Mapping[Any, Any]:
 
 def _list_actions(orders: Schedule) -> list[list[str]]:
     return [[str(action) for action in order] for order in orders]
+
+
+def _count_slots(orders: Schedule, placement: Sequence[int]) -> int:
+    """Return the slots of an edge: with two, the next message is there when one has been read."""
+    return max(2, count_slots(orders, placement))
 
 
 def _unshard_all(order: Order) -> list[tuple[int, str, int]]:

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a pipeline, by ``torch.distributed``.
+"""Messages between the ranks of a pipeline, by ``torch.distributed`` or by copy engines.
 
 Messages from one rank to another keep the sender's order, which both sides know from the schedule, and wait behind no
 message of another edge. On gloo a tag per step makes such a queue inside the stage's own group; stock's transfers have
@@ -7,24 +7,35 @@ tag 0. On NCCL each directed edge has a communicator of its own.
 
 from __future__ import annotations
 
+import logging
+import os
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import backend_name
-from ovpatch.overlap.comm.consensus import agree_on_name
+from ovpatch.overlap.comm.consensus import agree_on_name, gather_values
 from ovpatch.overlap.comm.group_state import (
     group_state,
     group_store,
     group_timeout_s,
     group_values,
     is_exiting_by_error,
+    register_at_exit,
 )
+from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
+from ovpatch.overlap.symm_mem import memory
+from ovpatch_plugins.pipeline.report import COUNTERS
+
+if TYPE_CHECKING:
+    from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
+
+_log = logging.getLogger("ovpatch.pipeline")
 
 _MOST_DIMENSIONS: Final = 8
 _FIRST_TAG: Final = 1 << 20
@@ -46,24 +57,34 @@ class PeerToPeer:
         device: Where its stages compute.
         edges: All directed edges ``(sender, receiver)`` of the pipeline, by rank in the group; the same on all ranks,
             which make their transports together.
+
+    Attributes:
+        is_open: Whether steps may begin; else all ranks call :meth:`CopiedMessages.open` before.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, edges: Iterable[tuple[int, int]]) -> None:
+    is_open = True
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, edges: Sequence[tuple[int, int]]) -> None:
         self._group = group
         self._rank = dist.get_rank(group)
         self._device = device
         self._tag = 0
-        self._sent: dict[int, deque[tuple[list[dist.Work], list[Tensor]]]] = {}
+        self._sent: dict[int, deque[tuple[list[Work], list[Tensor]]]] = {}
         self._steps = group_state(group).get_or_create(("pipeline", "steps"), _Steps)
         self._communicators = _Communicators()
         self._arrived: torch.cuda.Event | None = None
         self._is_arriving = False
         if not blocks_host(group, device):
-            self._communicators = _connect(group, edges, device)
+            if edges:
+                self._communicators = _connect(group, edges, device)
             self._arrived = torch.cuda.Event()
 
-    def start_step(self) -> None:
-        """Begin the messages of a step. What an interrupted step left unread cannot be taken for one of them."""
+    def start_step(self, tell_failure: Callable[[str], object] = str) -> None:
+        """Begin the messages of a step. What an interrupted step left unread cannot be taken for one of them.
+
+        Args:
+            tell_failure: Tells the other ranks that this one went on without their messages.
+        """
         self._steps.count += 1
         self._tag = _FIRST_TAG + self._steps.count % _TAGS
         self._is_arriving = False
@@ -86,14 +107,16 @@ class PeerToPeer:
         """
         if tells_sizes:
             tensors = [_list_sizes(tensors).to(self._device), *tensors]
-        communicator = self._communicators.get((self._rank, receiver))
-        if communicator is None:
-            works = [self._group.send([_real(tensor)], receiver, self._tag) for tensor in tensors]
-        else:
-            works = [communicator.send([_real(tensor)], 1, 0) for tensor in tensors]
+        works = self._start_send([_real(tensor) for tensor in tensors], receiver)
         self._sent.setdefault(receiver, deque()).append((works, list(tensors)))
 
-    def receive(self, tensors: Sequence[Tensor], sender: int) -> list[dist.Work]:
+    def _start_send(self, tensors: Sequence[Tensor], receiver: int) -> list[Work]:
+        communicator = self._communicators.get((self._rank, receiver))
+        if communicator is None:
+            return [self._group.send([tensor], receiver, self._tag) for tensor in tensors]
+        return [communicator.send([tensor], 1, 0) for tensor in tensors]
+
+    def receive(self, tensors: Sequence[Tensor], sender: int) -> list[Work]:
         """Start to receive into ``tensors``, in the sender's order."""
         communicator = self._communicators.get((sender, self._rank))
         if communicator is None:
@@ -106,7 +129,7 @@ class PeerToPeer:
         self.wait_for(self.receive([found], sender))
         return [torch.Size(sizes[:dimensions]) for dimensions, *sizes in found.tolist()]
 
-    def wait_for(self, works: Sequence[dist.Work]) -> None:
+    def wait_for(self, works: Sequence[Work]) -> None:
         """Wait for a message: the host on gloo, the current stream on NCCL."""
         for work in works:
             work.wait()
@@ -139,6 +162,162 @@ class PeerToPeer:
     def abandon(self) -> None:
         """Drop all messages, after an error of the transport."""
         self._sent.clear()
+
+
+class CopiedMessages(PeerToPeer):
+    """Messages by copy engines, through slots in the receivers' memory. No kernel runs while a rank waits.
+
+    Args:
+        group: The pipeline's group, all of whose ranks can reach each other's memory.
+        device: Where its stages compute.
+        edges: As of :class:`PeerToPeer`.
+        slots: Messages that an edge holds.
+    """
+
+    is_open = False
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, edges: Sequence[tuple[int, int]], slots: int
+    ) -> None:
+        super().__init__(group, device, ())
+        self._edges, self._slots, self._bytes = edges, slots, 0
+        self._copies: PointToPoint
+
+    def open(self, count_bytes: Callable[[Callable[[int], int]], int]) -> None:
+        """Allocate the slots, or take those of an earlier schedule. All ranks of the pipeline call this.
+
+        Args:
+            count_bytes: Returns the bytes of the largest message that this rank receives, given a function that rounds
+                a tensor's bytes up.
+
+        Raises:
+            RuntimeError: There is too little memory, or it cannot be reached; on all ranks.
+        """
+        from ovpatch.overlap.copy_engine.point_to_point import PointToPoint, round_up
+        from ovpatch.overlap.copy_engine.selection import make_on_all
+
+        found = gather_values(self._group, "pipeline messages", {"bytes": count_bytes(round_up)})
+        self._bytes = max(self._bytes, *(one["bytes"] for one in found))
+        opened = group_state(self._group).get_or_create(_Opened, _Opened)
+        edges = tuple(sorted(set(self._edges)))
+        for known_edges, known in opened:
+            if known_edges == edges and known.slots >= self._slots and known.slot_bytes >= self._bytes:
+                self._copies, self.is_open = known, True
+                return
+        made, reason = make_on_all(
+            self._group,
+            lambda: PointToPoint(
+                self._group,
+                self._device,
+                edges,
+                slots=self._slots,
+                slot_bytes=self._bytes,
+                timeout_s=group_timeout_s(self._group),
+            ),
+        )
+        if made is None:
+            raise _make_copies_error(reason)
+        register_at_exit(_free_slots)
+        opened.append((edges, made))
+        self._copies, self.is_open = made, True
+
+    def reserve(self, slots: int) -> None:
+        """Have at least ``slots`` messages fit into an edge from the next step on. All ranks call this."""
+        if slots > self._slots:
+            self._slots, self.is_open = slots, False
+
+    def start_step(self, tell_failure: Callable[[str], object] = str) -> None:
+        """Begin the messages of a step.
+
+        Raises:
+            RuntimeError: Messages of an earlier step are unread, or did not come in time.
+        """
+        self._copies.begin(tell_failure)
+        super().start_step()
+
+    def receive(self, tensors: Sequence[Tensor], sender: int) -> list[Work]:
+        """Expect a message in the sender's order. The stream waits for it when the returned handle does."""
+        wanted = [_real(tensor) for tensor in tensors]
+        into = [one if one.is_contiguous() else one.new_empty(one.shape) for one in wanted]
+        work = self._copies.receive(into, sender)
+        pairs = [(one, made) for one, made in zip(wanted, into, strict=True) if one is not made]
+        if not pairs:
+            return [work]
+        return [WorkWithEpilogue([work], lambda: [one.copy_(made) for one, made in pairs])]
+
+    def _start_send(self, tensors: Sequence[Tensor], receiver: int) -> list[Work]:
+        COUNTERS.copied_messages += 1
+        return [self._copies.send([tensor.detach().contiguous() for tensor in tensors], receiver)]
+
+    def wait_for_arrivals(self) -> None:
+        """Have the host wait until all messages have come.
+
+        Raises:
+            RuntimeError: They did not within the group's time-out.
+        """
+        super().wait_for_arrivals()
+        self._copies.check()
+
+    def finish(self) -> None:
+        """Wait until all messages are sent, all others having been received."""
+        super().finish()
+        self._copies.end()
+
+
+class _Opened(list[tuple[tuple[tuple[int, int], ...], "PointToPoint"]]):
+    """The slots of a group's edges, which its schedules share as they run one after the other."""
+
+    def close(self, timeout_s: float) -> None:
+        """Free them once all messages are where they belong."""
+        for _, copies in self:
+            if not copies.drain():
+                _log.warning(_STUCK_TEXT, timeout_s)
+                _stuck.append(copies)
+        self.clear()
+
+
+def _free_slots(group: dist.ProcessGroup | None = None) -> None:
+    if not is_exiting_by_error():
+        for owner, opened in group_values(_Opened, group):
+            opened.close(group_timeout_s(owner))
+
+
+_stuck: list[PointToPoint] = []  # their memory is never freed, which would wait for their streams, too
+
+_STUCK_TEXT: Final = (
+    "messages of a pipeline have not arrived in %g s and are not waited for any longer: look at the output of the "
+    "other ranks, one of which may have died"
+)
+
+
+def check_copies(group: dist.ProcessGroup, device: torch.device, *, varies: bool) -> None:
+    """Raise RuntimeError on all ranks of a group, which call this together, if copy engines cannot carry messages.
+
+    Args:
+        group: The pipeline's group.
+        device: Where its stages compute.
+        varies: The option ``variable_seq_lengths``.
+    """
+    reason = memory.unsupported_reason(group, device, _reason_against_copies)
+    if varies:
+        reason = "variable_seq_lengths is on, and slots are made for messages of one size"
+    if reason:
+        raise _make_copies_error(reason)
+
+
+def _reason_against_copies(device: torch.device) -> str:
+    from ovpatch.overlap.copy_engine.selection import reason_against
+
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        return "with CUDA_DEVICE_MAX_CONNECTIONS=1 a stream that waits holds up all others of the GPU"
+    return reason_against(device)
+
+
+def _make_copies_error(reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"pipeline: p2p_transport=copies cannot be used: {reason}. "
+        "Set OVPATCH_PIPELINE_P2P_TRANSPORT=c10d on all ranks."
+    )
 
 
 class _Steps:
@@ -214,8 +393,8 @@ def _make_communicator(
     return made
 
 
-def close_edge_communicators(group: dist.ProcessGroup | None = None) -> None:
-    """Shut down the communicators of one group, or of all, behind their transfers. All ranks call this.
+def close_edges(group: dist.ProcessGroup | None = None) -> None:
+    """Shut down the communicators of one group, or of all, behind their transfers, and free slots. All ranks call this.
 
     Does nothing if an exception ends this process: transfers in flight may wait for peers that are gone.
 
@@ -228,3 +407,4 @@ def close_edge_communicators(group: dist.ProcessGroup | None = None) -> None:
         for edge in sorted(made):
             made[edge].shutdown()
         made.clear()
+    _free_slots(group)

@@ -90,6 +90,7 @@ def fail(
     *,
     calls: Sequence[int] = (0, 2, 5),
     delay_s: float = 0.0,
+    **options: Any,
 ) -> list[tuple[list[str], str]]:
     """Let a step fail on each victim, at each of some calls; return what differs afterwards, and the error."""
     more: dict[str, Any] = {} if "1F1B" in schedule and "Inter" not in schedule else {"chunks": 2, "microbatches": 8}
@@ -100,7 +101,7 @@ def fail(
     found = []
     for victim in victims:
         for left in calls:
-            ovpatch.apply("pipeline", options={"pipeline": {"schedule": order}})
+            ovpatch.apply("pipeline", options={"pipeline": {"schedule": order, **options}})
             failed = counters()["failed_steps"]
             patched, text = Armed(case, victim, left).run()
             assert counters()["failed_steps"] == failed + bool(text)

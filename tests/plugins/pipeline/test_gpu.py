@@ -6,6 +6,8 @@ Each test is one job of many cases. ``pytest -m gpu --share-gpu`` runs all ranks
 from __future__ import annotations
 
 import contextlib
+import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
+from ovpatch.overlap.comm.group_state import group_values
+from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
+from ovpatch_plugins.pipeline.transport import _Opened
 from tests.plugins.pipeline.cases import Case, counters, device, differences, feature_report, make_schedule, train
 from tests.plugins.pipeline.models import Block, Part
 from tests.plugins.pipeline.test_failures import fail
@@ -72,11 +77,13 @@ def _cases(world: int) -> dict[str, tuple[Case, tuple[str, ...]]]:
     return found
 
 
-def _compare(case: Case, orders: tuple[str, ...], group: Any = None, seed: int = 0) -> dict[str, list[str]]:
+def _compare(
+    case: Case, orders: tuple[str, ...], group: Any = None, seed: int = 0, transport: str = "auto"
+) -> dict[str, list[str]]:
     """Return what differs from stock, by order."""
     stock, found = train(case, group, seed), {}
     for order in orders:
-        ovpatch.apply("pipeline", options={"pipeline": {"schedule": order}})
+        ovpatch.apply("pipeline", options={"pipeline": {"schedule": order, "p2p_transport": transport}})
         before = counters()
         found[order] = differences(stock, train(case, group, seed))
         after = counters()
@@ -84,14 +91,18 @@ def _compare(case: Case, orders: tuple[str, ...], group: Any = None, seed: int =
         # With DistributedDataParallel stock computes the first step.
         if steps + after["stock_steps"] - before["stock_steps"] != case.steps or not steps:
             found[order].append(f"{steps} steps")
+        copied = after["copied_messages"] - before["copied_messages"]
+        if copied != (after["messages"] - before["messages"] if transport == "copies" else 0):
+            found[order].append(f"{copied} messages by copy engines")
         if order.startswith("zb") and after["weight_grads"] == before["weight_grads"]:
             found[order].append("no weight gradient was deferred")
         ovpatch.revert()
     return found
 
 
-def _compare_all() -> dict[str, dict[str, list[str]]]:
-    return {name: _compare(*case) for name, case in _cases(dist.get_world_size()).items()}
+def _compare_all(transport: str = "auto") -> dict[str, dict[str, list[str]]]:
+    cases = _cases(dist.get_world_size())
+    return {name: _compare(*case, transport=transport) for name, case in cases.items()}
 
 
 def _assert_equal(by_rank: list[dict[str, dict[str, list[str]]]]) -> None:
@@ -106,9 +117,93 @@ def test_two_ranks(ranks: Any) -> None:
     _assert_equal(ranks(2)(_compare_all, backend="nccl", timeout=120))
 
 
+@pytest.mark.gpu(2)
+def test_two_ranks_by_copies(ranks: Any) -> None:
+    _assert_equal(ranks(2)(_compare_all, "copies", backend="nccl", timeout=120))
+
+
 @pytest.mark.gpu(4)
 def test_four_ranks(ranks: Any) -> None:
     _assert_equal(ranks(4)(_compare_all, backend="nccl", timeout=120))
+
+
+@pytest.mark.gpu(4)
+def test_four_ranks_by_copies(ranks: Any) -> None:
+    _assert_equal(ranks(4)(_compare_all, "copies", backend="nccl", timeout=120))
+
+
+def _exchange(repetitions: int) -> list[int]:
+    """Send random messages both ways with ranks and streams that are late at random; return those that are wrong."""
+    rank, device = dist.get_rank(), torch.device("cuda", torch.cuda.current_device())
+    edges = [(0, 1), (1, 0)]
+    box = PointToPoint(dist.group.WORLD, device, edges, slots=2, slot_bytes=1 << 20, timeout_s=60.0)
+    dist.barrier()
+    assert not box.unheard()
+    dist.barrier()
+    late, same, wrong = random.Random(rank), random.Random(7), []
+    for repetition in range(repetitions):
+        box.begin(str)
+        sizes = [same.randint(0, 400_000) for _ in range(same.randint(1, 3))]
+        if late.random() < 0.3:
+            time.sleep(late.random() * 2e-3)
+        if late.random() < 0.5:
+            torch.cuda._sleep(int(late.random() * 2e6))
+        works, got = [], []
+        stream = torch.cuda.Stream() if late.random() < 0.3 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for number in range(3):
+                sent = [torch.full((size,), float(repetition + number + rank), device=device) for size in sizes]
+                works.append(box.send(sent, 1 - rank))
+                for tensor in sent if number == 2 and late.random() < 0.5 else ():
+                    works[-1].wait()
+                    tensor.fill_(torch.nan)
+                got.append([torch.full((size,), torch.nan, device=device) for size in sizes])
+            receiving = [box.receive(tensors, 1 - rank) for tensors in got]
+            for work in reversed(receiving):
+                work.wait()
+            for work in works:
+                work.wait()
+            box.end()
+            torch.cuda.current_stream().synchronize()
+        for number, tensors in enumerate(got):
+            expected = float(repetition + number + 1 - rank)
+            wrong += [] if all(bool((one == expected).all()) for one in tensors) else [repetition]
+    assert box.drain()
+    return wrong
+
+
+@pytest.mark.gpu(2)
+def test_messages_of_late_ranks_and_streams(ranks: Any) -> None:
+    assert ranks(2)(_exchange, 200, backend="nccl", timeout=120) == [[], []]
+
+
+def _stay_away() -> list[str]:
+    """Let rank 1 not come to the second step; rank 0 waits for it on its stream."""
+    ovpatch.apply("pipeline", options={"pipeline": {"p2p_transport": "copies"}})
+    schedule, _ = make_schedule(Case(shape=SHAPE, part=_wide))
+    rows = torch.randn(6 * SHAPE[0], 2, SHAPE[1], device=device())
+    inputs = (rows,) if dist.get_rank() == 0 else ()
+    schedule.step(*inputs, target=rows)
+    torch.cuda.synchronize()
+    ((_, opened),) = group_values(_Opened, dist.group.WORLD)
+    opened[0][1].timeout_s = 0.5
+    texts = []
+    for _ in range(2 if dist.get_rank() == 0 else 0):
+        try:
+            schedule.step(*inputs, target=rows)
+        except RuntimeError as error:
+            texts.append(str(error))
+    torch.cuda.synchronize()
+    dist.barrier()
+    return texts
+
+
+@pytest.mark.gpu(2)
+def test_a_stream_does_not_wait_without_end_for_a_rank_that_stays_away(ranks: Any) -> None:
+    first, second = ranks(2)(_stay_away, backend="nccl", timeout=120)[0]
+    assert "has not got the messages of a step from its peers" in first
+    assert "start the job again" in second
 
 
 def _replicated() -> dict[str, dict[str, list[str]]]:
@@ -132,19 +227,20 @@ def test_two_replicas_of_two_stages(ranks: Any) -> None:
     _assert_equal(ranks(4)(_replicated, backend="nccl", timeout=120))
 
 
-def _fail_everywhere() -> list[tuple[str, int, list[str], str]]:
+def _fail_everywhere(transport: str) -> list[tuple[str, int, list[str], str]]:
     """The failing rank's host is late, and those of the others are ahead of their devices."""
     found = []
     for where, schedule in (("F", "Schedule1F1B"), ("B", "Schedule1F1B"), ("F", "ScheduleZBVZeroBubble")):
         victims = list(range(dist.get_world_size()))
-        results = fail(where, victims, "zb-h1", schedule, calls=(1,), delay_s=0.2)
+        results = fail(where, victims, "zb-h1", schedule, calls=(1,), delay_s=0.2, p2p_transport=transport)
         found += [(f"{where} of {schedule}", victim, *result) for victim, result in zip(victims, results, strict=True)]
     return found
 
 
 @pytest.mark.gpu(2)
-def test_a_failing_rank_is_named_on_all(ranks: Any) -> None:
-    for rank, found in enumerate(ranks(2)(_fail_everywhere, backend="nccl", timeout=60)):
+@pytest.mark.parametrize("transport", ["c10d", "copies"])
+def test_a_failing_rank_is_named_on_all(ranks: Any, transport: str) -> None:
+    for rank, found in enumerate(ranks(2)(_fail_everywhere, transport, backend="nccl", timeout=60)):
         for name, victim, wrong, text in found:
             assert not wrong, f"rank {rank}, {name} on rank {victim}: {wrong[:4]}"
             if rank == victim:

@@ -16,6 +16,7 @@ from ovpatch_plugins.pipeline.orders import (
     build_vee_order,
     check_schedule,
     convert_torch_order,
+    count_slots,
     list_messages,
     merge_backwards,
     split_backwards,
@@ -254,3 +255,19 @@ def test_slots_that_are_too_few_are_a_deadlock():
         check_schedule(orders, (0, 1, 0), stock=stock, slots=1)
     with pytest.raises(ScheduleError, match="0 slots"):
         check_schedule(orders, (0, 1, 0), slots=0)
+
+
+def test_slots_with_which_ranks_end_that_stop_at_each_message():
+    for name in ORDERS:
+        assert count_slots(build_order(name, ranks=4, microbatches=8), range(4)) == 1
+    found = {name: count_slots(*torch_order(name, ranks=4, microbatches=8)) for name in PLACEMENT_OF}
+    assert found["Interleaved1F1B"] == 1
+    assert {slots for name, slots in found.items() if name != "Interleaved1F1B"} == {2}
+    assert count_slots(*torch_order("InterleavedZeroBubble", ranks=8, microbatches=16)) == 4
+
+    # Rank 0 sends four Fs before it reads one.
+    orders = [
+        [Action(kind, stage, number) for kind, stage in ((F, 0), (F, 2), (BW, 2), (BW, 0)) for number in range(4)],
+        [Action(kind, 1, number) for kind in (F, BW) for number in range(4)],
+    ]
+    assert count_slots(orders, (0, 1, 0)) == 2, "with one, 0F3 waits for rank 1, which waits to send 1F1"
