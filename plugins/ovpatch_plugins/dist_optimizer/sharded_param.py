@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -20,30 +19,39 @@ _CONTIGUOUS: Final = (1,)
 _VERSION: Final = operator.attrgetter("_version")
 
 
-@dataclass(eq=False)
 class ShardedParam:
     """A parameter of which each rank updates a shard, or which one rank updates for all.
+
+    Args:
+        param: The parameter.
+        shards: The sharded gradients of its model.
+        index: Its index there.
 
     Attributes:
         param: The parameter.
         shards: The sharded gradients of its model.
         index: Its index there.
         owner: The group rank that updates all of it, where one does.
+        shard: This rank's elements.
+        shard_param: What the optimizer is given for it; without memory between steps.
     """
 
-    param: Parameter
-    shards: ShardedGrads
-    index: int
-    owner: int | None = None
+    # Each step goes through thousands of them.
+    __slots__ = (
+        "begin", "grad", "index", "nothing", "owner", "param", "reduced", "shard", "shard_param", "shards", "size",
+        "strides",
+    )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        self.shard = self.shards.local_range(self.index)
-        self.size, self.strides = (self.shard.numel,), self.param.stride()
+    def __init__(self, param: Parameter, shards: ShardedGrads, index: int) -> None:
+        self.param, self.shards, self.index = param, shards, index
+        self.owner: int | None = None
+        self.shard = shards.local_range(index)
+        self.begin, self.size, self.strides = self.shard.begin, (self.shard.numel,), param.stride()
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self.nothing = self.param.new_empty(0)
+            self.nothing = param.new_empty(0)
             # What Parameter() does, which read_hooks.py wraps. It keeps the parameter's version counter, whatever its
             # memory: autograd refuses to go back through a graph whose tensors an optimizer has written to by shards.
-            self.shard_param: Parameter = torch.Tensor._make_subclass(Parameter, self.param, True)
+            self.shard_param: Parameter = torch.Tensor._make_subclass(Parameter, param, True)
             self.shard_param.data = self.nothing
         self.reduced = self.grad = self.nothing  # the shard of the gradient, and what the optimizer is given for it
 
@@ -68,7 +76,7 @@ def attach_shards(params: Sequence[ShardedParam]) -> list[Parameter]:
                 dtype = param.dtype
                 if dtype is not shard_param.dtype:
                     one.nothing = shard_param.data = param.new_empty(0)
-                begin = param.storage_offset() + one.shard.begin
+                begin = param.storage_offset() + one.begin
                 shard_param.set_(param.untyped_storage(), begin, one.size, _CONTIGUOUS)
                 grad = param.grad
                 if type(grad) is LazyTensor and grad.__dict__.get("source") is one.shards:
