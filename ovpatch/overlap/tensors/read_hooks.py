@@ -29,6 +29,8 @@ _READ_ALL = (torch.jit.ScriptModule, nn.DataParallel)
 # They take their fast path (no gradient to compute, no autocast on CUDA) only if no parameter's class is to be asked.
 _FAST = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
+_BY_TREE = (*_READ_ALL, *_FAST)
+
 
 class ReadHook(NamedTuple):
     """A function of torch through which readers pass.
@@ -52,7 +54,7 @@ def wait_for_module(module: nn.Module) -> None:
 
     These are its own parameters, and those of its children if C++ calls the children or it decides by their classes.
     """
-    tree = isinstance(module, (*_READ_ALL, *_FAST)) or "forward" in module.__dict__
+    tree = isinstance(module, _BY_TREE) or "forward" in module.__dict__
     for param in module.parameters() if tree else module._parameters.values():
         if id(param) in PENDING:
             assert param is not None
