@@ -13,7 +13,7 @@ from ovpatch.patching import IncompatiblePatchError, PatchConflictError, PatchEr
 from ovpatch.patching.wrapper_chain import compare_signatures
 
 from .conftest import MakeModule
-from .tools import same, snapshot, states, tag
+from .tools import patch, same, snapshot, states, tag
 
 # Order
 
@@ -73,8 +73,7 @@ def test_inner_patch_that_is_never_reached_counts_no_calls(pm: PatchManager, mak
 
 def test_second_replacement_is_a_conflict_and_changes_nothing(pm: PatchManager, make: MakeModule) -> None:
     m = make("class C:\n    def f(self): return 'f'")
-    pm.register_patch(f"{m.__name__}.C.f", lambda self: "one", feature="one")
-    pm.apply()
+    patch(pm, m, "C.f", lambda self: "one", feature="one")
     before = snapshot(m.C)
     pm.register_patch(f"{m.__name__}.C.f", lambda self: "two", feature="two")
     with pytest.raises(PatchConflictError, match="OVPATCH_ONE=0 or OVPATCH_TWO=0"):
@@ -108,8 +107,7 @@ def test_alias_of_a_class_is_seen_as_the_same_target(pm: PatchManager, make: Mak
 def test_alias_is_seen_across_two_calls_of_apply(pm: PatchManager, make: MakeModule) -> None:
     home = make("def f(): return 'f'")
     facade = make(g=home.f)
-    pm.register_patch(f"{home.__name__}.f", lambda: "one", feature="one")
-    pm.apply()
+    patch(pm, home, "f", lambda: "one", feature="one")
     pm.register_patch(f"{facade.__name__}.g", lambda: "two", feature="two")
     with pytest.raises(PatchConflictError):
         pm.apply()
@@ -261,8 +259,7 @@ def test_optional_patch_with_another_signature_is_left_out(pm: PatchManager, mak
     pm.apply()
     assert states(pm) == ["incompatible", "incompatible"]
     assert m.f(1) == "f"
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
-    pm.apply()
+    patch(pm, m, "f", wrap=tag("w"))
     assert m.f(1) == "w(f)"
 
 
@@ -271,8 +268,7 @@ def test_installed_function_shows_the_original_signature(pm: PatchManager, make:
 
     m = make("class C:\n    def f(self, a: int, *, b: str = 'b') -> str:\n        'doc'\n        return a")
     stock = inspect.signature(m.C.f)
-    pm.register_patch(f"{m.__name__}.C.f", wrap=lambda original: lambda *args, **kwargs: "w")
-    pm.apply()
+    patch(pm, m, "C.f", wrap=lambda original: lambda *args, **kwargs: "w")
     assert inspect.signature(m.C.f) == stock
     assert (m.C.f.__name__, m.C.f.__qualname__, m.C.f.__doc__) == ("f", "C.f", "doc")
     assert m.C().f.__func__ is m.C.f
@@ -281,8 +277,7 @@ def test_installed_function_shows_the_original_signature(pm: PatchManager, make:
 def test_marks_for_dynamo_are_not_copied(pm: PatchManager, make: MakeModule) -> None:
     m = make("def f(): return 'f'")
     m.f._torchdynamo_disable, m.f.get_compiler_config, m.f.own = True, len, "kept"
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
-    pm.apply()
+    patch(pm, m, "f", wrap=tag("w"))
     assert not {"_torchdynamo_disable", "get_compiler_config"} & vars(m.f).keys()
     assert m.f.own == "kept"
 

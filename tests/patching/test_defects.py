@@ -49,7 +49,7 @@ from ovpatch.patching import (
 )
 
 from .conftest import MakeModule, WritePackage
-from .tools import same, snapshot, states, tag
+from .tools import patch, same, snapshot, states, tag
 
 
 def test_02_10_equal_constants_elsewhere_are_never_touched(pm: PatchManager, make: MakeModule) -> None:
@@ -117,8 +117,7 @@ def test_14_author_keeps_the_original(pm: PatchManager, make: MakeModule) -> Non
     source = f"from {home.__name__} import f\ndef new_f(): return 'new ' + f()"
     author = make(source, "author_package.patches")
     helper = make(f"from {home.__name__} import f as stock", "author_package.helper")
-    pm.register_patch(f"{home.__name__}.f", author.new_f)
-    pm.apply()
+    patch(pm, home, "f", author.new_f)
     assert home.f() == "new f"
     assert helper.stock() == "f"
     late = make(f"from {home.__name__} import f", "author_package.late")
@@ -129,11 +128,9 @@ def test_14_author_keeps_the_original(pm: PatchManager, make: MakeModule) -> Non
 def test_14b_author_who_joins_later_gets_the_original_back(pm: PatchManager, make: MakeModule) -> None:
     home = make("def f(): return 'f'")
     author = make(f"from {home.__name__} import f\ndef new_f(): return 'new ' + f()", "single_author")
-    pm.register_patch(f"{home.__name__}.f", wrap=tag("w"), feature="first")
-    pm.apply()
+    patch(pm, home, "f", wrap=tag("w"), feature="first")
     assert author.f() == "w(f)"
-    pm.register_patch(f"{home.__name__}.f", author.new_f, feature="second")
-    pm.apply()
+    patch(pm, home, "f", author.new_f, feature="second")
     assert home.f() == "w(new f)"
 
 

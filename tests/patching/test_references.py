@@ -8,15 +8,14 @@ import types
 from ovpatch.patching import PatchManager
 
 from .conftest import MakeModule
-from .tools import only, same, snapshot, tag
+from .tools import only, patch, same, snapshot, tag
 
 
 def test_from_import_held_before_apply_under_any_name(pm: PatchManager, make: MakeModule) -> None:
     m = make("def f(): return 'f'")
     same_name, renamed = make(f"from {m.__name__} import f"), make(f"from {m.__name__} import f as g")
     before = snapshot(same_name), snapshot(renamed)
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
-    pm.apply()
+    patch(pm, m, "f", wrap=tag("w"))
     assert (same_name.f(), renamed.g()) == ("w(f)", "w(f)")
     assert set(only(pm).rebound) == {f"{same_name.__name__}.f", f"{renamed.__name__}.g"}
     pm.revert()
@@ -27,8 +26,7 @@ def test_from_import_held_before_apply_under_any_name(pm: PatchManager, make: Ma
 def test_reference_taken_after_apply_is_given_back_too(pm: PatchManager, make: MakeModule) -> None:
     m = make("def f(): return 'f'")
     stock = m.f
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
-    pm.apply()
+    patch(pm, m, "f", wrap=tag("w"))
     late = make(f"from {m.__name__} import f as g")
     assert late.g() == "w(f)"
     pm.revert()
@@ -38,8 +36,7 @@ def test_reference_taken_after_apply_is_given_back_too(pm: PatchManager, make: M
 def test_reference_that_somebody_changed_meanwhile_is_left_alone(pm: PatchManager, make: MakeModule) -> None:
     m = make("def f(): return 'f'")
     user = make(g=m.f)
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
-    pm.apply()
+    patch(pm, m, "f", wrap=tag("w"))
     theirs = user.g = tag("theirs")(user.g)
     pm.revert()
     assert user.g is theirs
@@ -68,8 +65,7 @@ def test_only_real_modules_are_looked_at(pm: PatchManager, make: MakeModule, mon
 def test_method_patches_rebind_nothing(pm: PatchManager, make: MakeModule) -> None:
     m = make("class C:\n    def f(self): return 'f'")
     user = make(g=m.C.f)
-    pm.register_patch(f"{m.__name__}.C.f", wrap=tag("w"))
-    pm.apply()
+    patch(pm, m, "C.f", wrap=tag("w"))
     assert user.g(m.C()) == "f"
     assert only(pm).rebound == ()
 
@@ -87,6 +83,5 @@ def test_held_wrapper_goes_to_the_original_after_revert(pm: PatchManager, make: 
 
 def test_explicit_target_in_the_authors_own_package_is_patched(pm: PatchManager, make: MakeModule) -> None:
     m = make("def f(): return 'f'\ndef new(): return 'new'")
-    pm.register_patch(f"{m.__name__}.f", m.new)
-    pm.apply()
+    patch(pm, m, "f", m.new)
     assert m.f() == "new"

@@ -11,7 +11,7 @@ import pytest
 from ovpatch.patching import PatchError, PatchManager
 
 from .conftest import MakeModule
-from .tools import only, same, snapshot, states, tag
+from .tools import only, patch, same, snapshot, states, tag
 
 
 def test_two_features_on_one_target_revert_in_any_order(pm: PatchManager, make: MakeModule) -> None:
@@ -51,10 +51,9 @@ def test_slot_is_restored_once_the_foreign_patch_is_gone(
 ) -> None:
     m = make("def f(): return 'f'")
     stock = m.f
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("ours"))
-    pm.apply()
-    with monkeypatch.context() as patch:
-        patch.setattr(m, "f", tag("theirs")(m.f))
+    patch(pm, m, "f", wrap=tag("ours"))
+    with monkeypatch.context() as patched:
+        patched.setattr(m, "f", tag("theirs")(m.f))
         pm.revert()
         assert states(pm) == ["shadowed"]
         assert "tools.py" in only(pm).reason
@@ -87,8 +86,7 @@ def _mock(inner: Any) -> Any:
 @pytest.mark.parametrize("cover", [_closure, _default, _partial, _mock, tag("theirs")])
 def test_foreign_wrapper_of_any_make_is_recognised(pm: PatchManager, make: MakeModule, cover: Any) -> None:
     m = make("def f(): return 'f'")
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("ours"))
-    pm.apply()
+    patch(pm, m, "f", wrap=tag("ours"))
     m.f = cover(m.f)
     assert states(pm) == ["applied"]
     pm.apply()
@@ -97,8 +95,7 @@ def test_foreign_wrapper_of_any_make_is_recognised(pm: PatchManager, make: MakeM
 
 def test_foreign_wrapper_that_names_a_global_is_recognised(pm: PatchManager, make: MakeModule) -> None:
     m = make("def f(): return 'f'")
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("ours"))
-    pm.apply()
+    patch(pm, m, "f", wrap=tag("ours"))
     other = make("def theirs(): return f'theirs({stock()})'", stock=m.f)
     m.f = other.theirs
     pm.apply()
@@ -110,8 +107,7 @@ def test_patch_that_was_overwritten_is_put_on_again_above(
 ) -> None:
     m = make("def f(): return 'f'")
     stock = m.f
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("ours"))
-    pm.apply()
+    patch(pm, m, "f", wrap=tag("ours"))
     monkeypatch.setattr(m, "f", lambda: "theirs")
     assert states(pm) == ["shadowed"]
     assert "call apply() again" in only(pm).reason
@@ -127,8 +123,7 @@ def test_patch_that_was_overwritten_is_put_on_again_above(
 
 def test_hidden_foreign_wrapper_never_makes_a_patch_run_twice(pm: PatchManager, make: MakeModule) -> None:
     m = make("def f(): return 'f'")
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("ours"))
-    pm.apply()
+    patch(pm, m, "f", wrap=tag("ours"))
     hiding_place = [m.f]
 
     class Hidden:
@@ -145,8 +140,7 @@ def test_hidden_foreign_wrapper_never_makes_a_patch_run_twice(pm: PatchManager, 
 
 def test_replacement_under_a_foreign_wrapper_keeps_it_when_applied_again(pm: PatchManager, make: MakeModule) -> None:
     m = make("def f(): return 'f'")
-    pm.register_patch(f"{m.__name__}.f", lambda: "new")
-    pm.apply()
+    patch(pm, m, "f", lambda: "new")
     m.f = tag("theirs")(m.f)
     pm.revert()
     assert m.f() == "theirs(f)"
@@ -172,8 +166,7 @@ def test_second_manager_is_a_third_party(make: MakeModule) -> None:
 
 def test_attribute_that_somebody_deleted_stays_deleted(pm: PatchManager, make: MakeModule) -> None:
     m = make("class C:\n    def f(self): return 'f'")
-    pm.register_patch(f"{m.__name__}.C.f", wrap=tag("w"))
-    pm.apply()
+    patch(pm, m, "C.f", wrap=tag("w"))
     del m.C.f
     pm.revert()
     assert not hasattr(m.C, "f")
@@ -216,8 +209,7 @@ def test_handle_that_cannot_be_removed_does_not_stop_the_rest(pm: PatchManager, 
     log: list[str] = []
     pm.register_hook("first", functools.partial(Handle, log, "first"))
     pm.register_hook("broken", functools.partial(Handle, log, "broken"))
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
-    pm.apply()
+    patch(pm, m, "f", wrap=tag("w"))
     with pytest.raises(PatchError, match=r"hook 'broken'.*stuck"):
         pm.revert()
     assert log[2:] == ["-broken", "-first"]

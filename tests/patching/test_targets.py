@@ -12,7 +12,7 @@ import pytest
 from ovpatch.patching import DeclarationError, IncompatiblePatchError, PatchManager, PatchState, TargetNotFoundError
 
 from .conftest import MakeModule, WritePackage
-from .tools import only, same, snapshot, states, tag
+from .tools import only, patch, same, snapshot, states, tag
 
 CLASSES = """
 class Base:
@@ -74,8 +74,7 @@ def test_attribute_of_a_class(pm: PatchManager, make: MakeModule, path: str, cal
 
 def test_setter_of_a_patched_property_still_works(pm: PatchManager, make: MakeModule) -> None:
     m = make(CLASSES)
-    pm.register_patch(f"{m.__name__}.Base.size", property(lambda self: f"new {self._size}"))
-    pm.apply()
+    patch(pm, m, "Base.size", property(lambda self: f"new {self._size}"))
     base = m.Base()
     base.size = 3
     assert base.size == "new 3"
@@ -89,8 +88,7 @@ def test_replacement_of_each_kind(pm: PatchManager, make: MakeModule, path: str)
         "make": lambda cls, x="x": f"new {cls.__name__} {x}",
         "pure": lambda x="x": f"new {x}",
     }
-    pm.register_patch(f"{m.__name__}.Base.{path}", replacements[path])
-    pm.apply()
+    patch(pm, m, f"Base.{path}", replacements[path])
     assert getattr(m.Base(), path)(1) == {"method": "new Base 1", "make": "new Base 1", "pure": "new 1"}[path]
 
 
@@ -111,15 +109,13 @@ def test_replacement_in_another_descriptor_is_refused(pm: PatchManager, make: Ma
 
 def test_builtin_in_a_class_stays_unbound(pm: PatchManager, make: MakeModule) -> None:
     m = make("class C:\n    count = len")
-    pm.register_patch(f"{m.__name__}.C.count", wrap=tag("w"))
-    pm.apply()
+    patch(pm, m, "C.count", wrap=tag("w"))
     assert m.C().count("abc") == "w(3)"
 
 
 def test_cached_function_keeps_its_cache_methods(pm: PatchManager, make: MakeModule) -> None:
     m = make("import functools\n@functools.lru_cache\ndef f(x): return x")
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
-    pm.apply()
+    patch(pm, m, "f", wrap=tag("w"))
     assert (m.f(1), m.f(1), m.f.cache_info().hits) == ("w(1)", "w(1)", 1)
 
 
@@ -148,8 +144,7 @@ def test_inherited_patch_keeps_the_order_of_several_bases(pm: PatchManager, make
         class Both(Left, Right): pass
         """
     )
-    pm.register_patch(f"{m.__name__}.Left.f", wrap=tag("w"))
-    pm.apply()
+    patch(pm, m, "Left.f", wrap=tag("w"))
     assert (m.Left().f(), m.Both().f()) == ("w(root)", "w(right)")
 
 
@@ -320,8 +315,7 @@ def test_original_and_is_patched(pm: PatchManager, make: MakeModule) -> None:
 
 def test_installed_function_names_its_patches(pm: PatchManager, make: MakeModule) -> None:
     m = make("def f(): return 'f'")
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"), feature="mine")
-    pm.apply()
+    patch(pm, m, "f", wrap=tag("w"), feature="mine")
     assert type(m.f) is types.FunctionType
     mark = m.f.__ovpatch__
     assert mark.target == f"{m.__name__}.f"

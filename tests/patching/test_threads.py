@@ -14,7 +14,7 @@ from ovpatch.patching import PatchManager
 from ovpatch.patching.slot import WRITE_LOCK
 
 from .conftest import MakeModule
-from .tools import same, snapshot, states, tag
+from .tools import patch, same, snapshot, states, tag
 
 
 @pytest.fixture(autouse=True)
@@ -111,8 +111,7 @@ def test_two_managers_on_one_target_from_two_threads(make: MakeModule) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's own warning of forks among threads
 def test_child_forked_while_another_thread_patches_does_not_hang(pm: PatchManager, make: MakeModule) -> None:
     m = make("def f(): return 'f'")
-    pm.register_patch(f"{m.__name__}.f", wrap=tag("w"))
-    pm.apply()
+    patch(pm, m, "f", wrap=tag("w"))
     done = threading.Event()
 
     def busy() -> None:

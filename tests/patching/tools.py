@@ -22,6 +22,12 @@ def tag(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return wrap
 
 
+def patch(pm: PatchManager, module: Any, path: str, *args: Any, **kwargs: Any) -> None:
+    """Declare one patch, of something in a module, and apply it."""
+    pm.register_patch(f"{module.__name__}.{path}", *args, **kwargs)
+    pm.apply()
+
+
 def only(pm: PatchManager) -> PatchStatus:
     """Return the one status of a manager."""
     (status,) = pm.statuses()
