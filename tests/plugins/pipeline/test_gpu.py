@@ -148,22 +148,22 @@ def _exchange(repetitions: int) -> list[int]:
             time.sleep(late.random() * 2e-3)
         if late.random() < 0.5:
             torch.cuda._sleep(int(late.random() * 2e6))
-        works, got = [], []
+        works, given, got = [], [], []
         stream = torch.cuda.Stream() if late.random() < 0.3 else torch.cuda.current_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for number in range(3):
                 sent = [torch.full((size,), float(repetition + number + rank), device=device) for size in sizes]
                 works.append(box.send(sent, 1 - rank))
-                for tensor in sent if number == 2 and late.random() < 0.5 else ():
-                    works[-1].wait()
-                    tensor.fill_(torch.nan)
+                given.append(sent)
                 got.append([torch.full((size,), torch.nan, device=device) for size in sizes])
             receiving = [box.receive(tensors, 1 - rank) for tensors in got]
             for work in reversed(receiving):
                 work.wait()
-            for work in works:
+            for work, sent in zip(works, given, strict=True):  # behind the receives, for which the peer may wait
                 work.wait()
+                for tensor in sent:
+                    tensor.fill_(torch.nan)
             box.end()
             torch.cuda.current_stream().synchronize()
         for number, tensors in enumerate(got):
