@@ -6,8 +6,9 @@ and implements the hooks below with :data:`hookimpl`. ``docs/write-a-plugin.md``
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
 
 import pluggy
@@ -74,6 +75,26 @@ class Feature:
     reorders_products: bool = False
     distributed: bool = False
     work: tuple[str, ...] = ()
+
+
+@dataclass
+class FeatureCounters:
+    """Totals since the process started: the fields of a subclass, all of them ``int``."""
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the counters by name."""
+        return asdict(self)
+
+
+def make_counters_hook(module: str) -> Callable[[], Mapping[str, int]]:
+    """Return the hook ``ovpatch_counters`` that reads the ``COUNTERS`` of a module, which it imports."""
+
+    @hookimpl
+    def ovpatch_counters() -> Mapping[str, int]:
+        counters: FeatureCounters = importlib.import_module(module).COUNTERS
+        return counters.as_dict()
+
+    return ovpatch_counters
 
 
 class Removable(Protocol):

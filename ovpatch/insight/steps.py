@@ -91,14 +91,10 @@ def run_at_exit(act: Callable[[], None]) -> None:
     """
     if not _exit_actions:
         atexit.register(_run_exit_actions)
-        util.register_after_fork(_run_exit_actions, _register_in_child)
+        util.register_after_fork(_run_exit_actions, lambda run: util.Finalize(None, run, exitpriority=100))
         if parent_process() is not None:
             util.Finalize(None, _run_exit_actions, exitpriority=100)
     _exit_actions.append(act)
-
-
-def _register_in_child(run: Callable[[], None]) -> None:
-    util.Finalize(None, run, exitpriority=100)
 
 
 def _run_exit_actions() -> None:

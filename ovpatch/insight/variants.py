@@ -178,7 +178,7 @@ def find_failure(log: str, lines: int = 20) -> str:
         if match := _HEAD.match(line):
             found = _traceback(every[start:], match[1] or "")
             if not any(name in found[-1] for name in _LAUNCHERS):
-                return "\n".join(_shortened(found))
+                return "\n".join(found if len(found) <= _LONGEST else [*found[:5], "  …", *found[5 - _LONGEST :]])
             end = min(end, start)
     told = [line for line in every[:end] if not _LAUNCHERS_LOG.match(line)][-lines:]
     root = next((start for start in range(end, len(every)) if every[start].startswith("Root Cause")), len(every))
@@ -202,10 +202,6 @@ def _traceback(lines: list[str], prefix: str) -> list[str]:
         if not line.removeprefix(prefix).startswith(" "):
             break
     return found
-
-
-def _shortened(lines: list[str]) -> list[str]:
-    return lines if len(lines) <= _LONGEST else [*lines[:5], "  …", *lines[5 - _LONGEST :]]
 
 
 def check_autoload() -> None:

@@ -149,33 +149,19 @@ class PatchState(str, Enum):
 
 
 class PatchStatus(NamedTuple):
-    """One patch or hook at this moment.
+    """One patch or hook at this moment."""
 
-    Attributes:
-        target: Dotted path as declared, or the hook's name.
-        feature: Feature it belongs to.
-        kind: ``replace``, ``wrap`` or ``hook``.
-        state: See :class:`PatchState`.
-        reason: Why it is in this state, unless that is obvious.
-        calls: Eager calls that reached this patch; calls from compiled code are not counted, see ``traces``.
-        location: File and line of the stock function.
-        rebound: References in other modules (``module.name``) that point to the patch.
-        why: Why this target, as declared.
-        expires: When the patch can be deleted, as declared.
-        traces: How often ``torch.compile`` traced the patch into a graph.
-    """
-
-    target: str
-    feature: str
-    kind: Kind
+    target: str  # dotted path as declared, or the hook's name
+    feature: str  # feature it belongs to
+    kind: Kind  # ``replace``, ``wrap`` or ``hook``
     state: PatchState
-    reason: str = ""
-    calls: int = 0
-    location: str = ""
-    rebound: tuple[str, ...] = ()
-    why: str = ""
-    expires: str = ""
-    traces: int = 0
+    reason: str = ""  # why it is in this state, unless that is obvious
+    calls: int = 0  # eager calls that reached this patch; calls from compiled code are not counted, see ``traces``
+    location: str = ""  # file and line of the stock function
+    rebound: tuple[str, ...] = ()  # references in other modules (``module.name``) that point to the patch
+    why: str = ""  # why this target, as declared
+    expires: str = ""  # when the patch can be deleted, as declared
+    traces: int = 0  # how often ``torch.compile`` traced the patch into a graph
 
     @property
     def never_called(self) -> bool:

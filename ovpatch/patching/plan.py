@@ -125,11 +125,8 @@ def make_conflict_error(one: Patch, other: Patch, slot: Slot) -> PatchConflictEr
 
 
 def _turn_off(patch: Patch) -> str:
-    return (
-        f"OVPATCH_{patch.feature.upper().replace('-', '_')}=0"
-        if patch.feature
-        else f"leave out the patch of {patch.target}"
-    )
+    variable = f"OVPATCH_{patch.feature.upper().replace('-', '_')}=0"
+    return variable if patch.feature else f"leave out the patch of {patch.target}"
 
 
 @dataclass(eq=False)

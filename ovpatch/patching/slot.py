@@ -49,7 +49,11 @@ _DESCRIPTORS: Final = (staticmethod, classmethod, types.ClassMethodDescriptorTyp
 
 def get_slot_kind(slot: Slot) -> SlotKind:
     """Return how Python reads the slot; raise IncompatiblePatchError if it cannot be patched."""
-    kind = _kind_in_module(slot.raw) if is_module(slot.owner) else _kind_in_class(slot.raw)
+    kind = _CLASS_KINDS.get(type(slot.raw))
+    if is_module(slot.owner):
+        kind = SlotKind.FUNCTION if kind is not None and type(slot.raw) not in _DESCRIPTORS else None
+    elif not callable(unwrap_descriptor(slot.raw)):
+        kind = None
     if kind is None:
         raise IncompatiblePatchError(_refusal(slot))
     if slot.inherited_from is object:
@@ -62,17 +66,6 @@ def get_slot_kind(slot: Slot) -> SlotKind:
             f"{format_owner(slot.owner)} is a built-in class and its attributes cannot be set: patch the function that "
             f"calls {slot.name!r}, or a Python subclass"
         )
-    return kind
-
-
-def _kind_in_module(raw: Any) -> SlotKind | None:
-    return SlotKind.FUNCTION if type(raw) in _CLASS_KINDS and type(raw) not in _DESCRIPTORS else None
-
-
-def _kind_in_class(raw: Any) -> SlotKind | None:
-    kind = _CLASS_KINDS.get(type(raw))
-    if kind in (SlotKind.STATIC, SlotKind.CLASSMETHOD, SlotKind.GETTER) and not callable(unwrap_descriptor(raw)):
-        return None
     return kind
 
 

@@ -383,22 +383,22 @@ def buckets(bucket_cap_mb=None):
     return data["bucket_sizes"], data["bucket_cap_bytes"]
 
 
-def stock_and_reordered_buckets(cap=None):
-    found = [buckets(cap)]
-    for turn in (1, 2):
+def stock_and_reordered(function, *args, turns=(1,)):
+    found = [function(*args)]
+    for turn in turns:
         patches = PatchManager()
         noise_runs.reorder_reductions(patches, turn)
         with patches.applied():
-            found.append(buckets(cap))
+            found.append(function(*args))
     return found
 
 
 def test_the_reordered_variants_have_other_buckets_from_the_first_backward_on(ranks):
-    (stock, reordered, again), _ = ranks(2)(stock_and_reordered_buckets)
+    (stock, reordered, again), _ = ranks(2)(stock_and_reordered, buckets, turns=(1, 2))
     assert len(stock[0].split(",")) == 1
     assert len(reordered[0].split(",")) >= 3
     assert 0 < again[1] < reordered[1] < stock[1]
-    (stock, reordered, again), _ = ranks(2)(stock_and_reordered_buckets, 0.01)
+    (stock, reordered, again), _ = ranks(2)(stock_and_reordered, buckets, 0.01, turns=(1, 2))
     assert 0 < again[1] < reordered[1] < stock[1]
 
 
@@ -418,17 +418,10 @@ def compiled_buckets():
     return sizes, graphs, wrapped.bucket_bytes_cap
 
 
-def stock_and_reordered_compiled():
-    stock = compiled_buckets()
-    patches = PatchManager()
-    noise_runs.reorder_reductions(patches)
-    with patches.applied():
-        return stock, compiled_buckets()
-
-
 def test_compiled_models_are_reordered_and_their_graphs_are_cut_as_under_stock(ranks):
     """Dynamo's DDPOptimizer cuts graphs by the wrapper's bucket size, and refuses one below 1 MiB."""
-    for (sizes, graphs, cap), (other_sizes, other_graphs, other_cap) in ranks(2)(stock_and_reordered_compiled):
+    for stock, reordered in ranks(2)(stock_and_reordered, compiled_buckets):
+        (sizes, graphs, cap), (other_sizes, other_graphs, other_cap) = stock, reordered
         assert len(graphs) == 2
         assert (other_graphs, other_cap) == (graphs, cap)
         assert sizes != other_sizes
@@ -442,35 +435,27 @@ def buckets_of_a_list():
     return wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"], wrapped.bucket_bytes_cap
 
 
-def stock_and_reordered_lists():
-    stock = buckets_of_a_list()
-    patches = PatchManager()
-    noise_runs.reorder_reductions(patches)
-    with patches.applied():
-        return stock, buckets_of_a_list()
-
-
 @pytest.mark.skipif(
     "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters, reason="torch 2.13 has it first"
 )
 def test_a_list_of_bucket_sizes_is_reordered_too(ranks):
-    (stock, reordered), _ = ranks(2)(stock_and_reordered_lists)
+    (stock, reordered), _ = ranks(2)(stock_and_reordered, buckets_of_a_list)
     assert len(stock[0].split(",")) < len(reordered[0].split(","))
     assert stock[1] == reordered[1]
+
+
+def norm(*args):
+    return torch.nn.utils.get_total_norm(*args)  # looked up at each call: the patch rebinds the name
 
 
 def test_the_reordered_variant_has_norms_that_are_rounded_otherwise():
     torch.manual_seed(0)
     gradients = [torch.randn(37, 41) for _ in range(20)]
-    stock = torch.nn.utils.get_total_norm(gradients)
-    patches = PatchManager()
-    noise_runs.reorder_reductions(patches)
-    with patches.applied():
-        reordered = torch.nn.utils.get_total_norm(gradients)
-        largest = torch.nn.utils.get_total_norm(gradients, float("inf"))
+    stock, reordered = stock_and_reordered(norm, gradients)
     torch.testing.assert_close(reordered, stock)
     assert reordered != stock
-    assert largest == torch.nn.utils.get_total_norm(gradients, float("inf"))
+    stock, reordered = stock_and_reordered(norm, gradients, float("inf"))
+    assert reordered == stock
 
 
 def test_what_is_frozen_is_watched_too(watched):

@@ -12,7 +12,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -36,27 +38,17 @@ def ask(peers: PeerRpc) -> None:
     assert values == {rank: 10 * rank for rank in range(WORLD) if rank != peers._rank}, values
 
 
-def last_is_0(rank: int, store: dist.Store) -> None:
-    """Only rank 0 still wants something, when the others have come to their ends."""
+def asks_last(last: int, rank: int, store: dist.Store) -> PeerRpc:
+    """Only one rank still wants something, when the others have come to their ends."""
     peers = begin(rank, store)
-    if rank == 0:
+    if rank == last:
         time.sleep(LATE_S)
         ask(peers)
-
-
-def last_is_2(rank: int, store: dist.Store) -> None:
-    peers = begin(rank, store)
-    if rank == 2:
-        time.sleep(LATE_S)
-        ask(peers)
+    return peers
 
 
 def before_destruction(rank: int, store: dist.Store) -> None:
-    peers = begin(rank, store)
-    if rank == 2:
-        time.sleep(LATE_S)
-        ask(peers)
-    peers.shutdown()
+    asks_last(2, rank, store).shutdown()
     dist.destroy_process_group()
 
 
@@ -72,26 +64,16 @@ def two_groups(rank: int, store: dist.Store) -> None:
             assert inner.call("inner", {}) == {1: ({"rank": 2}, [])}
 
 
-def one_raises(rank: int, store: dist.Store) -> None:
+def crash() -> None:
+    raise RuntimeError("the one that crashes")
+
+
+def ends_late(one: int, end: Callable[[], object], rank: int, store: dist.Store) -> None:
+    """One rank ends in a way of its own. Rank 0 collects who has left, and hosts the store."""
     begin(rank, store)
-    if rank == 1:
+    if rank == one:
         time.sleep(LATE_S)
-        raise RuntimeError("the one that crashes")
-
-
-def one_is_killed(rank: int, store: dist.Store) -> None:
-    begin(rank, store)
-    if rank == 1:
-        time.sleep(LATE_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def first_is_gone(rank: int, store: dist.Store) -> None:
-    """Who collects who has left, and hosts the store, is gone without a word."""
-    begin(rank, store)
-    if rank == 0:
-        time.sleep(LATE_S)
-        os._exit(0)
+        end()
 
 
 def never_meant_it(rank: int, store: dist.Store) -> None:
@@ -103,18 +85,15 @@ def never_meant_it(rank: int, store: dist.Store) -> None:
         time.sleep(2)
 
 
-CASES = {
-    case.__name__: case
-    for case in (
-        last_is_0,
-        last_is_2,
-        before_destruction,
-        two_groups,
-        one_raises,
-        one_is_killed,
-        first_is_gone,
-        never_meant_it,
-    )
+CASES: dict[str, Callable[[int, dist.Store], object]] = {
+    "last_is_0": partial(asks_last, 0),
+    "last_is_2": partial(asks_last, 2),
+    "before_destruction": before_destruction,
+    "two_groups": two_groups,
+    "one_raises": partial(ends_late, 1, crash),
+    "one_is_killed": partial(ends_late, 1, lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "first_is_gone": partial(ends_late, 0, lambda: os._exit(0)),  # without a word
+    "never_meant_it": never_meant_it,
 }
 
 
@@ -129,7 +108,7 @@ def child(name: str, rank: int, folder: str, port: int) -> None:
         store = dist.FileStore(f"{folder}/{name}", WORLD)
     if name in CASES and name not in TO_THE_END:
         atexit.register(os._exit, 0)  # the first registered runs last
-    CASES.get(name, last_is_2)(rank, store)
+    CASES.get(name, CASES["last_is_2"])(rank, store)
 
 
 def fork(name: str, rank: int, folder: str, port: int) -> int:

@@ -8,9 +8,11 @@ import dataclasses
 import functools
 import multiprocessing.util
 import random
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 from ovpatch.overlap.autotune import autotuner, report_lines
 from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter
 from ovpatch.overlap.comm.work import WorkGroup
-from ovpatch.overlap.copy_engine import registry
+from ovpatch.overlap.copy_engine import registry, selection
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch.overlap.copy_engine.driver import Addend, Span
 from ovpatch.overlap.copy_engine.registry import attend
@@ -385,3 +387,21 @@ def in_backward() -> tuple[int, bool]:
 
 def test_ranks_do_not_ask_each_other_in_every_backward(ranks):
     assert ranks(2)(in_backward) == [(0, True)] * 2
+
+
+def busy_with(ranks_: set[int]) -> str:
+    """Ask whether the GPU becomes idle, which it does not on some ranks."""
+    end = threading.Event()
+    never = (lambda _device: end.wait()) if dist.get_rank() in ranks_ else (lambda _device: None)
+    with mock.patch.object(torch.cuda, "synchronize", never), mock.patch.object(selection, "IDLE_S", 2.0):
+        try:
+            return selection._still_busy(dist.group.WORLD, torch.device("cuda", 0))
+        finally:
+            end.set()
+
+
+def test_a_device_that_waits_for_a_collective_of_the_script_is_not_waited_for_on_any_rank(ranks):
+    first, second = ranks(2)(busy_with, {0})
+    assert first == second
+    assert "cuda:0 was still busy after 2 s" in first
+    assert ranks(2)(busy_with, set()) == ["", ""]

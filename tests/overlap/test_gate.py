@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import ovpatch
 from ovpatch.overlap.comm.group_state import group_values
@@ -25,7 +24,7 @@ from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_held_state, test_loop_styles, test_models, test_reads_of_gradients
 from tests.plugins.dist_optimizer.arms import SMALL, both
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, train_step
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.support import signs
 from tests.support.gloo import destroy_group
@@ -494,21 +493,15 @@ class Own(torch.optim.SGD):
         return super().step(closure)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        model(data(step, 5, 6)).square().mean().backward()
-        optimizer.step()
-
-
 def calls_of_a_step(case: str) -> dict[str, int]:
     options = SMALL | {"element_wise": f"{__name__}.Own"}
     with counted() as calls, ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": options}):
         model = ddp(net())
         optimizer = (Own if case == "named" else torch.optim.SGD)(model.parameters(), lr=0.1)
-        train(model, optimizer, range(5))
-        calls.clear()
-        train(model, optimizer, range(5, 9))
+        for step in range(9):
+            if step == 5:
+                calls.clear()
+            train_step(model, optimizer, step)
         return {name: count // 4 for name, count in calls.items()}
 
 

@@ -275,14 +275,14 @@ def let_go_at_once() -> list[Any]:
     gather = AllGatherBucket(list(model.parameters()), group())
     quiet(gather._params)
     forget_the_others(gather._params)
-    counted, extra = pending_param.storage_references, [1]
-    pending_param.storage_references = lambda tensor: counted(tensor) + (extra.pop() if extra else 0)
+    counted, extra = pending_param.references_of_one, [1]
+    pending_param.references_of_one = lambda: counted() - (extra.pop() if extra else 0)
     try:
         if dist.get_rank() == 0:
             time.sleep(LATE)
         reason = gather.start_all_gather()
     finally:
-        pending_param.storage_references = counted
+        pending_param.references_of_one = counted
     return [reason, torch.equal(model.weight.data, expected), any_pending()]
 
 

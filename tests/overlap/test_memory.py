@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ovpatch.overlap.data_parallel.bucket import GradBucket
+from ovpatch.overlap.data_parallel.grad_hooks import accumulate_products
 from ovpatch.overlap.tensors.ownership import (
     contiguous_strides,
     is_dense,
@@ -141,3 +142,19 @@ def test_memory_that_two_leaves_share_is_not_reduced_in_place_from_the_hook_of_o
     packers = [Packer([param], 0) for param in given]
     run()
     assert [packer.where() for packer in packers] == [[False], [False]]
+
+
+def test_the_engine_takes_products_themselves_with_hooks_and_adds_further_ones():
+    weight, bias = params((4, 3), (4,))
+    seen: list[tuple[int, ...]] = []
+    first = 0
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(tuple(param.grad.shape)))
+    for step in (1, 2):
+        held = [torch.full((4,), 2.0), torch.full((4, 3), 3.0)]
+        first = first or held[1].data_ptr()
+        with torch.no_grad():
+            accumulate_products([weight, bias], [held.pop] * 2)
+        assert weight.grad.data_ptr() == first, "it was copied"
+        assert weight.grad.eq(3 * step).all()
+        assert bias.grad.eq(2 * step).all()
+    assert seen == [(4, 3)] * 2

@@ -28,6 +28,7 @@ from ovpatch.overlap.tensors.pending_param import (
 )
 from ovpatch.patching import PatchManager
 from tests.overlap.stale import Stale, entrances
+from tests.support.errors import error_of
 
 SIZE = 4
 
@@ -217,14 +218,6 @@ def test_a_pending_view_is_plain_once_there_is_another(ranks):
 class Broken:
     def settle(self) -> None:
         raise RuntimeError("the peer is gone")
-
-
-def error_of(reader: Callable[[], Any]) -> str:
-    try:
-        reader()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
 
 
 def lost() -> list[str]:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from ovpatch.overlap.peer_rpc.versioned import TornReadError, VersionedTensors
+from ovpatch.overlap.peer_rpc.versioned import PinnedStaging, TornReadError, VersionedTensors
 
 
 @pytest.fixture
@@ -59,3 +59,21 @@ def test_a_version_that_is_to_come_is_waited_for(versions, tensor):
     later.join()
     with pytest.raises(TornReadError, match=r"version 4 did not come within 0\.01 s; 3 is there"):
         versions.read_version(4, tensor.tolist, 0.01)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("priority", [0, -1])
+def test_a_copy_to_the_host_waits_for_none_of_the_streams_that_others_use(priority):
+    """As communicators do, whose kernels may wait for the rank that waits for this copy."""
+    device = torch.device("cuda", 0)
+    tensor = torch.arange(1000.0, device=device)
+    torch.cuda._sleep(1)  # loads its kernel
+    torch.cuda.synchronize()
+    staging, streams = PinnedStaging(device), [torch.cuda.Stream(device, priority=priority) for _ in range(33)]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000_000)  # about a second
+    copied = staging.copy_to_host(tensor)
+    assert not any(stream.query() for stream in streams)
+    assert copied.tolist() == list(range(1000))
+    torch.cuda.synchronize()

@@ -79,22 +79,13 @@ def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float
     if len(pairs) == 1:
         return _judge_one(first[0], second[0], pairs[0])
     low, high = bootstrap_interval(first, second, 0.95)
-    threshold = max(_threshold(first, second, pairs), (high - low) / 2)
+    noise = max(measure_run_noise(first), measure_run_noise(second))
+    by_runs, by_pairs = _COUNTS.get(len(pairs), (1.0, 1.0))
+    among_pairs = by_pairs * (max(pairs) - min(pairs)) if math.isfinite(by_pairs) else math.inf
+    threshold = max(min(by_runs * noise, among_pairs), (high - low) / 2)
     ratio = median(pairs)
     agreed = all(pair > 1 for pair in pairs) or all(pair < 1 for pair in pairs)
-    return Judgement(
-        _verdict(ratio, agreed and abs(ratio - 1) > threshold), ratio, pairs, _noise(first, second), threshold
-    )
-
-
-def _noise(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> float:
-    return max(measure_run_noise(first), measure_run_noise(second))
-
-
-def _threshold(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], pairs: Sequence[float]) -> float:
-    runs, ratios = _COUNTS.get(len(pairs), (1.0, 1.0))
-    among_pairs = ratios * (max(pairs) - min(pairs)) if math.isfinite(ratios) else math.inf
-    return min(runs * _noise(first, second), among_pairs)
+    return Judgement(_verdict(ratio, agreed and abs(ratio - 1) > threshold), ratio, pairs, noise, threshold)
 
 
 def _judge_one(first: Sequence[float], second: Sequence[float], ratio: float) -> Judgement:
@@ -263,7 +254,6 @@ def _judge(runs: BenchRuns, kind: str) -> Judgement:
 
 
 def _peak(runs: BenchRuns, given: UserFigures) -> tuple[float | None, str]:
-    """Return the peak of one device in FLOP/s, or why it is unknown."""
     first = runs.list_measured(STOCK)[0]
     if given.peak_tflops is not None:
         return given.peak_tflops * 1e12, ""

@@ -272,7 +272,6 @@ def _describe_load() -> list[str]:
 
 
 def _check_outcome(kind: str, outcome: Outcome, measured: Measured, plan: BenchPlan) -> None:
-    """Raise if a run could not be measured."""
     if outcome.interrupted:
         raise StoppedError
     problem = _describe_problem(outcome, plan.timeout) or _describe_too_few(measured, plan)

@@ -301,7 +301,9 @@ class _Counting(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-        if formula is not None and not self.error and _computed(out):
+        parts = out if type(out) is tuple else (out,)
+        computed = not any(isinstance(part, Tensor) and part.is_meta for part in parts)
+        if formula is not None and not self.error and computed:
             self._add(formula, args, kwargs or {}, out)
         return out
 
@@ -330,13 +332,7 @@ def _recomputes() -> bool:
     return frame is not None
 
 
-def _computed(out: Any) -> bool:
-    """Whether an operator computed values, and not on meta tensors."""
-    return not any(isinstance(part, torch.Tensor) and part.is_meta for part in (out if type(out) is tuple else (out,)))
-
-
 def _dispatches(kind: type) -> bool:
-    """Whether a tensor's type has its own ``__torch_dispatch__``."""
     return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
 
 

@@ -122,7 +122,6 @@ def _drawn(run: TimelineRun) -> tuple[int, ...]:
 
 
 def _stretch(run: TimelineRun, tracks: RankTracks) -> Span:
-    """Return the time of the drawn steps of one rank."""
     drawn = _drawn(run)
     return get_step(tracks, drawn[0]).start, get_step(tracks, drawn[-1]).end
 
@@ -263,7 +262,6 @@ def write_merged_trace(runs: Sequence[TimelineRun], path: Path) -> None:
 
 
 def _number(value: object) -> float:
-    """Return an exactly read number as a float, for ``json``."""
     if isinstance(value, Decimal):
         return float(value)
     raise TypeError(f"a trace cannot hold a {type(value).__name__}")
@@ -345,7 +343,6 @@ def _metadata(event: _Json, pid: int, owner: str) -> _Json:
 
 
 def _microseconds(ns: int) -> float:
-    """Return microseconds, exactly: times here are small."""
     return ns / 1000
 
 

@@ -332,10 +332,8 @@ class Launches:
             event.args["correlation"]: event for event in trace.select_events(*LAUNCHES) if "correlation" in event.args
         }
         self._numbers = sorted(number for number in self._calls if isinstance(number, int))
-        self._host, self._device = (
-            FeatureLabels(trace.select_events("user_annotation")),
-            FeatureLabels(trace.select_events("gpu_user_annotation")),
-        )
+        self._host = FeatureLabels(trace.select_events("user_annotation"))
+        self._device = FeatureLabels(trace.select_events("gpu_user_annotation"))
 
     def find_launch_time(self, event: TraceEvent) -> int | None:
         """Return the launch time of a device event, None if it is before the trace."""
@@ -372,7 +370,7 @@ def find_cpu_labels(trace: Trace, collectives: Iterable[TraceEvent]) -> list[str
     return found
 
 
-_CPU_COLLECTIVES: Final = ("c10d::", "_c10d_functional::", "c10d_functional::", "symm_mem::", "record_param_comms")
+_CPU_COLLECTIVES: Final = (*_COLLECTIVES, "symm_mem::", "record_param_comms")
 _FRAMES: Final = ("autograd::", "torch::autograd::")
 #: Compiled code: one call for many operators.
 _COMPILED: Final = ("## Call CompiledFxGraph", "triton_", "cpp_fused")

@@ -251,7 +251,6 @@ class _Session:
         }
 
     def _durations(self) -> dict[int, int]:
-        """Return the nanoseconds of each step, without the work at its borders."""
         return {
             number: self._arrived[number] - self._left[number - 1]
             for number in self._arrived

@@ -184,7 +184,6 @@ def _without_single_units(stock: Any, patched: Any) -> Tensor | None:
 
 
 def _unit(values: Any) -> float:
-    """Return the unit in the last place of the largest element; 0 without floating-point elements."""
     if not isinstance(values, Tensor) or not values.is_floating_point() or not values.numel():
         return 0.0
     sizes = values.to(torch.float64).abs()
@@ -374,14 +373,12 @@ def compare_values(
     noise_of: Callable[[str], Size] = lambda name: Size(),
 ) -> list[Row]:
     """Return a row for each value of an event that is not bitwise equal; ``noise_of`` takes the value's name."""
-    unequal = [
-        name for name, value in stock.items() if patched.get(name, None) is None or patched[name][:2] != value[:2]
-    ]
+    unequal = [name for name, value in stock.items() if name not in patched or patched[name][:2] != value[:2]]
     scales = _scales(stock) if unequal else {}
     moving = bool(unequal) and any(_moved(stock, values) for values in noise_runs.values())
     rows = []
     for name in unequal:
-        others = {variant: values.get(name) for variant, values in noise_runs.items()}
+        others = [values.get(name) for values in noise_runs.values()]
         floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
         rows.append(_row(name, stock[name], patched.get(name), others, floor, noise_of, moving))
     changing = any(values.keys() - stock.keys() for values in noise_runs.values())  # as do names that contain the time
@@ -399,14 +396,8 @@ def _scales(values: Mapping[str, KeptValue]) -> dict[str, float]:
     scales: dict[str, float] = {}
     for name, value in values.items():
         if value.values is not None:
-            scales[_family(name)] = max(_largest(torch.as_tensor(value.values)), scales.get(_family(name), 0.0))
+            scales[_family(name)] = max(measure_size(value).largest, scales.get(_family(name), 0.0))
     return scales
-
-
-def _largest(numbers: torch.Tensor) -> float:
-    real = torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers
-    sizes = real.to(torch.float64).abs().nan_to_num(0.0, posinf=0.0)
-    return float(sizes.max()) if sizes.numel() else 0.0
 
 
 def _family(name: str) -> str:
@@ -426,17 +417,17 @@ def _row(
     name: str,
     stock: KeptValue,
     patched: KeptValue | None,
-    noise_runs: Mapping[str, KeptValue | None],
+    noise_runs: Sequence[KeptValue | None],
     floor: float,
     noise_of: Callable[[str], Size],
     moving: bool,
 ) -> Row:
     if patched is None:
-        missing = _unrepeated if None in noise_runs.values() else _different
+        missing = _unrepeated if None in noise_runs else _different
         return missing(name, "missing in the patched run")
     if stock.form != patched.form or stock.form in _EXACT or stock.not_finite != patched.not_finite:
-        return _exact(name, stock, patched, list(noise_runs.values()))
-    comparable = [value for value in noise_runs.values() if value is not None and value.form == stock.form]
+        return _exact(name, stock, patched, noise_runs)
+    comparable = [value for value in noise_runs if value is not None and value.form == stock.form]
     row = judge_value(name, stock, patched, comparable, floor=floor, noise=noise_of(name), moving=moving)
     return _of_sums(row) if stock.folded else row
 

@@ -155,7 +155,8 @@ def split_products(pieces: int) -> None:
         # Not at halves, where kernels split, too.
         cuts = [a.shape[1] * (4 * i - 1) // (4 * pieces) for i in range(1, pieces)]
         parts = zip(a.tensor_split(cuts, dim=1), b.tensor_split(cuts, dim=0), strict=True)
-        first, *others = [_product(*part) for part in parts]
+        # By an operator whose kernel is stock's.
+        first, *others = [torch.bmm(left.unsqueeze(0), right.unsqueeze(0)).squeeze(0) for left, right in parts]
         for other in others:
             first += other
         return first
@@ -171,11 +172,6 @@ def split_products(pieces: int) -> None:
             for name, kernel in (("mm", product), ("addmm", with_bias)):
                 _library.impl(name, kernel, key)
                 _library.impl(f"{name}.out", _make_out_variant(kernel), key)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply matrices by an operator whose kernel is stock's."""
-    return torch.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 
 
 def _make_out_variant(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -146,7 +146,7 @@ def list_contents(saved: Any) -> dict[str, KeptValue]:
 
 
 def _walk(value: Any, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, KeptValue]]:
-    children = _children(value)
+    children = _children(value.state_dict() if isinstance(value, nn.Module) else value)
     if children is None or id(value) in above:
         yield name, _keep(value)
         return
@@ -157,8 +157,6 @@ def _walk(value: Any, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, 
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
-    if isinstance(value, nn.Module):
-        value = value.state_dict()
     if isinstance(value, Mapping):
         return list(value.items())
     return list(enumerate(value)) if isinstance(value, (list, tuple)) else None
@@ -374,14 +372,11 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 def _collect(name: str, value: Any, into: Values) -> None:
     """Record nested state, by name."""
-    if isinstance(value, Mapping):
-        for key, child in value.items():
-            _collect(f"{name}.{key}", child, into)
-    elif isinstance(value, (list, tuple)):
-        for number, child in enumerate(value):
-            _collect(f"{name}.{number}", child, into)
-    else:
+    children = _children(value)
+    if children is None:
         into[name] = keep_value(value)
+    for key, child in children or ():
+        _collect(f"{name}.{key}", child, into)
 
 
 def _capturing() -> bool:

@@ -198,7 +198,6 @@ def _odd(number: int) -> int:
 
 @lru_cache(maxsize=16)
 def _weights(device: torch.device) -> Tensor:
-    """Return two rows of odd weights."""
     numbers = torch.arange(2 * CHUNK, dtype=torch.int64, device=device)
     return (hash_integers(numbers * 0x1E3779B97F4A7C15 + 1) | 1).view(2, CHUNK)
 

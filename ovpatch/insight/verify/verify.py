@@ -448,7 +448,6 @@ def verify(request: Request, progress: Callable[[str, int], None] = lambda varia
 
 
 def _describe_amount(compared: RunComparison) -> str:
-    """Return the difference of a stock run from another in words."""
     if not compared.findings:
         return "all bits equal"
     sizes = [one.row.max_abs_diff for one in compared.findings if one.row.max_abs_diff is not None]
@@ -467,7 +466,6 @@ def _describe_failure(stock: Outcome, patched: Outcome) -> str:
 
 
 def _describe_end(outcome: Outcome) -> str:
-    """Return where and how a failed command ended."""
     found = variants.find_exception_name(outcome.log.read_text(encoding="utf-8", errors="replace"))
     by = f" by {found}" if found else ""
     return f"after step {variants.read_furthest_step(outcome.folder)} with exit code {outcome.code}{by}"
@@ -568,7 +566,6 @@ def _cells(finding: Finding, measured: bool) -> tuple[str, ...]:
 
 
 def _telling(result: Verification) -> list[Outcome]:
-    """Return the variants whose end is shown."""
     unhappy = [outcome for outcome in result.outcomes.values() if outcome.code or outcome.timed_out or outcome.failures]
     telling = None if result.verdict is Conclusion.UNDECIDED else ("stock", "patched")
     return [outcome for outcome in unhappy if telling is None or outcome.variant.name in telling]

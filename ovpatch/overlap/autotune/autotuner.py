@@ -299,7 +299,6 @@ def _synchronize(device: torch.device) -> int:
 
 
 def _fails_on_all_ranks(group: dist.ProcessGroup, topic: str, key: str) -> bool:
-    """Return whether all ranks call this."""
     try:
         check_consistent(group, topic, {"what fails": key}, timeout_s=FAILURE_S)
     except RankMismatchError:
@@ -319,7 +318,6 @@ def _cannot_measure(device: torch.device) -> bool:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Return how many bytes could be allocated."""
     if device.type != "cuda":
         return float("inf")
     free, _ = torch.cuda.mem_get_info(device)

@@ -214,4 +214,7 @@ def _groups(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _as_reals(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    for tensor in tensors:
+        if tensor.is_complex():
+            return [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
+    return list(tensors)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
+from ovpatch.overlap.comm.work import Work, WorkWithEpilogue, without_grad
 
 _POOL_SIZE = 16  # idle tensors for one collective of one group
 
@@ -36,7 +36,7 @@ class BufferPool:
 
     def put(self, flat: Tensor) -> None:
         """Return a tensor that is not referenced elsewhere any more. A second call for it does nothing."""
-        if flat.device.type == "cpu" and not any(idle is flat for idle in self._idle):
+        if flat.device.type == "cpu" and id(flat) not in map(id, self._idle):
             self._idle.append(flat)
             del self._idle[:-_POOL_SIZE]
 
@@ -49,9 +49,7 @@ class GlooAllReduce:
     completed collective into one string without a lock, and names of more than 15 letters, such as
     "ALLREDUCE_COALESCED", live on the heap. Sooner or later both threads free the same memory.
 
-    Args:
-        group: The process group.
-        options: For each sum.
+    ``options`` are those of each sum.
     """
 
     def __init__(self, group: dist.ProcessGroup, options: dist.AllreduceOptions) -> None:
@@ -82,11 +80,7 @@ class GlooAllReduce:
 
 
 class GlooAllGather:
-    """See :class:`ovpatch.overlap.comm.collectives.AllGather`. Each rank broadcasts its shard, gloo's fastest way.
-
-    Args:
-        group: The process group.
-    """
+    """See :class:`ovpatch.overlap.comm.collectives.AllGather`. Each rank broadcasts its shard, gloo's fastest way."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._world, self._rank = group, group.size(), group.rank()
@@ -99,23 +93,32 @@ class GlooAllGather:
 
     def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start gathering contiguous real tensors of one dtype."""
-        rows = [output.view(self._world, -1) for output in outputs]
-        own = [(row[self._rank], shard.view(-1)) for row, shard in zip(rows, inputs, strict=True)]
-        elsewhere = [(place, shard) for place, shard in own if place.data_ptr() != shard.data_ptr()]
-        if elsewhere:
-            _copy(*zip(*elsewhere, strict=True))
+        rows, places, shards = [], [], []
+        for output, shard in zip(outputs, inputs, strict=True):
+            parts = output.view(self._world, -1).unbind()
+            rows.append(parts)
+            if parts[self._rank].data_ptr() != shard.data_ptr():
+                places.append(parts[self._rank])
+                shards.append(shard.view(-1))
+        if places:
+            without_grad(torch._foreach_copy_, places, shards)
         alone, small = _by_size(outputs)
-        works = [work for i in alone for work in self._broadcast_rows(rows[i])]
+        works: list[Work] = []
+        for i in alone:
+            works += self._broadcast(rows[i])
         if small:
             works.append(self._coalesced([rows[i] for i in small]))
         return works
 
-    def _broadcast_rows(self, rows: Tensor) -> list[Work]:
-        return [self._group.broadcast([row], options) for row, options in zip(rows, self._options, strict=True)]
+    def _broadcast(self, rows: Sequence[Tensor]) -> list[Work]:
+        works: list[Work] = []
+        for row, options in zip(rows, self._options, strict=True):
+            works.append(self._group.broadcast([row], options))
+        return works
 
-    def _coalesced(self, full: list[Tensor]) -> Work:
-        sizes = [rows.shape[1] for rows in full]
-        flat = self._pool.get(self._world * sum(sizes), full[0])
+    def _coalesced(self, full: list[Sequence[Tensor]]) -> Work:
+        sizes = [len(rows[0]) for rows in full]
+        flat = self._pool.get(self._world * sum(sizes), full[0][0])
         places = list(zip(*(row.split(sizes) for row in flat.view(self._world, -1)), strict=True))
         _copy([place[self._rank] for place in places], [rows[self._rank] for rows in full])
 
@@ -125,7 +128,7 @@ class GlooAllGather:
             _copy(targets, [place[rank] for place in places for rank in others])
             self._pool.put(flat)
 
-        return WorkWithEpilogue(self._broadcast_rows(flat.view(self._world, -1)), unpack)
+        return WorkWithEpilogue(self._broadcast(flat.view(self._world, -1).unbind()), unpack)
 
 
 class GlooReduceScatter:
@@ -133,9 +136,6 @@ class GlooReduceScatter:
 
     Two ranks exchange shards and add them. More ranks all-reduce: sums of exchanged shards would round otherwise than
     stock's, in half precision visibly so.
-
-    Args:
-        group: The process group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -155,11 +155,7 @@ class GlooReduceScatter:
 
 
 class Exchange:
-    """Reduce-scatter by all-to-all: each rank adds up its own shard.
-
-    Args:
-        group: The process group.
-    """
+    """Reduce-scatter by all-to-all: each rank adds up its own shard."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._world = group, group.size()
@@ -175,7 +171,9 @@ class Exchange:
             full: This rank's terms, ``[world, size]`` each; row r is sent to rank r.
         """
         alone, small = _by_size(full)
-        works = [self._sum_rows(full[i], [shards[i]], ()) for i in alone]
+        works = []
+        for i in alone:
+            works.append(self._sum_rows(full[i], [shards[i]], ()))
         if small:
             works.append(self._coalesced([shards[i] for i in small], [full[i] for i in small]))
         return works
@@ -207,6 +205,8 @@ class Exchange:
 
 def _by_size(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
     """Return the indices of tensors that travel in place, and of those that travel in a flat copy."""
+    if len(tensors) == 1:
+        return [0], []
     alone: list[int] = []
     small: list[int] = []
     for i, tensor in enumerate(tensors):  # once: there may be tens of thousands
@@ -217,5 +217,4 @@ def _by_size(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        torch._foreach_copy_(list(targets), list(sources))
+    without_grad(torch._foreach_copy_, list(targets), list(sources))

@@ -50,6 +50,7 @@ def step_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.Pr
 def close_step_communicators(group: dist.ProcessGroup | None = None) -> None:
     """Shut down the communicators of one group, or all, after their collectives. All ranks call this.
 
+    Collectives in which a rank is known to be missing are aborted (:func:`abandon_step_communicators`).
     Does nothing if an exception ends this process: collectives in flight may wait for peers that are gone.
 
     Args:
@@ -58,14 +59,24 @@ def close_step_communicators(group: dist.ProcessGroup | None = None) -> None:
     if is_exiting_by_error():
         return
     for _, made in group_values(_Communicators, group):
-        for communicator in made.values():
+        for device, communicator in made.items():
             if communicator is not None:
-                communicator.shutdown()
+                # Gloo cannot abort, and has no collective that waits on a device.
+                (communicator.abort if made.is_abandoned and device == "cuda" else communicator.shutdown)()
         made.clear()
+
+
+def abandon_step_communicators(group: dist.ProcessGroup) -> None:
+    """Have a group's communicators closed without a wait for collectives, as a rank of the group joins one no more."""
+    made = group_state(group).values.get(_Communicators)
+    if made is not None:
+        made.is_abandoned = True
 
 
 class _Communicators(dict[str, "dist.ProcessGroup | None"]):
     """The communicators of one group, by type of device; None where the group itself is used."""
+
+    is_abandoned = False
 
 
 def _make(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:

@@ -31,6 +31,16 @@ class WorkGroup:
         self._works = self._inputs = ()
 
 
+def without_grad(function: Callable[..., object], *args: Any) -> None:
+    """Call a function outside of autograd, without the seven calls of ``torch.no_grad()``."""
+    enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        function(*args)
+    finally:
+        torch._C._set_grad_enabled(enabled)
+
+
 class WorkWithEpilogue:
     """Collectives in flight, and a function that copies their results to the outputs.
 
@@ -48,6 +58,5 @@ class WorkWithEpilogue:
     def wait(self) -> None:
         """Wait for the collectives and write the outputs, once: later content of the outputs is not ours."""
         self.wait_for_results()
-        with torch.no_grad():
-            self._unpack()
+        without_grad(self._unpack)
         self._unpack = lambda: None

@@ -314,8 +314,9 @@ class _CudaStreams(_Streams):
         self._device = device
         self._begun, self._marked = torch.cuda.Event(), torch.cuda.Event()
         self._of: dict[tuple[int, int], Any] = {}
-        # Of another priority than the script's, so that it shares no queue with one that waits.
-        self._rescue = torch.cuda.Stream(device, priority=-1)
+        # Of a priority that no one else asks for, so that it shares no queue, and is none, that waits: torch has 32
+        # streams for each.
+        self._rescue = torch.cuda.Stream(device, priority=-3)
 
     def begin(self, edge: tuple[int, int]) -> int:
         if edge not in self._of:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
@@ -15,7 +16,7 @@ from torch import Tensor
 from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
 from ovpatch.overlap.autotune.autotuner import add_report_line
 from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter
-from ovpatch.overlap.comm.consensus import check_consistent
+from ovpatch.overlap.comm.consensus import check_consistent, wait_limit_s
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.comm.work import Work
 from ovpatch.overlap.copy_engine.collectives import Engine
@@ -38,6 +39,7 @@ _BEFORE, _BESIDE = 3, 16
 # products hide it, but where the host is the limit a step is longer by it, so the copies must save more.
 _GATHER_HOST_MS: Final = 0.3
 _TIMEOUT_S: Final = 60.0  # ranks have synchronised just before
+IDLE_S = 30.0  # until a device that is still busy is not waited for any longer
 
 
 def choose(
@@ -67,7 +69,8 @@ def choose(
     if mode == "auto" and torch._C._current_graph_task_id() != -1:
         return  # a step in backward, where nothing is measured
     if chosen.engine is None:
-        reason = memory.unsupported_reason(group, device, reason_against) or _made(chosen, group, device, allocate)
+        reason = memory.unsupported_reason(group, device, reason_against) or _still_busy(group, device)
+        reason = reason or _made(chosen, group, device, allocate)
         if reason:
             chosen.final = True
             add_report_line(feature, f"{COPIES} are not used: {reason}")
@@ -100,6 +103,25 @@ def reason_against(device: torch.device) -> str:
 
 def _reason_against_sums(device: torch.device) -> str:
     return triton_unavailable_reason() if device.type == "cuda" else ""
+
+
+def _still_busy(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Wait for the GPU, which memory and measurements need idle; return why not, or "", the same on all ranks.
+
+    What it is busy with may be a collective of the script that another rank launches after this call.
+    """
+    if device.type != "cuda":
+        return ""
+    idle = threading.Event()
+
+    def wait() -> None:
+        torch.cuda.synchronize(device)
+        idle.set()
+
+    threading.Thread(target=wait, name="ovpatch wait for device", daemon=True).start()
+    limit = wait_limit_s(group, IDLE_S)
+    busy = "" if idle.wait(limit) else f"{device} was still busy after {limit:g} s; a collective that is in flight?"
+    return check_consistent(group, "copy engines", {}, objection=busy, timeout_s=limit + _TIMEOUT_S)
 
 
 def _made(chosen: Chosen, group: dist.ProcessGroup, device: torch.device, allocate: Allocate) -> str:

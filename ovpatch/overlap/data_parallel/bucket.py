@@ -47,6 +47,8 @@ class GradBucket:
         nbytes: Number of bytes that are summed.
     """
 
+    flat_below = SMALL
+
     def __init__(
         self,
         indices: Sequence[int],
@@ -60,7 +62,7 @@ class GradBucket:
         self.params = tuple(params)
         self.device = params[0].device
         self.dtype = dtype or params[0].dtype
-        limit = SMALL if flat_below is None else flat_below
+        limit = self.flat_below if flat_below is None else flat_below
         self._position = {index: i for i, index in enumerate(indices)}
         # Empty ones have nothing to reduce, and no memory by which they could be told apart.
         small = [p.numel() < max(limit, 1) and i not in alone for i, p in zip(indices, params, strict=True)]

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
+from ovpatch.overlap.tensors.delayed_wgrad import ComputeGrad
 
 
 def will_execute(node: Any) -> bool:
@@ -55,6 +56,26 @@ def accumulate_grads(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None
     """
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward(tuple(tensors), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+class _Products(torch.autograd.Function):
+    """A node whose backward computes gradients of leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, computes: Sequence[ComputeGrad], *leaves: Tensor) -> Tensor:
+        ctx.computes = computes
+        return torch.empty(0, device=leaves[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Any) -> Any:
+        return None, *[compute() for compute in ctx.computes]
+
+
+def accumulate_products(leaves: Sequence[Tensor], computes: Sequence[ComputeGrad]) -> None:
+    """Give each leaf the gradient that its function returns, as :func:`accumulate_grads` does, but not a copy of it."""
+    with torch.enable_grad():
+        root = apply_function(_Products, computes, *leaves)
+    accumulate_grads([root], [root.detach()])
 
 
 def apply_function(function: Any, *args: Any) -> Any:

@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.group_state import renew_in_children
 from ovpatch.overlap.peer_rpc.rendezvous import Endpoint
-from ovpatch.overlap.peer_rpc.wire import Connection, Message, pack
+from ovpatch.overlap.peer_rpc.wire import Connection, Message, close_in_children, pack
 
 # Maps a call's arguments, JSON values, to a header in JSON and tensors.
 Handler = Callable[[dict[str, Any]], tuple[dict[str, Any], list[Tensor]]]
@@ -52,6 +51,7 @@ class Server:
         self._name, self._refuses, self._pid = name, refuses, os.getpid()
         self._listener = _listen()
         self._wake, self._awake = socket.socketpair()
+        close_in_children(self._listener, self._wake, self._awake)
         secret = secrets.token_hex(32)
         # How peers reach this server.
         self.endpoint = Endpoint(secret, socket.gethostname(), addresses, self._listener.getsockname()[1])
@@ -64,7 +64,6 @@ class Server:
         self._idle = 0
         self._finished = self._closed = False
         self._parked: list[Connection] = []
-        _servers.add(self)
         self._start_thread("accept", self._accept_loop)
         with self._changed:
             self._start_spare_threads()
@@ -91,12 +90,6 @@ class Server:
         if os.getpid() == self._pid:  # a forked child would wake its parent's thread
             with contextlib.suppress(OSError):  # closed before
                 self._wake.send(b"x")
-
-    def close_in_child(self) -> None:
-        """Close a forked child's copies of the sockets; while those are open, peers do not see the parent end."""
-        for sock in (self._listener, self._wake, self._awake):
-            with contextlib.suppress(OSError):
-                sock.close()
 
     def _withdraw(self, topic: str, handler: Handler) -> None:
         with self._changed:
@@ -235,15 +228,3 @@ def _listen() -> socket.socket:
         listener = socket.create_server(("", 0), backlog=_BACKLOG)
     listener.setblocking(False)  # a peer that connected may be gone before it is accepted
     return listener
-
-
-_servers: weakref.WeakSet[Server] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for server in list(_servers):
-        server.close_in_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)

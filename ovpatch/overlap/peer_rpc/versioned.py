@@ -33,7 +33,9 @@ class PinnedStaging:
 
     def __init__(self, device: torch.device) -> None:
         self._lock = threading.RLock()
-        self._stream = torch.cuda.Stream(device)
+        # Torch has a pool of 32 streams for each priority, and the 33rd is the first again: at the usual priorities it
+        # may be a communicator's, which waits for the rank that waits for this copy. No one else asks for this one.
+        self._stream = torch.cuda.Stream(device, priority=-2)
         self._pinned = torch.empty(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     @contextmanager

@@ -47,7 +47,7 @@ class Connection:
     def __init__(self, sock: socket.socket, deadline: float = math.inf) -> None:
         self.deadline = deadline
         self._socket = sock
-        _connections.add(self)
+        close_in_children(sock)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
@@ -79,7 +79,6 @@ class Connection:
 
     def close(self) -> None:
         """Close the socket."""
-        _connections.discard(self)
         self._socket.close()
 
     def fileno(self) -> int:
@@ -173,14 +172,18 @@ def _sign(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
     return hmac.new(secret, role + b"".join(nonces), hashlib.sha256).digest()
 
 
-_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_children(*sockets: socket.socket) -> None:
+    """Have forked children close their copies of sockets: while those are open, peers do not see the parent end."""
+    _sockets.update(sockets)
 
 
 def _close_in_child() -> None:
-    """Close a forked child's copies of all connections; while those are open, peers do not see the parent end."""
-    for connection in list(_connections):
+    for sock in list(_sockets):
         with contextlib.suppress(OSError):
-            connection.close()
+            sock.close()
 
 
 if hasattr(os, "register_at_fork"):

@@ -71,14 +71,10 @@ class LazyTensor(torch.Tensor):
     elsewhere. Functions that ask for shape or kind pass ``__torch_function__``; all others first put the content in
     place (``tensor.data``) and the class back. The object stays the same wherever the script holds it. C++ code that
     does not ask the class meets a tensor of stride 0, into which torch refuses to write.
-
-    Attributes:
-        source: Where its content comes from.
-        key: What the source knows it by.
     """
 
-    source: Source
-    key: Any
+    source: Source  # where its content comes from
+    key: Any  # what the source knows it by
 
     @classmethod
     def __torch_function__(

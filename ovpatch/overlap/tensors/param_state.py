@@ -17,22 +17,17 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ParamState:
-    """What is known of one parameter.
-
-    Attributes:
-        param: The parameter.
-        dtensor: The DTensor that stands in the parameter's place in its module, if there is one.
-        sharder: What shards the parameter's gradient, held weakly, and the parameter's index there.
-        local_grad_hook: The hook that notes gradients which are not reduced, if there is one.
-    """
+    """What is known of one parameter."""
 
     __slots__ = ("dtensor", "local_grad_hook", "param", "sharder")
 
     def __init__(self, param: weakref.ref[Tensor]) -> None:
         self.param = param
-        self.dtensor: Callable[[], Any] = _nothing
+        # The DTensor that stands in the parameter's place in its module, if there is one.
+        self.dtensor: Callable[[], Any] = lambda: None
+        # What shards the parameter's gradient, held weakly, and the parameter's index there.
         self.sharder: tuple[weakref.ref[Any], int] | None = None
-        self.local_grad_hook: RemovableHandle | None = None
+        self.local_grad_hook: RemovableHandle | None = None  # notes gradients which are not reduced
 
 
 def param_state(param: Tensor) -> ParamState:
@@ -57,10 +52,6 @@ def weak_key(tensor: Tensor, table: dict[int, Any]) -> weakref.ref[Tensor]:
 def drop_entry(table: dict[int, Any], key: int, _dead: object) -> None:
     """Drop an entry of what has died, as the callback of a weak reference."""
     table.pop(key, None)
-
-
-def _nothing() -> None:
-    """Return None, as a weak reference to nothing would."""
 
 
 _states: dict[int, ParamState] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ovpatch.overlap.tensors.metadata_ops import METADATA, leaves
-from ovpatch.overlap.tensors.ownership import references_of_one, storage_references, use_count
+from ovpatch.overlap.tensors.ownership import references_of_one, use_count
 from ovpatch.overlap.tensors.param_state import find_param_state, param_state, weak_key
 
 #: By ``id()`` of a pending parameter, or of the DTensor over it: the tensor, and the function that waits for its
@@ -123,13 +124,6 @@ def any_dtensors() -> bool:
     return bool(_with_dtensors)
 
 
-def count_owners(params: Iterable[Tensor]) -> int:
-    """Return the fewest owners that one of the parameters' tensor objects has, not counting a DTensor over it."""
-    if not _with_dtensors:
-        return min(map(use_count, params))
-    return min(use_count(param) - (dtensor_of(param) is not None) for param in params)
-
-
 def unsupported_reason(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
     """Return why a parameter cannot be pending, or "".
 
@@ -142,14 +136,26 @@ def unsupported_reason(param: Tensor, *, aliases: int = 0, owners: int = OWNERS)
         aliases: How many other tensors over the parameter's memory the caller keeps.
         owners: How many owners its tensor object may have; DDP's C++ reducer is three of them.
     """
-    if type(param) is not Parameter:
-        return f"it is a {type(param).__name__}"
-    if storage_references(param) != references_of_one() + aliases:
-        return "other tensors share its memory"
-    if param.is_cpu and param.untyped_storage().is_shared():  # on other devices this cannot be told
-        return "other processes share its memory"
-    if use_count(param) > owners:
-        return "a graph or a scripted module holds it"
+    return _reason_of_type([param]) or _reason_of_memory([param], aliases, owners)
+
+
+def _reason_of_type(params: Iterable[Tensor]) -> str:
+    foreign = {*map(type, params)} - {Parameter}
+    return f"it is a {foreign.pop().__name__}" if foreign else ""
+
+
+def _reason_of_memory(params: Iterable[Tensor], aliases: int, owners: int) -> str:
+    references = references_of_one() + aliases
+    count_references, count, count_owners = torch._C._storage_Use_Count, sys.getrefcount, use_count
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in params:  # one loop, since there may be thousands
+            storage = param.untyped_storage()
+            if count_references(storage._cdata) + count(storage) != references:
+                return "other tensors share its memory"
+            if param.is_cpu and storage.is_shared():  # on other devices this cannot be told
+                return "other processes share its memory"
+            if count_owners(param) > owners:
+                return "a graph or a scripted module holds it"
     return ""
 
 
@@ -168,21 +174,27 @@ def mark_pending(params: Sequence[Tensor], wait: Callable[[], None], *, aliases:
         time: another thread may drop its alias meanwhile.
     """
     _wait_before_forks()
-    for marked, param in enumerate(params):
-        dtensor = dtensor_of(param) if _with_dtensors else None
-        if dtensor is not None and not _is_sole_dtensor(dtensor, param):
-            reason = "a graph holds the DTensor in its place"
-        else:
-            seen = dtensor is not None  # its local tensor is an alias, and holds the parameter as its base
-            reason = unsupported_reason(param, aliases=aliases + seen, owners=owners + seen)
-        if reason:
-            mark_ready(params[:marked])
-            return reason
+    if reason := _reason_of_type(params):
+        return reason
+    for param in params:
         PENDING[id(param)] = (functools.partial(_itself, param), wait)  # [Note: pending by type]
         param.__class__ = PendingParameter
-        if dtensor is not None:
-            PENDING[id(dtensor)] = (functools.partial(_itself, dtensor), wait)
-            dtensor.__class__ = _pending_dtensor()
+    # Once they are marked: an alias that another thread makes from now on waits.
+    dtensors = [(dtensor_of(param), param) for param in params] if _with_dtensors else []
+    seen = {id(param): dtensor for dtensor, param in dtensors if dtensor is not None}
+    if all(_is_sole_dtensor(dtensor, param) for dtensor, param in dtensors if dtensor is not None):
+        # Its local tensor is an alias, and holds the parameter as its base.
+        below = [param for param in params if id(param) in seen]
+        others = [param for param in params if id(param) not in seen] if seen else params
+        reason = _reason_of_memory(others, aliases, owners) or _reason_of_memory(below, aliases + 1, owners + 1)
+    else:
+        reason = "a graph holds the DTensor in its place"
+    if reason:
+        mark_ready(params)
+        return reason
+    for dtensor in seen.values():
+        PENDING[id(dtensor)] = (functools.partial(_itself, dtensor), wait)
+        dtensor.__class__ = _pending_dtensor()
     return ""
 
 

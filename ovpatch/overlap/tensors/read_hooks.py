@@ -29,6 +29,8 @@ _READ_ALL = (torch.jit.ScriptModule, nn.DataParallel)
 # They take their fast path (no gradient to compute, no autocast on CUDA) only if no parameter's class is to be asked.
 _FAST = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
+_BY_TREE = (*_READ_ALL, *_FAST)
+
 
 class ReadHook(NamedTuple):
     """A function of torch through which readers pass.
@@ -38,19 +40,13 @@ class ReadHook(NamedTuple):
     ``torch.compile``, and Dynamo guards on it; a wrapped ``Module._call_impl`` would add two frames a level to every
     traceback and to Python's recursion depth. ``_call_impl`` first asks C++ whether it is traced, in eager mode only,
     and no guard looks at that. Its frame is looked up only while something is pending. Dynamo leaves our frame alone
-    (ovpatch/patching/stack.py, [Note: skipped frames]).
-
-    Attributes:
-        target: Its dotted path.
-        wrap: Takes the function and returns one that waits first.
-        why: Which readers pass there.
-        optional: Whether some versions of torch do not have it.
+    (ovpatch/patching/wrapper_chain.py, [Note: skipped frames]).
     """
 
-    target: str
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-    why: str
-    optional: bool = False
+    target: str  # its dotted path
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]  # takes the function and returns one that waits first
+    why: str  # which readers pass there
+    optional: bool = False  # whether some versions of torch do not have it
 
 
 def wait_for_module(module: nn.Module) -> None:
@@ -58,7 +54,7 @@ def wait_for_module(module: nn.Module) -> None:
 
     These are its own parameters, and those of its children if C++ calls the children or it decides by their classes.
     """
-    tree = isinstance(module, (*_READ_ALL, *_FAST)) or "forward" in module.__dict__
+    tree = isinstance(module, _BY_TREE) or "forward" in module.__dict__
     for param in module.parameters() if tree else module._parameters.values():
         if id(param) in PENDING:
             assert param is not None
@@ -194,11 +190,9 @@ _OF_STREAMS: Final = (
         record_numbered_switches,
         "makes a stream current, on which parameters may be read that another one has waited for",
     ),
-    ReadHook("torch._C._accelerator_setStream", record_switches, "as torch._C._cuda_setStream", optional=True),
-    ReadHook("torch.cuda.streams.Stream.__enter__", record_switches, "as torch._C._cuda_setStream", optional=True),
-    ReadHook(
-        "torch.cuda.streams.Stream.__exit__", record_switches, "makes the stream before it current again", optional=True
-    ),
+    ReadHook("torch._C._accelerator_setStream", record_switches, "as torch._C._cuda_setStream", True),
+    ReadHook("torch.cuda.streams.Stream.__enter__", record_switches, "as torch._C._cuda_setStream", True),
+    ReadHook("torch.cuda.streams.Stream.__exit__", record_switches, "makes the stream before it current again", True),
 )
 
 _WAITING: Final = waiting_for_args(len).__code__
@@ -208,20 +202,6 @@ _TRACED: Final = "_is_tracing" if "_is_tracing" in nn.Module._call_impl.__code__
 
 #: Whether ``autograd.Function.apply`` is a built-in method, so that :class:`ContextHook` is needed.
 APPLIES_IN_C: Final = isinstance(vars(torch.autograd.Function).get("apply"), ClassMethodDescriptorType)
-
-_OF_FUNCTIONS: Final = (
-    ReadHook(
-        "torch.autograd.function.Function.apply",
-        waiting_for_args,
-        "gets the arguments of every autograd.Function, whose kernels may read memory; below it is C++",
-    )
-    if APPLIES_IN_C
-    else ReadHook(
-        "torch._functorch.utils.unwrap_dead_wrappers",
-        waiting_for_args,
-        "sees the arguments of every autograd.Function, whose kernels may read memory",
-    )
-)
 
 #: Where to wait on behalf of readers that do not ask.
 READ_HOOKS: Final = (
@@ -248,16 +228,15 @@ READ_HOOKS: Final = (
         waiting_for_graphs,
         "replays a CUDA graph, which reads the memory of parameters",
     ),
-    ReadHook(
-        "torch.accelerator.graphs.Graph.capture_begin",
-        waiting_for_graphs,
-        "as torch.cuda.graphs.CUDAGraph",
-        optional=True,
+    *(
+        ReadHook(f"torch.accelerator.graphs.Graph.{name}", waiting_for_graphs, "as torch.cuda.graphs.CUDAGraph", True)
+        for name in ("capture_begin", "replay")
     ),
     ReadHook(
-        "torch.accelerator.graphs.Graph.replay", waiting_for_graphs, "as torch.cuda.graphs.CUDAGraph", optional=True
+        "torch.autograd.function.Function.apply" if APPLIES_IN_C else "torch._functorch.utils.unwrap_dead_wrappers",
+        waiting_for_args,
+        "gets the arguments of every autograd.Function, whose kernels may read memory; below it is C++",
     ),
-    _OF_FUNCTIONS,
     ReadHook(
         "torch._functorch.eager_transforms._wrap_tensor_for_grad",
         waiting_for_args,
@@ -273,15 +252,13 @@ READ_HOOKS: Final = (
         waiting_for_args,
         "sees the arguments of torch.vmap; below it is C++",
     ),
-    ReadHook(
-        "torch.distributed.distributed_c10d._check_single_tensor",
-        waiting_for_args,
-        "sees the tensors of torch.distributed's collectives before C++ does",
-    ),
-    ReadHook(
-        "torch.distributed.distributed_c10d._check_tensor_list",
-        waiting_for_args,
-        "sees the lists of tensors of torch.distributed's collectives before C++ does",
+    *(
+        ReadHook(
+            f"torch.distributed.distributed_c10d._check_{what}",
+            waiting_for_args,
+            "sees the tensors of torch.distributed's collectives, alone or in lists, before C++ does",
+        )
+        for what in ("single_tensor", "tensor_list")
     ),
     ReadHook(
         "torch.distributed.utils._verify_param_shape_across_processes",

@@ -19,17 +19,11 @@ from ovpatch.overlap.tensors.ownership import is_dense
 
 @dataclass(frozen=True)
 class Shard:
-    """The elements ``[begin, end)`` of a tensor, in memory order.
+    """The elements ``[begin, end)`` of a tensor, in memory order."""
 
-    Attributes:
-        begin: First element.
-        end: One past the last element.
-        size: Elements that the shard of any rank takes in a collective; the last ones may be padded.
-    """
-
-    begin: int
-    end: int
-    size: int
+    begin: int  # first element
+    end: int  # one past the last element
+    size: int  # elements that the shard of any rank takes in a collective; the last ones may be padded
 
     @functools.cached_property
     def numel(self) -> int:

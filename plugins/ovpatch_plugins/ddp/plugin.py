@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl
+from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.ddp.options import OPTIONS
 
 _DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
@@ -111,12 +111,7 @@ def ovpatch_deactivate() -> None:
         takeover.restore_all()
 
 
-@hookimpl
-def ovpatch_counters() -> Mapping[str, int]:
-    """Return what the feature did so far."""
-    from ovpatch_plugins.ddp.report import COUNTERS
-
-    return COUNTERS.as_dict()
+ovpatch_counters = make_counters_hook("ovpatch_plugins.ddp.report")
 
 
 @hookimpl

@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import nn
 
+from ovpatch.hookspecs import FeatureCounters
 from ovpatch_plugins.ddp import errors
 
 
 @dataclass
-class Counters:
+class Counters(FeatureCounters):
     """Totals since the process started.
 
     Attributes:
@@ -40,10 +41,6 @@ class Counters:
     bytes_reduced: int = 0
     late_backwards: int = 0
     recovered: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the counters by name."""
-        return asdict(self)
 
 
 COUNTERS = Counters()

@@ -101,7 +101,7 @@ class MainParamsState(ElementwiseState):
             with torch.inference_mode(False), torch.no_grad():
                 rounded = [shard_view(one.param.data, one.shard) for one, _ in low]
                 for _, main in low:
-                    states.setdefault(main, {})[MAIN] = main.detach()
+                    states.setdefault(main, {})[MAIN] = main.data  # whose writes are no writes to the parameter
                 if low:
                     torch._foreach_copy_(rounded, [main.detach() for _, main in low])
         finally:

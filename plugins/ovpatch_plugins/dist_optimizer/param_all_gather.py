@@ -88,7 +88,7 @@ class AllGatherBucket:
         self._alone = [param for param in params if param.numel() >= SMALL]
         self._shards = [shard_range(param.numel(), self._world, self._rank) for param in self._coalesced]
         self._row = sum(shard.size for shard in self._shards)
-        self._output: tuple[Tensor, Sequence[Tensor], Sequence[Tensor]] | None = None  # and views: own, and of all
+        self._output: tuple[Tensor, Sequence[Tensor]] | None = None  # of these, by rank, and a view for each
         self._copies: list[tuple[Tensor, Tensor]] = []  # what is written when the values are there, and from what
         self._stream: torch.cuda.Stream | None = None
         self._arrived: _Arrived | None = None
@@ -168,30 +168,32 @@ class AllGatherBucket:
             self._works = self._all_gather(outputs, inputs)
 
     def _pack_coalesced(self) -> Tensor:
-        """Copy this rank's shards into the coalesced output, and note what is to be copied out of it."""
+        """Copy the shards into the coalesced output, this rank's to their place, and note what is to be copied back.
+
+        The others' places get what this rank has of them: to copy all is one call, and they are overwritten.
+        """
+        world = self._world
         if self._output is None:
-            output = torch.empty(self._world * self._row, dtype=self._params[0].dtype, device=self._device)
-            sizes = [shard.size for shard in self._shards]
-            rows = output.view(self._world, -1)
-            self._output = output, rows[self._rank].split(sizes), rows.split(sizes, dim=1)
-        output, local, columns = self._output
-        world, rank, targets, sources = self._world, self._rank, [], []
-        for param, shard, own, column in zip(self._coalesced, self._shards, local, columns, strict=True):
-            data = param.data
-            if shard.size * world == param.numel() and data.is_contiguous():
-                rows = data.view(world, -1)
-                targets.append(own)
-                sources.append(rows[rank])
-                self._copies.append((rows, column))
-                continue
-            elements = data.as_strided((data.numel(),), (1,))
-            targets.append(own[: shard.numel])
-            sources.append(elements[shard.begin : shard.end])
-            for other, place in enumerate(column):
-                theirs = shard_range(len(elements), world, other)
-                self._copies.append((elements[theirs.begin : theirs.end], place[: theirs.numel]))
-        torch._foreach_copy_(targets, sources)
-        return output
+            rows = torch.empty(world, self._row, dtype=self._params[0].dtype, device=self._device)
+            self._output = rows, rows.split([shard.size for shard in self._shards], dim=1)
+        (rows, columns), copies, packed = self._output, self._copies, []
+        for param, shard, column in zip(self._coalesced, self._shards, columns, strict=True):
+            data, size = param.data, shard.size
+            elements = data if data.is_contiguous() else data.as_strided((data.numel(),), (1,))
+            missing = world * size - elements.numel()
+            if missing:
+                elements = elements.view(-1)
+                whole, rest = divmod(elements.numel(), size)
+                copies.append((elements[: whole * size].view(whole, size), column[:whole]))
+                if rest:
+                    copies.append((elements[whole * size :], column[whole, :rest]))
+                packed.append(torch.nn.functional.pad(elements, (0, missing)).view(world, size))
+            else:
+                elements = elements.view(world, size)
+                copies.append((elements, column))
+                packed.append(elements)
+        torch._chunk_cat(packed, 0, world, out=rows)
+        return rows.view(-1)
 
     def finish_all_gather(self) -> None:
         """Make the caller's stream, that of the start, and all that are current in some thread wait for the values.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl
+from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.dist_optimizer.options import OPTIONS
 
 _CLIP = "torch.nn.utils.clip_grad"
@@ -139,12 +139,7 @@ def ovpatch_deactivate() -> None:
         copies.forget()
 
 
-@hookimpl
-def ovpatch_counters() -> Mapping[str, int]:
-    """Return what the feature did so far."""
-    from ovpatch_plugins.dist_optimizer.report import COUNTERS
-
-    return COUNTERS.as_dict()
+ovpatch_counters = make_counters_hook("ovpatch_plugins.dist_optimizer.report")
 
 
 @hookimpl

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from ovpatch.hookspecs import FeatureCounters
 
 
 @dataclass
-class Counters:
+class Counters(FeatureCounters):
     """Totals since the process started.
 
     Attributes:
@@ -51,10 +53,6 @@ class Counters:
     state_refilled: int = 0
     state_bytes: int = 0
     state_bytes_whole: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the counters by name."""
-        return asdict(self)
 
 
 COUNTERS = Counters()

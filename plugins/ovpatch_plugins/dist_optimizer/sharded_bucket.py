@@ -107,7 +107,9 @@ class ShardedGradBucket(GradBucket):
         self._sharded = [i for i in self._large if indices[i] in sharded]
         self._coalesced = [i for i in self._sharded if numels[i] < SMALL and not self.dtype.is_complex]
         coalesced = set(self._coalesced)
-        self._alone = dict.fromkeys(i for i in self._sharded if i not in coalesced)
+        self._sharded_params = [params[i] for i in self._sharded]
+        self._sharded_indices = [indices[i] for i in self._sharded]
+        self._alone = {i: place for place, i in enumerate(self._sharded) if i not in coalesced}  # in the lists before
         self._large = [i for i in self._large if i not in coalesced]
         # Whose chunks along the first dimension are the ranks' shards, as a contiguous gradient lies in memory.
         self._is_chunked = [
@@ -118,7 +120,7 @@ class ShardedGradBucket(GradBucket):
         ]
         self._row = sum(self._sizes[i] for i in self._coalesced)
         self._freeable_nbytes = sum(numels[i] for i in self._sharded) * self.dtype.itemsize
-        self._zeros = lazy_tensor.expanded_zeros([params[i] for i in self._sharded])
+        self._zeros = lazy_tensor.expanded_zeros(self._sharded_params)
         self._is_started = self._is_published = False
         self._rows: dict[int, Tensor] = {}  # copies of coalesced gradients that were staged
         self._freed: dict[int, weakref.ref[Tensor]] = {}
@@ -156,17 +158,17 @@ class ShardedGradBucket(GradBucket):
             with torch.inference_mode(False):
                 self._input = torch.empty(world * self._row, dtype=dtype, device=self.device)
         summed = dtype is torch.float32 and params[0].dtype is not dtype
-        rows = []
+        rows, plain, strided = [], not (summed or self._rows), torch.strided
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             grads = map(_GRAD, [params[i] for i in self._coalesced])
             for i, is_chunked, grad in zip(self._coalesced, self._is_chunked, grads, strict=True):
                 if (
-                    type(grad) is Tensor
-                    and not (summed or self._rows)
-                    and grad.layout is torch.strided
+                    plain
+                    and is_chunked
+                    and type(grad) is Tensor
+                    and grad.layout is strided
                     and grad.dtype is dtype
                     and grad.stride() == strides[i]
-                    and is_chunked
                 ):
                     rows.append(grad)
                 else:
@@ -268,31 +270,36 @@ class ShardedGradBucket(GradBucket):
     def _free(self, *, skip: Collection[int], state: GradState) -> None:
         """Make gradients lazy whose memory the script does not hold; those that it holds stay as they are."""
         self._keep_memory()
-        states, indices, source = self._grads.states, self.indices, self._source
+        states, source, is_early = self._grads.states, self._source, state is GradState.FREED
         with torch._C.DisableTorchFunctionSubclass():
-            grads = list(map(_GRAD, [self.params[i] for i in self._sharded]))
+            grads = list(map(_GRAD, self._sharded_params))
         freeable, left = find_freeable_grads(grads), {}
-        for i, grad, zero, may_free in zip(self._sharded, grads, self._zeros, freeable, strict=True):
-            index = indices[i]
-            is_reduced_in_place = i in self._alone and self._inputs.pop(i, None) is grad
+        for i, place in self._alone.items():
+            reduced, grad = self._inputs.pop(i, None), grads[place]
+            if reduced is not None and reduced is grad:
+                freeable[place] = freeable[place] or not is_shared(grad)
+        for i, index, grad, zero, may_free in zip(
+            self._sharded, self._sharded_indices, grads, self._zeros, freeable, strict=True
+        ):
             if skip and index in skip:
                 continue
             if self._freed:
                 self._lose_other(i, grad)
-            if grad is None:
-                if state is GradState.FREED:
+            if may_free:
+                assert grad is not None
+                lazy_tensor.make_lazy_from(grad, zero, source, index)
+                if is_early:
+                    self._freed[i] = weakref.ref(grad)
+            elif grad is None:
+                if is_early:
                     continue
                 grad = self.params[i].grad = lazy_tensor.make_lazy(self.params[i], source, index)
-            elif may_free or (is_reduced_in_place and not is_shared(grad)):
-                lazy_tensor.make_lazy_from(grad, zero, source, index)
-                if state is GradState.FREED:
-                    self._freed[i] = weakref.ref(grad)
             elif lazy_tensor.source_of(grad)[0] is not source:
-                if state is GradState.SHARDED:
+                if not is_early:
                     states[index], left[index] = GradState.HELD, grad
                 continue
             states[index], left[index] = state, grad
-        if state is GradState.SHARDED:
+        if not is_early:
             self._grads.grads.update(zip(left, map(weakref.ref, left.values()), strict=True))
 
     def _lose_other(self, i: int, grad: Tensor | None) -> None:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.comm.collectives import reduce_scatter_transport
 from ovpatch.overlap.comm.group_state import group_state, is_destroyed
-from ovpatch.overlap.comm.step_communicator import step_communicator
+from ovpatch.overlap.comm.step_communicator import abandon_step_communicators, step_communicator
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.bucket import GradBucket
@@ -261,7 +261,11 @@ class ShardedGrads(GradSharder):
     def finish_host_barrier(self) -> None:
         """Have this host wait for the others if it has not yet; see [Note: hosts before devices]."""
         if self._barrier is not None:
-            self._barrier.finish()
+            try:
+                self._barrier.finish()
+            except RuntimeError:
+                abandon_step_communicators(self.group)  # this rank's collective is under way already
+                raise
 
     def arrive_at_hosts(self) -> None:
         """Tell the other hosts that this rank waits for them next, and calls no peer until then."""
@@ -401,6 +405,7 @@ class ShardedGrads(GradSharder):
         """Tell the other hosts that this one does not come, if they are in :meth:`wait_for_hosts`."""
         if self._barrier is not None:
             self._barrier.stay_away()
+            abandon_step_communicators(self.group)
 
     def agree_if_local(self) -> None:
         """Make :attr:`local` the same on all ranks, which all call this.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -20,29 +19,40 @@ _CONTIGUOUS: Final = (1,)
 _VERSION: Final = operator.attrgetter("_version")
 
 
-@dataclass(eq=False)
 class ShardedParam:
     """A parameter of which each rank updates a shard, or which one rank updates for all.
+
+    Args:
+        param: The parameter.
+        shards: The sharded gradients of its model.
+        index: Its index there.
 
     Attributes:
         param: The parameter.
         shards: The sharded gradients of its model.
         index: Its index there.
         owner: The group rank that updates all of it, where one does.
+        shard: This rank's elements.
+        shard_param: What the optimizer is given for it; without memory between steps.
     """
 
-    param: Parameter
-    shards: ShardedGrads
-    index: int
-    owner: int | None = None
+    # Each step goes through thousands of them.
+    __slots__ = (
+        "begin", "grad", "index", "nothing", "owner", "param", "reduced", "shard", "shard_param", "shards", "size",
+        "strides",
+    )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        self.shard = self.shards.local_range(self.index)
-        self.size, self.strides = (self.shard.numel,), self.param.stride()
+    def __init__(self, param: Parameter, shards: ShardedGrads, index: int) -> None:
+        self.param, self.shards, self.index = param, shards, index
+        self.owner: int | None = None
+        self.shard = shards.local_range(index)
+        self.begin, self.size, self.strides = self.shard.begin, (self.shard.numel,), param.stride()
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self.nothing = self.param.new_empty(0)
-            # What Parameter() does, which read_hooks.py wraps.
-            self.shard_param: Parameter = torch.Tensor._make_subclass(Parameter, self.nothing, True)
+            self.nothing = param.new_empty(0)
+            # What Parameter() does, which read_hooks.py wraps. It keeps the parameter's version counter, whatever its
+            # memory: autograd refuses to go back through a graph whose tensors an optimizer has written to by shards.
+            self.shard_param: Parameter = torch.Tensor._make_subclass(Parameter, param, True)
+            self.shard_param.data = self.nothing
         self.reduced = self.grad = self.nothing  # the shard of the gradient, and what the optimizer is given for it
 
 
@@ -55,27 +65,34 @@ def attach_shards(params: Sequence[ShardedParam]) -> list[Parameter]:
     Raises:
         RuntimeError: A parameter's elements lie in another order than when its model was wrapped.
     """
-    attached = []
+    owners = tuple([one.param for one in params])
+    versions = tuple(read_versions(owners))
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        for one in params:
-            param, shard_param, grad = one.param, one.shard_param, one.param.grad
-            if param.stride() != one.strides:
-                one.shards.check_layout(one.index)
-            if param.dtype is not shard_param.dtype:
-                one.nothing = shard_param.data = param.new_empty(0)
-            shard_param.set_(param.untyped_storage(), param.storage_offset() + one.shard.begin, one.size, _CONTIGUOUS)
-            if type(grad) is LazyTensor and grad.__dict__.get("source") is one.shards:
-                reduced, shard = one.shards.reduced[one.index], one.grad
-                # A tensor object of its own, since an optimizer may give it other memory.
-                if one.reduced is not reduced or shard.data_ptr() != reduced.data_ptr():
-                    one.reduced, one.grad = reduced, reduced[: one.shard.numel]
-                    shard = one.grad
-            elif grad is not None:
-                shard = one.shards.local_shard(one.index, grad)
-            if grad is not None:
-                shard_param.grad = shard if shard.dtype is param.dtype else shard.to(param.dtype)
-            attached.append(shard_param)
-    return attached
+        try:
+            for one in params:
+                param, shard_param = one.param, one.shard_param
+                if param.stride() != one.strides:
+                    one.shards.check_layout(one.index)
+                dtype = param.dtype
+                if dtype is not shard_param.dtype:
+                    one.nothing = shard_param.data = param.new_empty(0)
+                begin = param.storage_offset() + one.begin
+                shard_param.set_(param.untyped_storage(), begin, one.size, _CONTIGUOUS)
+                grad = param.grad
+                if type(grad) is LazyTensor and grad.__dict__.get("source") is one.shards:
+                    reduced, shard = one.shards.reduced[one.index], one.grad
+                    # A tensor object of its own, since an optimizer may give it other memory.
+                    if one.reduced is not reduced or shard.data_ptr() != reduced.data_ptr():
+                        one.reduced, one.grad = reduced, reduced[: one.shard.numel]
+                        shard = one.grad
+                elif grad is not None:
+                    shard = one.shards.local_shard(one.index, grad)
+                else:
+                    continue
+                shard_param.grad = shard if shard.dtype is dtype else shard.to(dtype)
+        finally:  # set_() counts as a write
+            torch._C._autograd._unsafe_set_version_counter(owners, versions)
+    return [one.shard_param for one in params]
 
 
 def detach_shards(params: Sequence[ShardedParam]) -> None:
@@ -124,16 +141,3 @@ def raise_versions(params: Sequence[Parameter], writes: Sequence[int]) -> None:
     versions = list(map(operator.add, read_versions(params), writes))
     with without_modes():
         torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
-
-
-@contextmanager
-def raised_versions(params: Sequence[Parameter], shard_params: Sequence[Parameter]) -> Iterator[None]:
-    """Raise parameters' versions by as much as writes to their shards raise those of the shards meanwhile.
-
-    How often an optimizer writes is its own affair: fused kernels, for one, leave versions as they are.
-    """
-    before = read_versions(shard_params)
-    try:
-        yield
-    finally:
-        raise_versions(params, list(map(operator.sub, read_versions(shard_params), before)))

@@ -27,7 +27,7 @@ from ovpatch.overlap.tensors.param_state import weak_method
 from ovpatch.overlap.tensors.shard import Shard, flat_view, shard_view
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, attach_shards, detach_shards, raised_versions
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, attach_shards, detach_shards
 from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 States = dict[Any, dict[Any, Any]]  # an optimizer's ``state``
@@ -474,10 +474,7 @@ class ElementwiseState(ShardedState):
     def swapped_in(self, params: Sequence[ShardedParam], states: States) -> Iterator[Shown]:
         """Put this rank's shards in place for the time of a step; see :class:`ShardedState`."""
         try:
-            with (
-                super().swapped_in(params, states) as shown,
-                raised_versions([one.param for one in params], [one.shard_param for one in params]),
-            ):
+            with super().swapped_in(params, states) as shown:
                 yield shown
         finally:
             detach_shards(params)

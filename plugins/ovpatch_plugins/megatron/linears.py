@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -49,10 +50,12 @@ class LinearPatches:
         self._how = {name: options[name] for name in ("schedule", "chunks")}
         self._regather: bool = options["regather"]
         self._terms = dict(options)
+        self._agreed: Callable[[], Any] = lambda: None  # the last group, whose ranks have agreed; held weakly
+        self._found: tuple[list[Any], str] = ([], "")  # what stands in the place of Megatron's functions, and why not
 
     def wrap_column(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap a function of :data:`_COLUMN`."""
-        return wrap_function(original, _is_sequence_parallel, self._compute_column)
+        return wrap_function(original, self._compute_column)
 
     def wrap_row(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``RowParallelLinear.forward``, where the product and the scatter behind it meet."""
@@ -72,66 +75,93 @@ class LinearPatches:
         return forward
 
     def _compute_column(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, fuse: bool, _reduces: bool, further: Mapping[str, Any]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        fuse: bool,
+        _reduces: bool,
+        sequence_parallel: bool,
+        further: Mapping[str, Any],
     ) -> Tensor | None:
         """Return the output ``[world * s, b, n]`` of ``x``, ``[s, b, k]``; None if Megatron has to compute it."""
-        group = _layers().get_tensor_model_parallel_group_if_none(further.get("tp_group"))
-        asked = [name for name, value in further.items() if value is not None and name not in _IGNORED]
-        reason = f"{asked[0]} asks for more" if asked else ""
-        if not self._takes(x, weight, fuse, group, "column", reason):
+        if not sequence_parallel or torch.compiler.is_compiling():
             return None
-        weight, compute = self._enter(weight, fuse)
+        group, reason = further.get("tp_group"), ""
+        if group is None:
+            group = _layers().get_tensor_model_parallel_group_if_none(None)
+        for name, value in further.items():
+            if value is not None and name not in _IGNORED:
+                reason = f"{name} asks for more"
+        entering = self._enter(x, weight, fuse, group, "column", reason)
+        if entering is None:
+            return None
         output: Tensor
+        weight, compute = entering
         (output,) = all_gather_linear(x, [weight], group, regather=self._regather, weight_grad=compute, **self._how)
         return output if bias is None else output + bias
 
     def _compute_row(self, linear: Any, x: Tensor) -> Tensor | None:
         """Return the output ``[s / world, b, n]`` of ``x``, ``[s, b, k]``; None if Megatron has to compute it."""
         weight, fuse, group = linear.weight, linear.gradient_accumulation_fusion, linear.tp_group
-        reason = _find_replacement(linear)
+        reason = self._find_replacement(linear)
         if group.size() > 1 and x.shape[0] % group.size():
             reason = "its sequence does not divide by the number of ranks"
         offloading = linear.config._cpu_offloading_context
         if offloading is not None and offloading.inside_context:
             reason = "its input is offloaded to the CPU"
-        if not self._takes(x, weight, fuse, group, "row", reason):
+        entering = self._enter(x, weight, fuse, group, "row", reason)
+        if entering is None:
             return None
-        weight, compute = self._enter(weight, fuse)
+        weight, compute = entering
         output: Tensor = linear_reduce_scatter(x, weight, group, weight_grad=compute, **self._how)
         return output
 
-    def _enter(self, weight: Tensor, fuse: bool) -> tuple[Tensor, WeightGrad]:
-        """Return what enters the graph for a weight, and what computes its gradient."""
-        compute = find_weight_grad(weight, fuse)
-        return (weight, compute) if self._queue is None else self._queue.enter(weight, compute)
+    def _enter(
+        self, x: Tensor, weight: Any, fuse: bool, group: Any, kind: str, reason: str
+    ) -> tuple[Tensor, WeightGrad] | None:
+        """Return what enters the graph for a weight, and what computes its gradient.
 
-    def _takes(self, x: Tensor, weight: Any, fuse: bool, group: Any, kind: str, reason: str) -> bool:
-        """Tell whether our operators compute a linear, which is the same on all ranks."""
+        None if Megatron computes the linear, which is the same on all ranks.
+        """
         if group.size() == 1:
-            return False
+            return None
         if type(weight) is not torch.nn.Parameter:
             wait_for_param(weight)
         reason = reason or find_unsupported(x, weight, fuse)
         if reason:
             note_left(f"a {kind}-parallel linear: {reason}")
             COUNTERS.stock_calls += 1
-            return False
-        check_consistent_once(group, "megatron", self, lambda: self._terms, remedy=_REMEDY)
+            return None
+        if self._agreed() is not group:
+            check_consistent_once(group, "megatron", self, lambda: self._terms, remedy=_REMEDY)
+            self._agreed = weakref.ref(group)
         COUNTERS.calls += 1
-        return True
+        compute = find_weight_grad(weight) if fuse else multiply
+        return (weight, compute) if self._queue is None else self._queue.enter(weight, compute)
+
+    def _find_replacement(self, linear: Any) -> str:
+        """Return which function that one operator replaces is no longer Megatron's own, or ""."""
+        layers = _layers()
+        now: list[Any] = []
+        for name in _REPLACED:
+            function = getattr(layers, name, None)
+            mark = getattr(function, "__ovpatch__", None)
+            now += (function, None if mark is None else mark.patches)
+        now.append(getattr(getattr(linear, "_forward_impl", None), "__func__", None))
+        if now != self._found[0]:
+            self._found = now, _find_replacement(linear)
+        return self._found[1]
 
 
-def wrap_function(
-    original: Callable[..., Tensor], takes: Callable[[bool], bool], compute: Callable[..., Tensor | None]
-) -> Callable[..., Tensor]:
+def wrap_function(original: Callable[..., Tensor], compute: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
     """Wrap one of Megatron's functions that compute a linear; further parameters differ between its versions.
 
     Args:
         original: The function.
-        takes: Tells whether ``compute`` is called, given ``sequence_parallel``; not called under a compiler, which
-            would compile again for what differs from step to step.
-        compute: Called with input, weight, bias, ``gradient_accumulation_fusion``, ``allreduce_dgrad`` and the further
-            arguments by name; returns the output, or None if Megatron has to compute it.
+        compute: Called with input, weight, bias, ``gradient_accumulation_fusion``, ``allreduce_dgrad``,
+            ``sequence_parallel`` and the further arguments by name; returns the output, or None if Megatron has to
+            compute it, as under a compiler, which would compile again for what differs from step to step.
     """
     names = list(inspect.signature(original).parameters)[6:]
 
@@ -146,20 +176,11 @@ def wrap_function(
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        if not torch.compiler.is_compiling() and takes(sequence_parallel):
-            further = dict(zip(names, args, strict=False)) | kwargs
-            found = compute(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, further)
-            if found is not None:
-                return found
-        return original(
-            input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, *args, **kwargs
-        )
+        given = (input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
+        found = compute(*given, kwargs if not args else dict(zip(names, args, strict=False)) | kwargs)
+        return original(*given, *args, **kwargs) if found is None else found
 
     return linear
-
-
-def _is_sequence_parallel(sequence_parallel: bool) -> bool:
-    return sequence_parallel
 
 
 def find_unsupported(x: Tensor, weight: Any, fuse: bool) -> str:
@@ -197,11 +218,9 @@ def _is_megatrons_own(function: Any, ours: Any) -> bool:
     return bool(code.co_filename == sys.modules[home].__file__)  # a copy by functools.wraps has another's code
 
 
-def find_weight_grad(weight: Any, fuse: bool) -> WeightGrad:
-    """Return what computes a weight's gradient, with ``gradient_accumulation_fusion`` or without."""
-    if not fuse or not weight.requires_grad:
-        return multiply
-    return functools.partial(_accumulate, main_grad=weight.main_grad)
+def find_weight_grad(weight: Any) -> WeightGrad:
+    """Return what computes a weight's gradient with ``gradient_accumulation_fusion``."""
+    return functools.partial(_accumulate, main_grad=weight.main_grad) if weight.requires_grad else multiply
 
 
 def _accumulate(weight: Any, grad: Tensor, x: Tensor, *, main_grad: Tensor) -> Tensor | None:

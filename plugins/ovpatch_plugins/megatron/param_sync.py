@@ -8,70 +8,120 @@ the end of the step, in the order of the buckets, and readers wait: [Note: pendi
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from ovpatch.overlap.tensors.ownership import references_of_one, storage_references
-from ovpatch.overlap.tensors.pending_param import count_owners, mark_pending, mark_ready, without_modes
+from ovpatch.overlap.tensors.pending_param import mark_pending, mark_ready, without_modes
 from ovpatch_plugins.megatron.report import COUNTERS
-from ovpatch_plugins.megatron.takeover import find_place, list_bucket_groups
+from ovpatch_plugins.megatron.takeover import find_place, list_bucket_groups, note_left
 
 _LOCK: Final = threading.RLock()
+
+
+class _Kept:
+    """What Megatron keeps for good of the parameters that an optimizer steps; whatever is beyond it may be a graph's.
+
+    It is listed, not measured: a script may have a graph alive at every step.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        listed = (*optimizer.shard_float16_groups, *optimizer.shard_fp32_groups)
+        shards = [shard for group in listed for shard in group if shard is not None]
+        bases = [shard._base for shard in shards if shard._base is not None]
+        nodes = [node for model in optimizer.model_chunks for node in model.grad_accs]
+        # By the id of a parameter, beside Python. A shard of 16 bits is a view of a tensor of its own.
+        self.owners = Counter(map(id, [*(node.variable for node in nodes), *bases]))
+        tensors = [*shards, *bases]
+        for buffer in optimizer.buffers:
+            tensors += buffer.param_data, *buffer.params, *(bucket.param_data for bucket in buffer.buckets)
+        self._tensors = Counter(map(_find_memory, {id(one): one for one in tensors}.values()))
+
+    def count_tensors(self, groups: Iterable[Any]) -> Counter[int]:
+        """Return how many tensors there are, by the address of their memory."""
+        found = self._tensors.copy()
+        for group in groups:  # whose views for the gather are made by its first one
+            for views in group.cached_param_buffer_shard_list:
+                found.update(map(_find_memory, views or ()))
+        return found
+
+
+def _find_memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class ParamGather:
     """The gather of one bucket group's parameters, from the end of a step to the end of the next backward."""
 
     def __init__(self, group: Any) -> None:
-        self._handle = group.param_gather_handle  # which Megatron drops when it has waited
-        self._params = [param for bucket in group.buckets for param in bucket.params_list]
+        self._handle: Any = None
+        self._buckets = [(_find_memory(bucket.param_data), bucket.params_list) for bucket in group.buckets]
+        self._params = [param for _, params in self._buckets for param in params]
         device = group.buckets[0].param_data.device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # A model may go while its parameters are pending, which keeps them.
         self._release = weakref.finalize(group, mark_ready, self._params)
         self._release.atexit = False
 
-    def mark(self, owners: list[int]) -> None:
-        """Have readers wait, or wait now if a parameter can be read without a call that sees its class.
+    def mark(self, owners: Mapping[int, int], tensors: Mapping[int, int]) -> str:
+        """Have readers wait, unless a parameter can be read without a call that sees its class.
+
+        It is called before any gather has started, which would hold memory, too.
 
         Args:
-            owners: The fewest owners that each parameter had so far, Megatron's views of it among them; more are a
-                graph's that is still to run backward.
+            owners: How many owners Megatron adds to Python, by the id of a parameter.
+            tensors: How many tensors Megatron keeps, by the address of their memory.
+
+        Returns:
+            "" or the reason why nobody waits.
         """
-        aliases = storage_references(self._params[0]) - references_of_one()  # Megatron's own views of the buffer
-        for i, param in enumerate(self._params):
-            owners[i] = min(owners[i], count_owners([param]))
-            if mark_pending([param], self.wait_for_reader, aliases=aliases, owners=owners[i]):
-                self._wait()
-                self.settle()
-                return
+        for memory, params in self._buckets:
+            for param in params:
+                reason = mark_pending(
+                    [param],
+                    self.wait_for_reader,
+                    aliases=tensors[memory] - 1,
+                    owners=1 + owners.get(id(param), 0),
+                )
+                if reason:
+                    self.settle()
+                    return reason
+        return ""
+
+    def start(self, group: Any) -> bool:
+        """Start the gather; tell whether there is one."""
+        group.start_param_sync()
+        self._handle = group.param_gather_handle  # which Megatron drops when it has waited
+        if self._handle is None:  # one rank
+            self.settle()
+        return self._handle is not None
+
+    def wait(self) -> None:
+        """Wait for the values, on the current stream and on that of the step, and let readers pass."""
+        self._handle.wait()
+        if self._stream is not None and self._stream != torch.cuda.current_stream(self._stream.device):
+            with torch.cuda.stream(self._stream):
+                self._handle.wait()
+        self.settle()
 
     def wait_for_reader(self) -> None:
-        """Wait for the values, on the reader's stream and on that of the step, and let further readers pass."""
+        """Wait for the values as a reader does."""
         with _LOCK, without_modes():
             COUNTERS.reads += 1
-            self._wait()
-            self.settle()
+            self.wait()
 
     def settle(self) -> None:
         """Let readers pass: the values are there."""
         self._release.detach()
         mark_ready(self._params)
 
-    def _wait(self) -> None:
-        self._handle.wait()
-        if self._stream is not None and self._stream != torch.cuda.current_stream(self._stream.device):
-            with torch.cuda.stream(self._stream):
-                self._handle.wait()
-
 
 _GATHERS: Final[weakref.WeakKeyDictionary[Any, ParamGather]] = weakref.WeakKeyDictionary()  # by the bucket group
-_OWNERS: Final[weakref.WeakKeyDictionary[Any, list[int]]] = weakref.WeakKeyDictionary()  # likewise
+_KEPT: Final[weakref.WeakKeyDictionary[Any, _Kept]] = weakref.WeakKeyDictionary()  # by the optimizer
 
 
 def wrap_step(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -84,16 +134,32 @@ def wrap_step(original: Callable[..., bool]) -> Callable[..., bool]:
             _finish(group)
             _wait_for_handle(group)
         done = original(self)
-        for group in groups:
-            group.start_param_sync()
-            if group.param_gather_handle is None:  # one rank
-                continue
-            gather = _GATHERS[group] = ParamGather(group)
-            gather.mark(_OWNERS.setdefault(group, [sys.maxsize] * len(group.params)))
-            COUNTERS.gathers += 1
+        if groups:
+            with _LOCK:  # a reader on another thread waits until all have started
+                _start(self, groups)
         return done
 
     return step_with_ready_grads
+
+
+def _start(optimizer: Any, groups: Sequence[Any]) -> None:
+    kept = _KEPT.get(optimizer) or _KEPT.setdefault(optimizer, _Kept(optimizer))
+    tensors = kept.count_tensors(groups)
+    gathers = [ParamGather(group) for group in groups]
+    try:
+        reasons = [gather.mark(kept.owners, tensors) for gather in gathers]
+        for group, gather in zip(groups, gathers, strict=True):
+            if gather.start(group):
+                _GATHERS[group] = gather
+                COUNTERS.gathers += 1
+    except BaseException:  # a KeyboardInterrupt, too: nothing would ever arrive
+        for gather in gathers:
+            gather.settle()
+        raise
+    for group, reason in zip(groups, reasons, strict=True):
+        if reason and group in _GATHERS:
+            note_left(f"gathers of parameters, for which step() waits: {reason}")
+            _GATHERS[group].wait()
 
 
 def wrap_start(original: Callable[..., None]) -> Callable[..., None]:

@@ -1,7 +1,8 @@
 """Megatron's 1F1B with input gradients that are sent before the weight gradients are computed.
 
 Megatron's loop runs as it is, with its messages in its order. A backward leaves out the weight gradients of linears.
-They are computed behind the start of the send, where a stage would wait for its neighbours.
+They are computed behind the start of the send, where a stage would wait for its neighbours. If Megatron receives next,
+that is started before them, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ovpatch.overlap.tensors.pending_param import wait_for_param
 from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad, wrap_function
 from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.takeover import note_left
-from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue
+from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
 
 _SCHEDULES: Final = "megatron.core.pipeline_parallel.schedules"
 _LAYERS: Final = "megatron.core.tensor_parallel.layers"
@@ -44,18 +45,55 @@ class _Step:
         microbatches: Their number in the step.
         kept: For how many microbatches weight gradients may be due while the stage goes on.
         no_sync: In which context gradients are accumulated before the last microbatch's.
+        is_uniform: Whether all messages of a direction have one shape.
     """
 
-    def __init__(self, queue: WeightGradQueue, microbatches: int, kept: int, no_sync: Callable[[], Any]) -> None:
+    def __init__(
+        self, queue: WeightGradQueue, microbatches: int, kept: int, no_sync: Callable[[], Any], *, is_uniform: bool
+    ) -> None:
         self._queue = queue
         self._left = microbatches
         self._kept = kept
         self._no_sync = no_sync
+        self._is_uniform = is_uniform
+        self._make: Callable[[], Tensor] | None = None  # memory for an output's gradient, once one has been received
+        self._posted: tuple[Tensor, Any] | None = None  # memory and works of a receive that Megatron will ask for
         self.is_sending = False  # whether the message that is started next is the last one of an input gradient
+
+    def start(self, original: Callable[..., Any], messages: dict[str, Any]) -> Any:
+        """Start messages, and behind those that send an input gradient what the stage has time for.
+
+        Behind :meth:`send_backward`, Megatron receives the next output gradient, if there is one. It would do so behind
+        the weight gradients; messages stay in its order.
+        """
+        received, posted = messages.get("tensor_recv_next"), self._posted
+        if received is not None and posted is not None and received.shape == posted[0].shape:
+            received.data, works = posted
+            self._posted = None
+        else:
+            works = original(**messages)
+        if received is not None and self._is_uniform:
+            self._make = functools.partial(torch.empty, received.shape, dtype=received.dtype, device=received.device)
+        if self.is_sending:
+            if self._left and self._make is not None and messages.get("tensor_recv_prev") is None:
+                memory = self._make()
+                self._posted = memory, original(**messages | {"tensor_send_prev": None, "tensor_recv_next": memory})
+                COUNTERS.early_receives += 1
+            COUNTERS.early_sends += bool(self.compute_due())
+        return works
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Run a microbatch's backward inside the ``with`` block."""
+        """Run a microbatch's backward inside the ``with`` block.
+
+        Raises:
+            RuntimeError: Its output gradient is still to be received.
+        """
+        if self._posted is not None:
+            raise RuntimeError(
+                "ovpatch: Megatron's pipeline schedule has not received an output gradient where known versions do. "
+                "Set OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock"
+            )
         with self._queue.recording():
             yield
         self._left -= 1
@@ -105,6 +143,16 @@ class PipelinePatches:
 
         return forward_backward
 
+    def wrap_interleaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``forward_backward_pipelining_with_interleaving``, which is left as it is: the report says so."""
+
+        @functools.wraps(original)
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            note_left("the pipeline's schedule with interleaving, which hides messages by overlap_p2p_comm")
+            return original(*args, **kwargs)
+
+        return forward_backward
+
     def wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``backward_step``."""
 
@@ -137,25 +185,28 @@ class PipelinePatches:
         """Wrap the functions that start messages, behind which Megatron waits for them."""
 
         @functools.wraps(original)
-        def start(*args: Any, **kwargs: Any) -> Any:
-            works = original(*args, **kwargs)
-            if self._step is not None and self._step.is_sending:
-                COUNTERS.early_sends += bool(self._step.compute_due())
-            return works
+        def start(**messages: Any) -> Any:
+            return original(**messages) if self._step is None else self._step.start(original, messages)
 
         return start
 
     def wrap_linear(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap ``linear_with_grad_accumulation_and_async_allreduce``."""
-        return wrap_function(original, self._takes, self._compute)
-
-    def _takes(self, sequence_parallel: bool) -> bool:
-        return self._step is not None and not sequence_parallel
+        return wrap_function(original, self._compute)
 
     def _compute(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, fuse: bool, reduces: bool, further: Mapping[str, Any]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        fuse: bool,
+        reduces: bool,
+        sequence_parallel: bool,
+        further: Mapping[str, Any],
     ) -> Tensor | None:
         """Return a linear's output; None if its weight's gradient stays in Megatron's backward."""
+        if self._step is None or sequence_parallel or torch.compiler.is_compiling():
+            return None
         if not x.requires_grad or further.get("grad_output_buffer") is not None:
             return None
         if type(weight) is not torch.nn.Parameter:
@@ -164,7 +215,7 @@ class PipelinePatches:
         if reason:
             note_left(f"the weight gradient of a linear, which stays in the backward: {reason}")
             return None
-        compute = find_weight_grad(weight, fuse)
+        compute = find_weight_grad(weight) if fuse else multiply
         entering, taking = self.queue.enter(weight, compute)
         if taking is compute:
             return None
@@ -201,7 +252,8 @@ class PipelinePatches:
                 note_left("schedule zb-h1, which is 1f1b here: no_sync_func is not that of Megatron's own model")
         if no_sync is None or config.grad_sync_func is not None:  # the latter: Megatron counts behind all backwards
             no_sync = contextlib.nullcontext
-        return _Step(self.queue, given["num_microbatches"], kept, no_sync)
+        is_uniform = not (config.variable_seq_lengths or getattr(config, "mtp_standalone", False))
+        return _Step(self.queue, given["num_microbatches"], kept, no_sync, is_uniform=is_uniform)
 
 
 def _find_reason(config: Any, communicator: Any, groups: Any, schedules: Any) -> str:

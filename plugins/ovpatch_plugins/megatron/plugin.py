@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl
+from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.megatron.options import OPTIONS
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -70,6 +70,12 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             "pipeline",
             "wrap_schedule",
             "is a step of a pipeline; its loop stays Megatron's",
+        )
+        patch(
+            f"{_PIPELINE}.schedules.forward_backward_pipelining_with_interleaving",
+            "pipeline",
+            "wrap_interleaving",
+            "is a step of a pipeline that stays Megatron's, which the report says",
         )
         patch(f"{_PIPELINE}.schedules.backward_step", "pipeline", "wrap_backward", "is a microbatch's backward")
         for method in ("send_backward", "send_backward_recv_forward"):
@@ -147,12 +153,7 @@ def ovpatch_deactivate() -> None:
         takeover.give_back_all()
 
 
-@hookimpl
-def ovpatch_counters() -> Mapping[str, int]:
-    """Return the counters of this process."""
-    from ovpatch_plugins.megatron.report import COUNTERS
-
-    return COUNTERS.as_dict()
+ovpatch_counters = make_counters_hook("ovpatch_plugins.megatron.report")
 
 
 @hookimpl

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from ovpatch.hookspecs import FeatureCounters
 
 
 @dataclass
-class Counters:
+class Counters(FeatureCounters):
     """Totals since the process started."""
 
     calls: int = 0  # sequence-parallel linears that our operators computed, forward passes
@@ -19,10 +21,7 @@ class Counters:
     pipeline_steps: int = 0  # steps of a pipeline's stage whose weight gradients may be computed behind the send
     weight_grads: int = 0  # weight gradients of linears that were
     early_sends: int = 0  # sends under which weight gradients were computed
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the counters by name."""
-        return asdict(self)
+    early_receives: int = 0  # receives that were started before them
 
 
 COUNTERS = Counters()

@@ -11,14 +11,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch.overlap.data_parallel.grad_hooks import accumulate_grads, apply_function
+from ovpatch.overlap.data_parallel.grad_hooks import accumulate_products
+from ovpatch.overlap.tensors.delayed_wgrad import ComputeGrad
 from ovpatch.overlap.tensors.param_state import weak_key
 from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.takeover import note_left
@@ -27,15 +28,6 @@ WeightGrad: TypeAlias = Callable[[Tensor, Tensor, Tensor], "Tensor | None"]
 """Computes a weight's gradient, from the weight, the output's gradient ``[M, n]`` and the input ``[M, k]``."""
 
 _REMEDY = "Set OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock"
-
-
-class _Product(NamedTuple):
-    """A weight's gradient that is due."""
-
-    weight: Tensor
-    grad: Tensor  # of the output, [M, n]
-    input: Tensor  # [M, k]
-    compute: WeightGrad
 
 
 class _Watch:
@@ -70,8 +62,8 @@ class WeightGradQueue:
 
     def __init__(self) -> None:
         self.is_active = False  # whether the stage runs a step in which weight gradients are delayed
-        self._due: deque[list[_Product]] = deque()
-        self._recorded: list[_Product] | None = None  # of the backward that is running
+        self._due: deque[list[tuple[Tensor, ComputeGrad]]] = deque()
+        self._recorded: list[tuple[Tensor, ComputeGrad]] | None = None  # of the backward that is running
         self._watched: dict[int, _Watch] = {}
         self._delays: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # what first steps have shown, by the weight
 
@@ -135,7 +127,7 @@ class WeightGradQueue:
                 "ovpatch: a stage takes gradients inside its forward, or of its gradients, through a linear whose "
                 f"weight gradient is computed later. {_REMEDY}"
             )
-        self._recorded.append(_Product(weight, grad, x, compute))
+        self._recorded.append((weight, functools.partial(compute, weight, grad, x)))
 
     def compute(self, microbatches: int) -> int:
         """Compute and accumulate the weight gradients of the oldest ``microbatches`` that are due; return how many."""
@@ -145,29 +137,10 @@ class WeightGradQueue:
             with profiler_span(profiler_label("megatron", "weight_grads", f"{len(products)} linears")):
                 products.reverse()
                 while products:  # each is freed when it is done
-                    _accumulate(products.pop())
+                    weight, compute = products.pop()
+                    accumulate_products([weight], [compute])
                     COUNTERS.weight_grads += 1
         return COUNTERS.weight_grads - before
-
-
-class _Accumulation(torch.autograd.Function):
-    """A node whose backward computes a weight's gradient: autograd then takes the product itself, not a copy."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, product: list[_Product]) -> Tensor:
-        ctx.product = product
-        return weight.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        weight, grad, x, compute = ctx.product.pop()
-        return compute(weight, grad, x), None
-
-
-def _accumulate(product: _Product) -> None:
-    with torch.enable_grad():
-        root = apply_function(_Accumulation, product.weight, [product])
-    accumulate_grads([root], [root.detach()])
 
 
 def multiply(_weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:

@@ -54,15 +54,11 @@ class ChunkPlan:
 
 
 class PlanCandidates:
-    """Plans of which one is chosen once all ranks know the number of tokens; by itself, one plan.
-
-    Attributes:
-        expected: The plan that is probably chosen; ranks may expect different ones.
-        finest: Its slices of tokens are parts of every plan's, and it is symmetric if any plan is.
-    """
+    """Plans of which one is chosen once all ranks know the number of tokens; by itself, one plan."""
 
     def __init__(self, plan: ChunkPlan) -> None:
-        self.expected = self.finest = plan
+        self.expected = plan  # the plan that is probably chosen; ranks may expect different ones
+        self.finest = plan  # its slices of tokens are parts of every plan's, and it is symmetric if any plan is
 
     def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
         """Return a plan, the same on all ranks, which all call this.

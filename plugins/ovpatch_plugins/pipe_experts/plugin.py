@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl
+from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.pipe_experts.options import OPTIONS
 
 _EP = "transformers.distributed.expert_parallel"
@@ -60,12 +60,7 @@ def ovpatch_deactivate() -> None:
     STATE.on = False
 
 
-@hookimpl
-def ovpatch_counters() -> Mapping[str, int]:
-    """Return the counters."""
-    from ovpatch_plugins.pipe_experts.report import COUNTERS
-
-    return COUNTERS.as_dict()
+ovpatch_counters = make_counters_hook("ovpatch_plugins.pipe_experts.report")
 
 
 @hookimpl

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from ovpatch.hookspecs import FeatureCounters
 
 
 @dataclass
-class Counters:
+class Counters(FeatureCounters):
     """Totals since the process started."""
 
     calls: int = 0  # forward passes of expert-parallel layers
@@ -16,10 +18,6 @@ class Counters:
     taken_over: int = 0  # calls of a library's layer, such as transformers'
     library_experts: int = 0  # taken-over calls whose experts the library computed, chunk by chunk
     symmetric: int = 0  # all-to-alls over symmetric memory, including those of measurements
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the counters by name."""
-        return asdict(self)
 
 
 COUNTERS = Counters()

@@ -144,7 +144,7 @@ def cut(
         move_zeros(part, where)
         part = part if wrap is None else wrap(part)
         parts.append(part)
-        stages.append(PipelineStage(part, stage, len(ranks), where, group=group))
+        stages.append(_Stage(part, stage, len(ranks), where, group=group))
     is_single = issubclass(cls, schedules.PipelineScheduleSingle)
     owned = stages[0] if is_single else stages
     made = make_subclass(CutSchedule, cls)(owned, n_microbatches, loss_fn=loss_fn, **schedule_options)
@@ -152,6 +152,13 @@ def cut(
     made.block_ranges = _list_ranges(starts, len(stack.blocks))
     made._shared_grads = [SharedGrads(one, ranks, group) for one in shared]
     return made
+
+
+class _Stage(PipelineStage):
+    """A stage that sends nothing to its own rank, as torch 2.11 does to connect the ranks, and gloo cannot."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
 # --- checks ---

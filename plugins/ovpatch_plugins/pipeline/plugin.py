@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl
+from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.pipeline.options import OPTIONS
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
@@ -52,12 +52,7 @@ def ovpatch_deactivate() -> None:
         takeover.release_all()
 
 
-@hookimpl
-def ovpatch_counters() -> Mapping[str, int]:
-    """Return the counters."""
-    from ovpatch_plugins.pipeline.report import COUNTERS
-
-    return COUNTERS.as_dict()
+ovpatch_counters = make_counters_hook("ovpatch_plugins.pipeline.report")
 
 
 @hookimpl

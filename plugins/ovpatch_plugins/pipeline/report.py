@@ -5,14 +5,15 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Final
 
+from ovpatch.hookspecs import FeatureCounters
 from ovpatch_plugins.pipeline.actions import Kind
 
 
 @dataclass
-class Counters:
+class Counters(FeatureCounters):
     """Totals since the process started.
 
     Attributes:
@@ -38,10 +39,6 @@ class Counters:
     failed_steps: int = 0
     stock_steps: int = 0
     microbatch_updates: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the counters by name."""
-        return asdict(self)
 
 
 COUNTERS = Counters()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ovpatch.overlap.data_parallel.grad_hooks import accumulate_grads
+from ovpatch.overlap.data_parallel.grad_hooks import accumulate_grads, accumulate_products
 from ovpatch.overlap.tensors.autocast import autocast_dtype
 from ovpatch.overlap.tensors.delayed_wgrad import DELAYED_WGRAD, DELAYS_WGRAD, ComputeGrad
 from ovpatch_plugins.pipeline.report import StageReport
@@ -345,8 +345,13 @@ class WeightGradQueue:
             sums.pop(key, None)
             leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
             grads = [grad.to(leaf.dtype) for leaf, grad in zip(leaves, products, strict=False) if grad is not None]
-            accumulate_grads(leaves, grads)
-            del products, grads  # else the next product gets other memory, which is not in the cache
+            del products
+            if call.weight.grad is None:  # the engine takes what nobody holds, and would copy what it is given
+                grads.reverse()
+                accumulate_products(leaves, [grads.pop] * len(leaves))
+            else:  # which takes the host less
+                accumulate_grads(leaves, grads)
+            del grads  # else the next product gets other memory, which is not in the cache
             self.computed += 1
 
     def clear(self) -> None:

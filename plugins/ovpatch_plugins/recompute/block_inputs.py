@@ -50,7 +50,8 @@ class BlockInputs:
         self._args = [_keep(item, tensors) for item in args]
         self._kwargs = {key: _keep(item, tensors) for key, item in kwargs.items()}
         token = torch.empty(0, requires_grad=True)
-        self._node: Any = _Save.apply(token, *tensors).grad_fn  # type: ignore[no-untyped-call]  # torch's apply()
+        # Torch 2.11 releases what a node saved as soon as no output of it is left.
+        self._output: Any = _Save.apply(token, *tensors)  # type: ignore[no-untyped-call]  # torch's apply()
 
     def read(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments.
@@ -58,7 +59,7 @@ class BlockInputs:
         Raises:
             RuntimeError: A tensor was changed in place since.
         """
-        tensors = self._node.saved_tensors
+        tensors = self._output.grad_fn.saved_tensors
         return [_restore(item, tensors) for item in self._args], {
             key: _restore(item, tensors) for key, item in self._kwargs.items()
         }

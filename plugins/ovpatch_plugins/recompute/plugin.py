@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl
+from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.recompute.options import OPTIONS
 
 
@@ -52,12 +52,7 @@ def ovpatch_deactivate() -> None:
         takeover.give_back_all()
 
 
-@hookimpl
-def ovpatch_counters() -> Mapping[str, int]:
-    """Return the counters."""
-    from ovpatch_plugins.recompute.report import COUNTERS
-
-    return COUNTERS.as_dict()
+ovpatch_counters = make_counters_hook("ovpatch_plugins.recompute.report")
 
 
 @hookimpl

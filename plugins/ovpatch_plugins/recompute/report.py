@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final
+
+from ovpatch.hookspecs import FeatureCounters
 
 
 @dataclass
-class Counters:
+class Counters(FeatureCounters):
     """Totals since the process started.
 
     Attributes:
@@ -27,10 +29,6 @@ class Counters:
     launched_ahead: int = 0
     compiled_calls: int = 0
     stock_calls: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the counters by name."""
-        return asdict(self)
 
 
 COUNTERS: Final = Counters()

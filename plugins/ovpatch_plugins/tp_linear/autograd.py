@@ -17,10 +17,10 @@ from ovpatch.overlap.data_parallel.grad_hooks import will_execute
 from ovpatch.overlap.tensors.delayed_wgrad import DELAYED_WGRAD
 from ovpatch_plugins.tp_linear.config import OpContext
 from ovpatch_plugins.tp_linear.layout import (
+    PLAIN,
     from_rows,
     get_local,
     is_partial,
-    is_transformed,
     make_output,
     make_result,
     to_rows,
@@ -67,17 +67,21 @@ class GatherLinear(torch.autograd.Function):
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the outputs, and what is to be kept for backward."""
         weights, biases = params[: call.count], params[call.count :]
-        here = wait_for(get_local(x))
-        given = to_rows(here, call.dim)
-        rows, used, added = cast_operands(call.ranks.kind, given, *_get_locals(weights, biases))
-        keeps = keeps and not call.anew and any(weight is not None and weight.requires_grad for weight in weights)
+        here, given, rows, used, added = _find_operands(call, x, weights, biases)
+        keeps = (
+            keeps
+            and (call.constant or not call.config.regather)
+            and any(weight is not None and weight.requires_grad for weight in weights)
+        )
+        results = []
         gathered: Tensor | None
         whole: Tensor | None
         if call.later is None and (call.whole is None or rows is given):
             needs_whole = call.whole is not None or keeps
             outs, whole = call.config.schedule.gather_linear(call.ranks, rows, used, added, needs_whole)
             gathered = whole
-            results = [make_result(out, here.shape, call.dim) for out in outs]
+            for out in outs:
+                results.append(make_result(out, here.shape, call.dim))
         else:  # autocast rounds for linears alone, and the gathered input has other readers
             gathered = call.ranks.gather_rows(given)
             whole = gathered if rows is given else gathered.to(rows.dtype)
@@ -88,7 +92,8 @@ class GatherLinear(torch.autograd.Function):
                 results = [make_output(whole, len(weight), here.shape, call.dim) for weight in used]
                 call.later(whole, [result.detach() for result in results])
         kept = whole if keeps and whole is not None else _as_given(rows, here, x)
-        results = [_returned(call, result) for result in results]
+        if call.returned is not None:
+            results = [wrap_local(result, call.mesh, call.returned) for result in results]
         if call.whole is not None and gathered is not None:
             results.append(wrap_local(from_rows(gathered, here.shape, call.dim), call.mesh, call.whole))
             if kept is gathered:
@@ -115,22 +120,26 @@ class GatherLinear(torch.autograd.Function):
         if call.check is not None:
             call.check()
         others, terms = _of_other_readers(call, grads[-1]) if call.whole is not None else (None, None)
-        used = any(grad is not None for grad in grads[: call.count])
+        used, anew = False, call.config.regather and not call.constant  # the input has to be gathered again for weights
+        for grad in grads[: call.count]:
+            used = used or grad is not None
         if others is not None and (used or terms is not None):
             share = others / call.ranks.world
             others, terms = None, share if terms is None else terms + share
         wants = _wants_input(ctx)
         dtype = ctx.dtype if wants else None
-        if used or (terms is not None and call.anew and call.trains):  # other ranks gather
+        if used or (terms is not None and anew and call.trains):  # other ranks gather
             kept, weights, params = _resume(ctx)
-            outs = [None if grad is None else _grad(grad, call, ctx.computed) for grad in grads[: call.count]]
+            outs = []
+            for grad in grads[: call.count]:
+                outs.append(None if grad is None else _grad(grad, call, ctx.computed))
             mine = None
             if call.constant:
                 params.compute_weights(kept, outs)
                 params.compute_biases(outs)
             else:
                 take = None if kept is None else params.compute_weights
-                asked = ColumnGrads(outs, kept, weights, take, dtype, terms, call.anew)
+                asked = ColumnGrads(outs, kept, weights, take, dtype, terms, anew)
                 mine = GATHER_LINEAR.backward(call.config.schedule, call.ranks, asked, params)
             return _grads(ctx, mine if wants else None, params)
         mine = None  # no product was used, so the kept input is not read, and may have changed
@@ -150,11 +159,13 @@ class SingleLinear(torch.autograd.Function):
     @staticmethod
     def compute(call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output, and what is to be kept for backward."""
-        here = wait_for(get_local(x))
-        given, ranks = to_rows(here, call.dim), call.ranks
-        rows, (used,), (added,) = cast_operands(ranks.kind, given, *_get_locals([weight], [bias]))
-        out = call.operator.forward(call.config.schedule, ranks, rows, used, added)
-        return _returned(call, make_result(out, here.shape, call.dim)), _as_given(rows, here, x)
+        here, _, rows, (used,), (added,) = _find_operands(call, x, (weight,), (bias,))
+        result = make_result(
+            call.operator.forward(call.config.schedule, call.ranks, rows, used, added), here.shape, call.dim
+        )
+        if call.returned is not None:
+            result = wrap_local(result, call.mesh, call.returned)
+        return result, _as_given(rows, here, x)
 
     @staticmethod
     def forward(ctx: Any, call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -192,7 +203,7 @@ def run_operator(call: OpContext, x: Tensor, *params: Tensor | None) -> Any:
     function = FUNCTIONS[call.operator.name]
     if not torch.is_grad_enabled():
         return function.compute(call, x, *params)[0]
-    if is_transformed():
+    if torch._C._are_functorch_transforms_active():
         return function.apply(call, x, *params)  # which raises torch.func's own error
     return super(torch.autograd.Function, function).apply(call, x, *params)  # skips a binding of arguments
 
@@ -201,11 +212,14 @@ def _keep(
     ctx: Any, call: OpContext, x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None], kept: Tensor
 ) -> None:
     """Keep what backward needs; see [Note: what is kept for backward]."""
-    ctx.call, ctx.shape, ctx.dtype, ctx.computed = call, get_local(x).shape, x.dtype, kept.dtype
+    here = x if type(x) in PLAIN else get_local(x)
+    ctx.call, ctx.shape, ctx.dtype, ctx.computed = call, here.shape, x.dtype, kept.dtype
     ctx.biases = biases
     # With a check before backward, weights may change until their outputs are handed out.
     ctx.weights, saved = ((), weights) if x.requires_grad and call.check is None else (weights, ())
-    needed = any(weight.requires_grad for weight in weights) or (call.anew and call.trains)
+    needed = call.trains and call.config.regather and not call.constant
+    for weight in weights:
+        needed = needed or weight.requires_grad
     ctx.save_for_backward(kept if needed else None, *saved)
 
 
@@ -217,8 +231,13 @@ def _resume(ctx: Any) -> tuple[Tensor | None, list[Tensor], ParamGrads]:
     if DELAYED_WGRAD.take is not None:
         nodes = [node for node, _ in ctx.next_functions[1 : 1 + call.count]]
         params.leaves = [getattr(node, "variable", weight) for node, weight in zip(nodes, weights, strict=True)]
-    rows = None if kept is None else _rows(kept, call.dim)
-    return rows, [_used(weight, ctx.computed) for weight in weights], params
+    rows, used, dtype = None, [], ctx.computed
+    if kept is not None:
+        rows = to_rows(kept if type(kept) in PLAIN else wait_for(get_local(kept)), call.dim)
+    for weight in weights:
+        local = weight if type(weight) in PLAIN else get_local(weight)
+        used.append(local if local.dtype is dtype else local.to(dtype))
+    return rows, used, params
 
 
 def _wants_input(ctx: Any) -> bool:
@@ -241,7 +260,8 @@ def _input_grad(ctx: Any, dx: Tensor | None) -> Tensor | None:
 
 def _grad(grad: Tensor, call: OpContext, dtype: torch.dtype) -> Tensor:
     """Return the gradient of an output as rows."""
-    grad = unwrap_grad(grad, call.returned)
+    if type(grad) is not Tensor:
+        grad = unwrap_grad(grad, call.returned)
     return to_rows(grad if grad.dtype is dtype else grad.to(dtype), call.dim)
 
 
@@ -265,24 +285,21 @@ def _constant(call: OpContext, results: Sequence[Tensor], params: Sequence[Tenso
     return [result for i, result in enumerate(results) if i == call.count or not (needs[i] or needs[call.count + i])]
 
 
-def _returned(call: OpContext, result: Tensor) -> Tensor:
-    return result if call.returned is None else wrap_local(result, call.mesh, call.returned)
-
-
 def _as_given(rows: Tensor, here: Tensor, x: Tensor) -> Tensor:
     """Return the input if its rows are a view of ``here``, its local part, else the rows."""
     return x if rows is here or (rows.data_ptr() == here.data_ptr() and rows.dtype == here.dtype) else rows
 
 
-def _rows(kept: Tensor, dim: int) -> Tensor:
-    here = wait_for(get_local(kept))
-    return here if here.dim() == 2 else to_rows(here, dim)
-
-
-def _used(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    found = get_local(weight)
-    return found if found.dtype is dtype else found.to(dtype)
-
-
-def _get_locals(weights: Sequence[Any], biases: Sequence[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
-    return [get_local(weight) for weight in weights], [None if bias is None else get_local(bias) for bias in biases]
+def _find_operands(
+    call: OpContext, x: Tensor, weights: Sequence[Any], biases: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
+    """Return the input's local part, its rows, and the operands of the products: rows, weights and biases."""
+    here = x if type(x) in PLAIN else wait_for(get_local(x))
+    given, used, added = to_rows(here, call.dim), [], []
+    for weight in weights:
+        used.append(weight if type(weight) in PLAIN else get_local(weight))
+    for bias in biases:
+        added.append(bias if bias is None or type(bias) in PLAIN else get_local(bias))
+    if torch.is_autocast_enabled(call.ranks.kind):
+        return here, given, *cast_operands(call.ranks.kind, given, used, added)
+    return here, given, given, used, added

@@ -47,11 +47,6 @@ class OpContext:
     later: Callable[[Tensor, list[Tensor]], None] | None = None  # gets rows and outputs' memory, if these come later
     trains: bool = False  # whether any linear that reads the gathered input, in this call or not, has a weight to train
 
-    @property
-    def anew(self) -> bool:
-        """Whether the input has to be gathered again for the weights' gradients."""
-        return self.config.regather and not self.constant
-
 
 @dataclass
 class State:

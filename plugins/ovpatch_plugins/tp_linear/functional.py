@@ -6,8 +6,11 @@ group; weights are a rank's part of a linear's weight, laid out as ``nn.Linear``
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,6 +22,8 @@ from ovpatch_plugins.tp_linear.options import DEFAULT, SCHEDULES
 from ovpatch_plugins.tp_linear.schedules import Schedule, find_schedule
 
 CHUNKS = 4
+
+_DTYPE = operator.attrgetter("dtype")
 
 
 def all_gather_linear(
@@ -59,11 +64,11 @@ def all_gather_linear(
     given = list(biases) if biases is not None else [None] * len(weights)
     if len(given) != len(weights):
         raise ValueError(f"got {len(weights)} weights and {len(given)} biases: give one bias, or None, for each weight")
-    _refuse_complex(x, *weights)
+    how, dim = _check(schedule, chunks, regather, dim, x.shape, x.dtype, *map(_DTYPE, weights))
     call = OpContext(
-        TPConfig(_schedule(schedule, chunks, anew=regather), weight_grad, regather),
+        TPConfig(how, weight_grad, regather),
         tp_group.get_tp_group(group, x.device),
-        dim=_dim(x, dim),
+        dim=dim,
         count=len(weights),
         constant=not x.requires_grad,
     )
@@ -102,34 +107,36 @@ def linear_reduce_scatter(
         ValueError: The schedule or the dimension is wrong, a tensor is complex, or the sequence does not divide by the
             number of ranks.
     """
-    how = TPConfig(_schedule(schedule, chunks), weight_grad)
-    _refuse_complex(x, weight)
-    dim, ranks = _dim(x, dim), tp_group.get_tp_group(group, x.device)
+    how, dim = _check(schedule, chunks, False, dim, x.shape, x.dtype, weight.dtype)
+    ranks = tp_group.get_tp_group(group, x.device)
     if x.shape[dim] % ranks.world:
         raise ValueError(
             f"dimension {dim} of the input has size {x.shape[dim]}, which does not divide by {ranks.world} ranks: pad "
             "the sequence"
         )
-    result: Tensor = run_operator(OpContext(how, ranks, OPERATORS["linear_scatter"], dim), x, weight, bias)
+    call = OpContext(TPConfig(how, weight_grad), ranks, OPERATORS["linear_scatter"], dim)
+    result: Tensor = run_operator(call, x, weight, bias)
     return result
 
 
-def _dim(x: Tensor, dim: int) -> int:
-    if not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
-        raise ValueError(
-            f"dim={dim} is no sequence dimension of an input of shape {tuple(x.shape)}: the last one holds features"
-        )
-    return dim % x.dim()
+@functools.lru_cache  # which answers without a call of Python
+def _check(
+    name: str, chunks: int, anew: bool, dim: int, shape: torch.Size, *dtypes: torch.dtype
+) -> tuple[Schedule, int]:
+    """Return the schedule, and the dimension from the front, of an input of this shape.
 
-
-def _refuse_complex(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        if tensor.is_complex():
-            raise ValueError(f"complex numbers ({tensor.dtype}) are not supported: compute on real and imaginary parts")
-
-
-def _schedule(name: str, chunks: int, *, anew: bool = False) -> Schedule:
+    Raises:
+        ValueError: One of them is wrong, or a dtype is complex.
+    """
+    for dtype in dtypes:
+        if dtype.is_complex:
+            raise ValueError(f"complex numbers ({dtype}) are not supported: compute on real and imaginary parts")
     if name not in SCHEDULES or chunks < 1:
         expected = f"{', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}"
         raise ValueError(f"schedule={name!r} with chunks={chunks}: expected {expected}, and 1 or more")
-    return find_schedule(name, chunks, anew=anew)
+    dims = len(shape)
+    if not -dims <= dim < dims or dim % dims == dims - 1:
+        raise ValueError(
+            f"dim={dim} is no sequence dimension of an input of shape {tuple(shape)}: the last one holds features"
+        )
+    return find_schedule(name, chunks, anew=anew), dim % dims

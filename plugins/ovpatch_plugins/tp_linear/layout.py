@@ -27,7 +27,7 @@ from ovpatch_plugins.tp_linear.schedules.stock import linear
 def to_rows(x: Tensor, dim: int) -> Tensor:
     """Return ``[.., s, .., k]`` as contiguous ``[s * .., k]``, dimension ``dim`` first."""
     if x.dim() != 2:
-        if not _in_front(x.shape, dim):
+        if dim and not _in_front(x.shape, dim):
             x = x.movedim(dim, 0)
         x = x.reshape(-1, x.shape[-1])
     return x.contiguous()
@@ -44,7 +44,7 @@ def from_rows(rows: Tensor, shape: torch.Size, dim: int) -> Tensor:
         return rows.view(rows.shape[-1])
     before, behind = shape[:dim], shape[dim + 1 : -1]
     first = rows.shape[0] // max(prod(before) * prod(behind), 1)
-    if _in_front(shape, dim):
+    if not dim or _in_front(shape, dim):
         return rows.view(*before, first, *behind, rows.shape[-1])
     return rows.view(first, *before, *behind, rows.shape[-1]).movedim(0, dim).contiguous()
 
@@ -68,14 +68,14 @@ def make_output(rows: Tensor, features: int, shape: torch.Size, dim: int) -> Ten
 
 def fill_output(activation: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> None:
     """Compute a linear of rows into an activation."""
-    if _in_front(activation.shape, dim):
+    if not dim or _in_front(activation.shape, dim):
         linear(rows, weight, bias, out=activation.view(-1, activation.shape[-1]))
     else:
         activation.copy_(from_rows(linear(rows, weight, bias), activation.shape, dim))
 
 
 def _in_front(shape: torch.Size, dim: int) -> bool:
-    return not dim or all(size == 1 for size in shape[:dim])
+    return all(size == 1 for size in shape[:dim])
 
 
 # Placements of an activation, and modes that record operations.
@@ -116,6 +116,9 @@ def _records(mode: Any) -> bool:
 _KEPT = 1024  # layouts; batches of ever new lengths must not fill memory
 
 _specs: dict[Any, Any] = {}
+
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
+"""Classes of tensors that are local and need not be waited for."""
 
 
 def get_local(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl
+from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.tp_linear.options import OPTIONS
 
 _STYLE = "torch.distributed.tensor.parallel.style"
@@ -72,12 +72,7 @@ def ovpatch_deactivate() -> None:
         takeover.give_back_modules()
 
 
-@hookimpl
-def ovpatch_counters() -> Mapping[str, int]:
-    """Return the counters of this process."""
-    from ovpatch_plugins.tp_linear.report import COUNTERS
-
-    return COUNTERS.as_dict()
+ovpatch_counters = make_counters_hook("ovpatch_plugins.tp_linear.report")
 
 
 @hookimpl

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from ovpatch.hookspecs import FeatureCounters
 
 
 @dataclass
-class Counters:
+class Counters(FeatureCounters):
     """Totals since the process started."""
 
     linears: int = 0  # linears whose forward was taken over
@@ -17,10 +19,6 @@ class Counters:
     fused: int = 0  # products that kernels of schedule ``fused`` computed, forward and backward
     stock_calls: int = 0  # forward passes through taken-over linears that were left to stock
     unused: int = 0  # products computed together with a gather that no linear asked for
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the counters by name."""
-        return asdict(self)
 
 
 COUNTERS = Counters()

@@ -27,9 +27,10 @@ def reduced_in_place(loop: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(loop)
     def run(*args: Any, **kwargs: Any) -> Any:
-        from ovpatch.overlap.data_parallel import bucket
+        from ovpatch.overlap.data_parallel.bucket import GradBucket
 
-        with mock.patch.object(bucket, "SMALL", 1):
+        # Not the module's constant: a module that is imported meanwhile would keep this value, in one rank's process.
+        with mock.patch.object(GradBucket, "flat_below", 1):
             return loop(*args, **kwargs)
 
     return run
@@ -132,6 +133,29 @@ def seen(model: nn.Module, loss: torch.Tensor | None = None, **more: Any) -> Rec
         "param": {n: p.detach().clone() for n, p in named.items()},
         **more,
     }
+
+
+def record_steps(
+    model: nn.Module, losses: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None = None
+) -> list[Record]:
+    """Run the backward of each loss, which is computed in its turn; record it, step, and drop the gradients."""
+    records = []
+    for loss in losses:
+        loss.backward()
+        records.append(seen(model, loss))
+        del loss  # and its graph, before the next forward
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+    return records
+
+
+def stock_and_patched(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """Return what a function returns under stock, and with the feature."""
+    stock = function(*args)
+    dist.barrier()
+    with ovpatch.applied("ddp"):
+        return stock, function(*args)
 
 
 def is_patched() -> bool:

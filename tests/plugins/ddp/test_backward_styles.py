@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.plugins.ddp.arms import Record, both, data, seen, table
+from tests.plugins.ddp.arms import Record, both, data, record_steps, seen, table
 from tests.plugins.ddp.checks import check, check_cases
 
 WORLDS = [2, 3]
@@ -28,6 +29,10 @@ class Towers(nn.Module):
     def forward(self, x: torch.Tensor, order: list[int] | None = None) -> list[torch.Tensor]:
         outputs = {i: self.towers[i](x) for i in order or range(len(self.towers))}
         return [outputs[i] for i in range(len(self.towers))]
+
+
+def loss_of(outputs: list[torch.Tensor]) -> torch.Tensor:
+    return sum(output.square().mean() for output in outputs)
 
 
 def loop_piecewise(cap: float, ddp: dict[str, Any], reverse: bool) -> list[Record]:
@@ -56,16 +61,9 @@ def loop_orders(cap: float, ddp: dict[str, Any]) -> list[Record]:
     model = Towers()
     wrapped = DDP(model, bucket_cap_mb=cap, **ddp)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    records = []
-    for step in range(5):
-        shift = (dist.get_rank() + step) % 3
-        order = [(i + shift) % 3 for i in range(3)]
-        loss = sum(output.square().mean() for output in wrapped(data(step, 4, 6), order))
-        loss.backward()
-        records.append(seen(model, loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    return records
+    orders = ([(i + dist.get_rank() + step) % 3 for i in range(3)] for step in range(5))
+    losses = (loss_of(wrapped(data(step, 4, 6), order)) for step, order in enumerate(orders))
+    return record_steps(model, losses, optimizer)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -122,19 +120,16 @@ def test_an_extra_backward_after_the_first_steps(ranks):
 def loop_frozen_later(cap: float, back: bool) -> list[Record]:
     model = Towers()
     wrapped = DDP(model, bucket_cap_mb=cap, find_unused_parameters=True)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    records = []
-    for step in range(6):
-        if step == 2:
-            model.towers[1].requires_grad_(False)
-        if step == 4 and back:
-            model.towers[1].requires_grad_(True)
-        loss = sum(output.square().mean() for output in wrapped(data(step, 4, 6)))
-        loss.backward()
-        records.append(seen(model, loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    return records
+
+    def losses() -> Iterator[torch.Tensor]:
+        for step in range(6):
+            if step == 2:
+                model.towers[1].requires_grad_(False)
+            if step == 4 and back:
+                model.towers[1].requires_grad_(True)
+            yield loss_of(wrapped(data(step, 4, 6)))
+
+    return record_steps(model, losses(), torch.optim.AdamW(model.parameters(), 0.01))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -150,14 +145,14 @@ def loop_frozen_at_the_wrap(cap: float) -> list[Record]:
     model = Towers()
     model.towers[0].requires_grad_(False)
     wrapped = DDP(model, bucket_cap_mb=cap)
-    records = []
-    for step in range(4):
-        if step == 2:
-            model.towers[0].requires_grad_(True)
-        sum(output.square().mean() for output in wrapped(data(step, 4, 6))).backward()
-        records.append(seen(model))
-        wrapped.zero_grad()
-    return records
+
+    def losses() -> Iterator[torch.Tensor]:
+        for step in range(4):
+            if step == 2:
+                model.towers[0].requires_grad_(True)
+            yield loss_of(wrapped(data(step, 4, 6)))
+
+    return record_steps(model, losses())
 
 
 def test_a_part_that_was_frozen_at_the_wrap_stays_local(ranks):

@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.data_parallel.grad_sync import SurplusGradientError, expect_gradients, mark_gradient
+from ovpatch.overlap.data_parallel.grad_sync import expect_gradients, mark_gradient
 from tests.plugins.ddp.arms import Cases, Record, counted, data, seen, table
 from tests.plugins.ddp.checks import check_all, on
 from tests.plugins.ddp.test_failures import Bomb
+from tests.support.errors import error_of
 
 WORLDS = [2, 3]
 CHUNKS = 4
@@ -316,16 +317,8 @@ def silent(net: Net) -> None:
     net.middle.marks.told = False
 
 
-def undeclared() -> str:
-    try:
-        both({"": {"ddp": TINY, "prepare": silent}})
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
 def test_without_a_declaration_the_second_chunk_is_too_much(ranks):
-    for text in ranks(2)(undeclared):
+    for text in ranks(2)(error_of, both, {"": {"ddp": TINY, "prepare": silent}}):
         assert "ready only once" in text
         assert "middle." in text
 
@@ -337,16 +330,8 @@ def one_mark(net: Net) -> None:
     marks.mark = lambda number: None if number else [mark_gradient(p, "all") for p in marks.params]  # type: ignore
 
 
-def marked_too_early() -> str:
-    try:
-        both({"": {"ddp": TINY, "prepare": one_mark}})
-    except SurplusGradientError as error:
-        return str(error)
-    return "no error"
-
-
 def test_marks_that_come_before_the_gradient_is_complete_are_noticed(ranks):
-    for text in ranks(2)(marked_too_early):
+    for text in ranks(2)(error_of, both, {"": {"ddp": TINY, "prepare": one_mark}}):
         assert "contribution 2 (its autograd hook)" in text
         assert "1 were declared" in text
 
@@ -452,20 +437,16 @@ def all_steps_around(fault: Callable[[Net, bool], None], expected: str) -> dict[
     return {mode: steps_around(ddp, fault, expected) for mode, ddp in MODES.items()}
 
 
-def left_out_at_first() -> str:
+def left_out_at_first() -> None:
     """A module in chunks takes part for the first time in a later step, in front of what has been launched."""
-    try:
-        with ovpatch.applied("ddp"):
-            wrapped = DDP(Net(chunked=True), find_unused_parameters=True, **TINY)
-            for step in range(3):
-                wrapped(data(step, 8, 6), step == 2).square().mean().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    with ovpatch.applied("ddp"):
+        wrapped = DDP(Net(chunked=True), find_unused_parameters=True, **TINY)
+        for step in range(3):
+            wrapped(data(step, 8, 6), step == 2).square().mean().backward()
 
 
 def test_what_was_taken_for_unused_and_comes_too_late_is_told(ranks):
-    for text in ranks(2)(left_out_at_first):
+    for text in ranks(2)(error_of, left_out_at_first):
         assert "'spare.inner.weight'" in text or "'spare.inner.bias'" in text
         assert text.endswith("OVPATCH_DDP_OVERLAP_GRAD_REDUCE=0.")
 

@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, data, device, is_patched, reduced_in_place, seen, table
+from tests.plugins.ddp.arms import Record, data, device, is_patched, record_steps, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check_cases
 from tests.plugins.ddp.refusal import raising
+from tests.support.errors import error_of
 
 Bomb = raising(RuntimeError, "CUDA out of memory. (not really)")
 
@@ -132,11 +133,7 @@ def unused_without_search() -> str:
     with ovpatch.applied("ddp"):
         wrapped = DDP(Partial())
         wrapped(data(0, 2, 4)).sum().backward()
-        try:
-            wrapped(data(1, 2, 4))
-        except RuntimeError as error:
-            return str(error)
-    return "no error"
+        return error_of(wrapped, data(1, 2, 4))
 
 
 def test_unused_parameters_without_the_search_raise_as_stock_and_are_named(ranks):
@@ -165,48 +162,32 @@ def loop_reentrant_twice(static: bool = True) -> list[Record]:
     torch.manual_seed(0)
     model = Shared().to(device())
     wrapped = DDP(model, static_graph=static)
-    records = []
-    for step in range(3):
-        wrapped(data(step, 2, 4)).square().sum().backward()
-        records.append(seen(model))
-        wrapped.zero_grad()
-    return records
+    return record_steps(model, (wrapped(data(step, 2, 4)).square().sum() for step in range(3)))
 
 
-def reentrant_twice(static: bool) -> Any:
+def reentrant_twice(static: bool) -> list[Record]:
     with ovpatch.applied("ddp"):
-        try:
-            return loop_reentrant_twice(static)
-        except RuntimeError as error:
-            return str(error)
+        return loop_reentrant_twice(static)
 
 
 def test_a_second_contribution_is_an_error_without_static_graph_and_right_with_it(ranks):
-    for text in ranks(2)(reentrant_twice, False):
+    for text in ranks(2)(error_of, reentrant_twice, False):
         assert "ready only once" in text
         assert "twice.weight" in text or "twice.bias" in text
         assert "use_reentrant=False" in text
     compare(ranks(2)(loop_reentrant_twice), ranks(2)(reentrant_twice, True)).assert_bitwise()
 
 
-def cast_after_wrap() -> dict[str, Any]:
-    def run() -> list[Record]:
-        torch.manual_seed(0)
+def cast_after_wrap() -> list[Record]:
+    torch.manual_seed(0)
+    with ovpatch.applied("ddp"):
         model = Mined().to(device())
         wrapped = DDP(model)
-        records = []
-        for step in range(4):
-            if step == 2:
-                model.double()
-            wrapped(data(step, 4, 8).to(model.layers[0].weight.dtype)).square().mean().backward()
-            records.append(seen(model))
-            wrapped.zero_grad()
-        return records
-
-    with ovpatch.applied("ddp"):
-        return {"patched": run()}
+        records = record_steps(model, (wrapped(data(step, 4, 8)).square().mean() for step in range(2)))
+        model.double()
+        return records + record_steps(model, (wrapped(data(step, 4, 8).double()).square().mean() for step in (2, 3)))
 
 
 def test_a_model_cast_after_the_wrap_is_still_reduced(ranks):
     first, second = ranks(2)(cast_after_wrap)
-    compare([r["grad"] for r in first["patched"]], [r["grad"] for r in second["patched"]]).assert_bitwise()
+    compare([r["grad"] for r in first], [r["grad"] for r in second]).assert_bitwise()

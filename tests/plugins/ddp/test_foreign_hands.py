@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.plugins.ddp.arms import Record, data, reduced_in_place, seen, table
+from tests.plugins.ddp.arms import Record, data, record_steps, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check_cases
 
 WORLDS = [2, 3]
@@ -21,14 +22,6 @@ CAPS = [0.0001, 25]
 
 def net() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
-
-
-def zeroes(model: nn.Module) -> None:
-    model.zero_grad()
-
-
-def zeroes_in_place(model: nn.Module) -> None:
-    model.zero_grad(set_to_none=False)
 
 
 def scales(model: nn.Module) -> None:
@@ -48,8 +41,8 @@ def replaces(model: nn.Module) -> None:
 
 
 DEEDS: dict[str, Callable[[nn.Module], None]] = {
-    "zeroes": zeroes,
-    "zeroes in place": zeroes_in_place,
+    "zeroes": nn.Module.zero_grad,
+    "zeroes in place": functools.partial(nn.Module.zero_grad, set_to_none=False),
     "scales": scales,
     "drops": drops,
     "replaces": replaces,
@@ -105,14 +98,9 @@ def loop_hook_during_training(cap: float) -> list[Record]:
     """A hook that comes after the first steps, on a block that was wrapped with everything else."""
     model = net()
     wrapped = DDP(model, bucket_cap_mb=cap)
-    records = []
-    for step in range(4):
-        if step == 2:
-            model[2].register_full_backward_hook(lambda *_: scales(model))
-        wrapped(data(step, 4, 6)).square().mean().backward()
-        records.append(seen(model))
-        wrapped.zero_grad()
-    return records
+    records = record_steps(model, (wrapped(data(step, 4, 6)).square().mean() for step in range(2)))
+    model[2].register_full_backward_hook(lambda *_: scales(model))
+    return records + record_steps(model, (wrapped(data(step, 4, 6)).square().mean() for step in (2, 3)))
 
 
 def test_a_hook_registered_later(ranks):
@@ -233,12 +221,7 @@ class SharedMemory(nn.Module):
 def loop_shared_memory(cap: float) -> list[Record]:
     model = SharedMemory()
     wrapped = DDP(model, bucket_cap_mb=cap)
-    records = []
-    for step in range(5):
-        wrapped(data(step, 2400)).square().sum().backward()
-        records.append(seen(model))
-        wrapped.zero_grad()
-    return records
+    return record_steps(model, (wrapped(data(step, 2400)).square().sum() for step in range(5)))
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.comm.step_flags import PERIOD, StepFlags
 from tests.plugins.ddp import test_failures, test_gradients_kept, test_loops
-from tests.plugins.ddp.arms import Record, both, data, device, seen
+from tests.plugins.ddp.arms import Record, both, data, device, record_steps, seen
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -101,15 +101,8 @@ def loop_two_streams() -> list[Record]:
     stream = torch.cuda.Stream()
     model = TwoStreams().to(device())
     wrapped = DDP(model)
-    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
-    records = []
-    for step in range(10):
-        loss = wrapped(data(step, 256, 512), stream).square().mean()
-        loss.backward()
-        records.append(seen(model, loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    return records
+    losses = (wrapped(data(step, 256, 512), stream).square().mean() for step in range(10))
+    return record_steps(model, losses, torch.optim.SGD(wrapped.parameters(), 0.1))
 
 
 def test_gradients_from_several_streams(ranks):
@@ -136,15 +129,8 @@ def loop_compiled(outside: bool, backend: str) -> list[Record]:
     model = MLP().to(device())
     wrapped = DDP(model) if outside else DDP(torch.compile(model, backend=backend))
     trained = torch.compile(wrapped, backend=backend) if outside else wrapped
-    optimizer = torch.optim.AdamW(wrapped.parameters(), 1e-2)
-    records = []
-    for step in range(4):
-        loss = trained(data(step, 16, 64)).square().mean()
-        loss.backward()
-        records.append(seen(model, loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    return records
+    losses = (trained(data(step, 16, 64)).square().mean() for step in range(4))
+    return record_steps(model, losses, torch.optim.AdamW(wrapped.parameters(), 1e-2))
 
 
 @pytest.mark.parametrize("outside", [True, False])

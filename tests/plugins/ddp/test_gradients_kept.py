@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
 from ovpatch.insight.equality import compare
+from ovpatch.overlap.data_parallel import bucket
 from tests.plugins.ddp.arms import Record, both, data, device, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check, check_cases
 
@@ -29,6 +30,10 @@ def backward(wrapped: nn.Module, step: int) -> None:
 
 def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
+
+
+def test_a_loop_reduced_in_place_changes_no_constant_that_a_module_may_import_meanwhile():
+    assert reduced_in_place(lambda: dict(vars(bucket)))() == vars(bucket)
 
 
 @reduced_in_place

@@ -2,155 +2,123 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.plugins.ddp.arms import Record, both, data, seen
-from tests.plugins.ddp.checks import check
+from tests.plugins.ddp.arms import Record, data, seen, table
+from tests.plugins.ddp.checks import check_cases
 from tests.plugins.ddp.refusal import Refusal
 
 
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+def loss_of(model: nn.Module, step: int, micro: int = 0) -> torch.Tensor:
+    return model(data(step, 4, 6, micro=micro)).square().mean()
 
 
-def loop_bypass(find_unused: bool) -> list[Record]:
+def bypass(wrapped: DDP, step: int) -> Iterator[Record]:
     """The module itself, without the wrapper, between two steps."""
-    model = net()
+    loss_of(wrapped, step).backward()
+    loss_of(wrapped.module, step, 1).backward()
+    yield seen(wrapped.module)
+    if step == 1:
+        wrapped.zero_grad()
+    wrapped.module(data(step, 4, 6, micro=2)).sum().backward()
+    yield seen(wrapped.module)
+
+
+def grad_after_backward(wrapped: DDP, step: int, of: str) -> Iterator[Record]:
+    """Derivatives through the graph of a step that has been reduced."""
+    model, x = wrapped.module, data(step, 4, 6).requires_grad_()
+    loss = wrapped(x).square().mean()
+    loss.backward(retain_graph=True)
+    wanted = {"input": [x], "parameters": list(model.parameters()), "one": [model[2].weight]}[of]
+    grads = torch.autograd.grad(loss, wanted)
+    yield {"grads": list(grads), "x": x.grad.clone(), **seen(model)}
+    wrapped.zero_grad()
+
+
+def grad_raises(wrapped: DDP, step: int, to_input: bool) -> Iterator[Record]:
+    """A derivative that fails half-way leaves nothing behind that would reduce the next backward."""
+    x = data(step, 4, 6).requires_grad_()
+    loss = wrapped(Refusal.apply(x)).square().mean()
+    loss.backward(retain_graph=True)
+    Refusal.armed = True
+    with pytest.raises(ValueError, match="refused"):
+        torch.autograd.grad(loss, [x] if to_input else [x, *wrapped.module.parameters()])
+    Refusal.armed = False
+    with wrapped.no_sync():
+        loss_of(wrapped, step, 1).backward()
+    yield seen(wrapped.module)
+    loss_of(wrapped.module, step, 2).backward()
+    yield seen(wrapped.module)
+    wrapped.zero_grad()
+
+
+def backward_of_inputs(wrapped: DDP, step: int) -> Iterator[Record]:
+    """``backward(inputs=[x])`` after the step adds to no parameter."""
+    x = data(step, 4, 6).requires_grad_()
+    loss = wrapped(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward(inputs=[x])
+    yield {"x": x.grad.clone(), **seen(wrapped.module)}
+    wrapped.zero_grad()
+
+
+def no_sync_twice(wrapped: DDP, step: int) -> Iterator[Record]:
+    """A forward under no_sync never was a step, so a second backward through it is not a late one."""
+    with wrapped.no_sync():
+        loss = loss_of(wrapped, step)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    yield seen(wrapped.module)
+    loss_of(wrapped, step, 1).backward()
+    yield seen(wrapped.module)
+    wrapped.zero_grad()
+
+
+def no_sync_beside(wrapped: DDP, step: int) -> Iterator[Record]:
+    """A forward under no_sync while a synchronised one waits for its backward, which comes first."""
+    first = loss_of(wrapped, step)
+    with wrapped.no_sync():
+        second = loss_of(wrapped, step, 1)
+    first.backward()
+    yield seen(wrapped.module)
+    second.backward()
+    yield seen(wrapped.module)
+    wrapped.zero_grad()
+
+
+def loop(do: Callable[..., Iterator[Record]], find_unused: bool = False, **kwargs: Any) -> list[Record]:
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
     wrapped = DDP(model, find_unused_parameters=find_unused)
-    records = []
-    for step in range(3):
-        wrapped(data(step, 4, 6)).square().mean().backward()
-        wrapped.module(data(step, 4, 6, micro=1)).square().mean().backward()
-        records.append(seen(model))
-        if step == 1:
-            wrapped.zero_grad()
-        wrapped.module(data(step, 4, 6, micro=2)).sum().backward()
-        records.append(seen(model))
-    return records
+    return [record for step in range(3) for record in do(wrapped, step, **kwargs)]
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("find_unused", [True, False])
-def test_a_forward_that_bypasses_the_wrapper_stays_local(ranks, world, find_unused):
-    results = ranks(world)(both, loop_bypass, find_unused)
-    check(results, backwards=3)
-    first, second = (result["patched"][1]["grad"]["0.weight"] for result in results[:2])
-    assert not torch.equal(first, second), "local gradients differ by rank"
+def test_a_forward_that_bypasses_the_wrapper_stays_local(ranks, world):
+    check_local(check_cases(ranks(world), loop, table(do=[bypass], find_unused=[True, False]), backwards=3), 1)
 
 
-def loop_grad_after_backward(of: str) -> list[Record]:
-    """Derivatives through the graph of a step that has been reduced."""
-    model = net()
-    wrapped = DDP(model)
-    records = []
-    for step in range(3):
-        x = data(step, 4, 6).requires_grad_()
-        loss = wrapped(x).square().mean()
-        loss.backward(retain_graph=True)
-        wanted = {"input": [x], "parameters": list(model.parameters()), "one": [model[2].weight]}[of]
-        grads = torch.autograd.grad(loss, wanted)
-        records.append({"grads": list(grads), "x": x.grad.clone(), **seen(model)})
-        wrapped.zero_grad()
-    return records
+def test_derivatives_after_the_backward_trigger_nothing(ranks):
+    cases = table(do=[grad_after_backward], of=["input", "parameters", "one"]) | table(do=[backward_of_inputs])
+    check_cases(ranks(2), loop, cases, backwards=3)
 
 
-@pytest.mark.parametrize("of", ["input", "parameters", "one"])
-def test_autograd_grad_after_the_backward_triggers_nothing(ranks, of):
-    check(ranks(2)(both, loop_grad_after_backward, of), backwards=3)
+def test_after_an_autograd_grad_that_raised_a_no_sync_backward_stays_local(ranks):
+    check_local(check_cases(ranks(2), loop, table(do=[grad_raises], to_input=[True, False]), backwards=3), 0)
 
 
-def loop_grad_raises(to_input: bool) -> list[Record]:
-    """A derivative that fails half-way leaves nothing behind that would reduce the next backward."""
-    model = net()
-    wrapped = DDP(model)
-    records = []
-    for step in range(3):
-        x = data(step, 4, 6).requires_grad_()
-        loss = wrapped(Refusal.apply(x)).square().mean()
-        loss.backward(retain_graph=True)
-        Refusal.armed = True
-        with pytest.raises(ValueError, match="refused"):
-            torch.autograd.grad(loss, [x] if to_input else [x, *model.parameters()])
-        Refusal.armed = False
-        with wrapped.no_sync():
-            wrapped(data(step, 4, 6, micro=1)).square().mean().backward()
-        records.append(seen(model))
-        wrapped.module(data(step, 4, 6, micro=2)).square().mean().backward()
-        records.append(seen(model))
-        wrapped.zero_grad()
-    return records
+def test_what_went_forward_under_no_sync_stays_local(ranks):
+    results = check_cases(ranks(2), loop, table(do=[no_sync_twice, no_sync_beside]), backwards=3)
+    check_local([{name: case for name, case in result.items() if "beside" in name} for result in results], 1)
 
 
-@pytest.mark.parametrize("to_input", [True, False])
-def test_after_an_autograd_grad_that_raised_a_no_sync_backward_stays_local(ranks, to_input):
-    results = ranks(2)(both, loop_grad_raises, to_input)
-    check(results, backwards=3)
-    first, second = (result["patched"][0]["grad"]["0.weight"] for result in results)
-    assert not torch.equal(first, second)
-
-
-def loop_backward_of_inputs() -> list[Record]:
-    """``backward(inputs=[x])`` after the step adds to no parameter."""
-    model = net()
-    wrapped = DDP(model)
-    records = []
-    for step in range(3):
-        x = data(step, 4, 6).requires_grad_()
-        loss = wrapped(x).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward(inputs=[x])
-        records.append({"x": x.grad.clone(), **seen(model)})
-        wrapped.zero_grad()
-    return records
-
-
-def test_a_backward_to_the_inputs_alone_triggers_nothing(ranks):
-    check(ranks(2)(both, loop_backward_of_inputs), backwards=3)
-
-
-def loop_no_sync_twice() -> list[Record]:
-    """A forward under no_sync never was a step, so a second backward through it is not a late one."""
-    model = net()
-    wrapped = DDP(model)
-    records = []
-    for step in range(3):
-        with wrapped.no_sync():
-            loss = wrapped(data(step, 4, 6)).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        records.append(seen(model))
-        wrapped(data(step, 4, 6, micro=1)).square().mean().backward()
-        records.append(seen(model))
-        wrapped.zero_grad()
-    return records
-
-
-def test_two_backwards_of_a_no_sync_forward_stay_local(ranks):
-    check(ranks(2)(both, loop_no_sync_twice), backwards=3)
-
-
-def loop_no_sync_beside() -> list[Record]:
-    """A forward under no_sync while a synchronised one waits for its backward, which comes first."""
-    model = net()
-    wrapped = DDP(model)
-    records = []
-    for step in range(3):
-        first = wrapped(data(step, 4, 6)).square().mean()
-        with wrapped.no_sync():
-            second = wrapped(data(step, 4, 6, micro=1)).square().mean()
-        first.backward()
-        records.append(seen(model))
-        second.backward()
-        records.append(seen(model))
-        wrapped.zero_grad()
-    return records
-
-
-def test_a_no_sync_forward_behind_a_synchronised_one_stays_local(ranks):
-    results = ranks(2)(both, loop_no_sync_beside)
-    check(results, backwards=3)
-    first, second = (result["patched"][1]["grad"]["0.weight"] for result in results)
-    assert not torch.equal(first, second)
+def check_local(results: list[dict[str, Any]], record: int) -> None:
+    """Demand that gradients differ by rank in a record of each case."""
+    for name, case in results[0].items():
+        first, second = (one["patched"][record]["grad"]["0.weight"] for one in (case, results[1][name]))
+        assert not torch.equal(first, second), name

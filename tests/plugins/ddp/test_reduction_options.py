@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
-from tests.plugins.ddp.arms import Record, both, data, seen, table
+from tests.plugins.ddp.arms import Record, both, data, record_steps, table
 from tests.plugins.ddp.checks import check_cases
 
 WORLDS = [2, 3]
@@ -40,15 +40,8 @@ class Stack(nn.Module):
 def loop(ddp: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32) -> list[Record]:
     model = Stack(dtype)
     wrapped = DDP(model, **(ddp or {}))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    records = []
-    for step in range(4):
-        loss = wrapped(data(step, 4, 6)).float().square().mean()
-        loss.backward()
-        records.append(seen(model, loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    return records
+    losses = (wrapped(data(step, 4, 6)).float().square().mean() for step in range(4))
+    return record_steps(model, losses, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
 
 
 OPTIONS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, data, is_patched, seen, table
+from tests.plugins.ddp.arms import Record, data, is_patched, record_steps, table
 from tests.plugins.ddp.checks import check_cases
 from tests.plugins.ddp.test_failures import Bomb
 
@@ -51,21 +52,19 @@ def train(reentrant: bool, spare: str, ddp: dict[str, Any], fails: tuple[int, ..
     model = Segments()
     wrapped = DDP(model, find_unused_parameters=True, **ddp)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    records = []
-    for step in range(5):
-        spares = SPARE[spare](step, dist.get_rank())
-        if step in fails:
-            Bomb.armed = True
-            with pytest.raises(RuntimeError, match="not really"):
-                wrapped(data(90 + step, 4, 6), reentrant, spares, True).square().mean().backward()
-            Bomb.armed = False
-            optimizer.zero_grad()
-        loss = wrapped(data(step, 4, 6), reentrant, spares).square().mean()
-        loss.backward()
-        records.append(seen(model, loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    return records
+
+    def losses() -> Iterator[torch.Tensor]:
+        for step in range(5):
+            spares = SPARE[spare](step, dist.get_rank())
+            if step in fails:
+                Bomb.armed = True
+                with pytest.raises(RuntimeError, match="not really"):
+                    wrapped(data(90 + step, 4, 6), reentrant, spares, True).square().mean().backward()
+                Bomb.armed = False
+                optimizer.zero_grad()
+            yield wrapped(data(step, 4, 6), reentrant, spares).square().mean()
+
+    return record_steps(model, losses(), optimizer)
 
 
 def reentrant_or_not(spare: str, ddp: dict[str, Any], fails: tuple[int, ...] = ()) -> list[Record]:
@@ -93,12 +92,7 @@ def without_search(ddp: dict[str, Any]) -> list[Record]:
     model = Segments()
     model.spare.requires_grad_(False)
     wrapped = DDP(model, **ddp)
-    records = []
-    for step in range(3):
-        wrapped(data(step, 4, 6), True, False).square().mean().backward()
-        records.append(seen(model))
-        wrapped.zero_grad()
-    return records
+    return record_steps(model, (wrapped(data(step, 4, 6), True, False).square().mean() for step in range(3)))
 
 
 @pytest.mark.parametrize("world", WORLDS)

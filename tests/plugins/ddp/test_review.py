@@ -17,7 +17,17 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, both, data, is_patched, reduced_in_place, seen, table
+from tests.plugins.ddp.arms import (
+    Record,
+    both,
+    data,
+    is_patched,
+    record_steps,
+    reduced_in_place,
+    seen,
+    stock_and_patched,
+    table,
+)
 from tests.plugins.ddp.checks import check, check_cases
 from tests.plugins.ddp.test_failures import Bomb, Mined, train
 
@@ -33,13 +43,8 @@ def loop_checkpointed_wrapper(reentrant: bool) -> list[Record]:
     """The wrapper itself is checkpointed: its forward runs again inside the backward."""
     model, head = wide(), nn.Linear(3, 2)
     wrapped = DDP(model, bucket_cap_mb=TINY)
-    records = []
-    for step in range(3):
-        out = checkpoint(wrapped, data(step, 4, 6).requires_grad_(), use_reentrant=reentrant)
-        head(out).square().mean().backward()
-        records.append(seen(model))
-        wrapped.zero_grad()
-    return records
+    inputs = (data(step, 4, 6).requires_grad_() for step in range(3))
+    return record_steps(model, (head(checkpoint(wrapped, x, use_reentrant=reentrant)).square().mean() for x in inputs))
 
 
 def test_a_forward_recomputed_in_its_own_backward_is_no_interruption(ranks):
@@ -63,12 +68,8 @@ def loop_shared_parameters(nested: bool) -> list[Record]:
     model = Outer() if nested else wide()
     # Whose buckets are small reduces early; whose are large reads the gradients late.
     wrappers = [DDP(model)] if nested else [DDP(model, bucket_cap_mb=TINY), DDP(model)]
-    records = []
-    for step in range(4):
-        sum(w(data(step, 4, 6, micro=m)).square().mean() for m, w in enumerate(wrappers)).backward()
-        records.append(seen(model))
-        model.zero_grad()
-    return records
+    losses = (sum(w(data(step, 4, 6, micro=m)).square().mean() for m, w in enumerate(wrappers)) for step in range(4))
+    return record_steps(model, losses)
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -91,9 +92,7 @@ def loop_dropped_in_backward() -> list[Record]:
     records = []
     for step in range(4):
         active += [step % 2 == 0] if step else []
-        wrapped(data(step, 4, 6)).square().mean().backward()
-        records.append(seen(model))
-        wrapped.zero_grad()
+        records += record_steps(model, [wrapped(data(step, 4, 6)).square().mean()])
     return records
 
 
@@ -345,14 +344,8 @@ def static_graph_misused(late: bool) -> str:
     return "no error"
 
 
-def static_graph_misused_both(late: bool) -> list[str]:
-    stock = static_graph_misused(late)
-    with ovpatch.applied("ddp"):
-        return [stock, static_graph_misused(late)]
-
-
 @pytest.mark.parametrize("late", [True, False])
 def test_a_static_graph_that_comes_late_or_unsynchronised_raises_where_stock_does(ranks, late):
-    for stock, patched in ranks(2)(static_graph_misused_both, late):
+    for stock, patched in ranks(2)(stock_and_patched, static_graph_misused, late):
         assert patched[0] == stock[0] == ("2" if late else "0")
         assert "before training loop" in patched if late else "Leave no_sync() for the first backward" in patched

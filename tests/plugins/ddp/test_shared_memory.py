@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
 from ovpatch.overlap.comm.consensus import RankMismatchError
-from tests.plugins.ddp.arms import Record, data, reduced_in_place, seen, table
+from tests.plugins.ddp.arms import Record, counted, data, record_steps, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check, check_cases
 
 TINY = 0.0001  # MiB: every gradient gets a bucket of its own
@@ -25,14 +25,8 @@ def net() -> nn.Sequential:
 
 def train(model: nn.Module, steps: int = 4, **ddp: Any) -> list[Record]:
     wrapped = DDP(model, **ddp)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    records = []
-    for step in range(steps):
-        wrapped(data(step, 4, 16)).abs().square().mean().backward()
-        records.append(seen(model))
-        optimizer.step()
-        optimizer.zero_grad()
-    return records
+    losses = (wrapped(data(step, 4, 16)).abs().square().mean() for step in range(steps))
+    return record_steps(model, losses, torch.optim.SGD(model.parameters(), 0.1))
 
 
 class Kept(torch.autograd.Function):
@@ -125,15 +119,11 @@ def loop_hooks(where: str) -> list[Record]:
         model[0].bias.register_post_accumulate_grad_hook(lambda _: clip_all(model))
     if where == "tensor hook of a parameter":
         model[0].bias.register_hook(lambda _: clip_all(model))
-    records = []
-    for step in range(4):
-        if where == "module put in later" and step == 2:
-            model[1] = nn.Sequential(model[1], nn.Identity())
-            model[1][1].register_full_backward_hook(lambda *_: clip_all(model))
-        wrapped(data(step, 4, 16)).square().mean().backward()
-        records.append(seen(model))
-        wrapped.zero_grad()
-    return records
+    records = record_steps(model, (wrapped(data(step, 4, 16)).square().mean() for step in range(2)))
+    if where == "module put in later":
+        model[1] = nn.Sequential(model[1], nn.Identity())
+        model[1][1].register_full_backward_hook(lambda *_: clip_all(model))
+    return records + record_steps(model, (wrapped(data(step, 4, 16)).square().mean() for step in (2, 3)))
 
 
 def test_hooks_that_write_all_gradients(ranks):
@@ -179,12 +169,7 @@ def failing(patched: bool, **ddp: Any) -> list[Record]:
 def failing_then_zeroed_in_place(**ddp: Any) -> dict[str, Any]:
     stock = failing(False, **ddp)  # it cannot go on after the exception, so it has none
     with ovpatch.applied("ddp"):
-        from ovpatch_plugins.ddp.report import COUNTERS
-
-        before = COUNTERS.as_dict()
-        patched = failing(True, **ddp)
-        counters = {name: value - before[name] for name, value in COUNTERS.as_dict().items()}
-    return {"stock": stock, "patched": patched, "counters": counters}
+        return {"stock": stock, **counted(failing, True, **ddp)}
 
 
 @pytest.mark.parametrize("world", [2, 3])

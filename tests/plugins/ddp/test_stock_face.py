@@ -18,7 +18,7 @@ from torch.nn.parallel import distributed
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import all_both, both, data, seen, table
+from tests.plugins.ddp.arms import all_both, both, data, seen, stock_and_patched, table
 from tests.plugins.ddp.checks import check_cases
 
 # What torch/nn/parallel/distributed.py asks of the reducer and the logger: what asked_of() found in the sources of the
@@ -206,13 +206,6 @@ def failing(used: list[bool], level: str, ddp: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def failing_both(*args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    stock = failing(*args)
-    dist.barrier()
-    with ovpatch.applied("ddp"):
-        return stock, failing(*args)
-
-
 ERRORS = [
     ([False, False], {}, "find_unused_parameters=True to"),
     ([True, True, False, False], {}, "find_unused_parameters=True to"),
@@ -230,7 +223,7 @@ def lines(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("level", ["OFF", "DETAIL"])
 @pytest.mark.parametrize(("used", "ddp", "remedy"), ERRORS)
 def test_errors_say_what_stock_says_and_then_the_remedy_and_the_logger_knows_them(ranks, used, ddp, remedy, level):
-    for stock, patched in ranks(2)(failing_both, used, level, ddp):
+    for stock, patched in ranks(2)(stock_and_patched, failing, used, level, ddp):
         first = lines(stock["error"])
         assert first
         assert lines(patched["error"])[: len(first)] == first
@@ -250,12 +243,6 @@ def logged(ddp: dict[str, Any], dtype: torch.dtype, steps: int) -> dict[str, Any
     return dict(wrapped._get_ddp_logging_data())
 
 
-def logged_both(*args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    stock = logged(*args)
-    with ovpatch.applied("ddp"):
-        return stock, logged(*args)
-
-
 @pytest.mark.parametrize(
     ("ddp", "dtype", "steps"),
     [
@@ -268,7 +255,7 @@ def logged_both(*args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     ],
 )
 def test_the_logging_data_has_all_that_stocks_has(ranks, ddp, dtype, steps):
-    for stock, patched in ranks(2)(logged_both, ddp, dtype, steps):
+    for stock, patched in ranks(2)(stock_and_patched, logged, ddp, dtype, steps):
         times = {name for name in stock if "_time" in name}
         assert set(stock) <= set(patched)
         same = set(stock) - times

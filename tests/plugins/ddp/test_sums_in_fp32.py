@@ -149,27 +149,28 @@ class Twos(nn.Module):
         return (self.weight * (2 + 2 * dist.get_rank())).sum()
 
 
-def zeroed_by_data(wrapped: DDP, weight: Tensor) -> None:
+def local_backward(wrapped: DDP) -> None:
     with wrapped.no_sync():
         wrapped().backward()
+
+
+def zeroed_by_data(wrapped: DDP, weight: Tensor) -> None:
+    local_backward(wrapped)
     weight.grad.data.zero_()
 
 
 def swapped_by_data(wrapped: DDP, weight: Tensor) -> None:
-    with wrapped.no_sync():
-        wrapped().backward()
+    local_backward(wrapped)
     weight.grad.data = torch.ones_like(weight)
 
 
 def clamped_by_data(wrapped: DDP, weight: Tensor) -> None:
-    with wrapped.no_sync():
-        wrapped().backward()
+    local_backward(wrapped)
     weight.grad.data.clamp_(-3, 3)
 
 
 def reduced_by_hand(wrapped: DDP, weight: Tensor) -> None:
-    with wrapped.no_sync():
-        wrapped().backward()
+    local_backward(wrapped)
     dist.all_reduce(weight.grad)
 
 
@@ -184,9 +185,9 @@ def reduced_and_never_zeroed(wrapped: DDP, weight: Tensor) -> None:
 
 
 def reduced_at_last(wrapped: DDP, weight: Tensor) -> None:
-    for quiet in (True, True, False):
-        with wrapped.no_sync() if quiet else contextlib.nullcontext():
-            wrapped().backward()
+    local_backward(wrapped)
+    local_backward(wrapped)
+    wrapped().backward()
 
 
 def in_inference_mode(wrapped: DDP, weight: Tensor) -> None:
@@ -200,14 +201,12 @@ def with_a_hook(wrapped: DDP, weight: Tensor) -> None:
         param.grad.data.clamp_(-5, 5)
 
     handle = weight.register_post_accumulate_grad_hook(clamp)
-    with wrapped.no_sync():
-        wrapped().backward()
+    local_backward(wrapped)
     handle.remove()
 
 
 def unscaled_by_torch(wrapped: DDP, weight: Tensor) -> None:
-    with wrapped.no_sync():
-        wrapped().backward()
+    local_backward(wrapped)
     found, half = torch.zeros(1, device=device()), torch.full((1,), 0.5, device=device())
     torch._amp_foreach_non_finite_check_and_unscale_([weight.grad], found, half)
 
@@ -251,9 +250,8 @@ def test_what_the_script_writes_counts_however_it_does(ranks):
 def reverted() -> tuple[int, int]:
     with ovpatch.applied("ddp", options={"ddp": IN_FP32}):
         wrapped = DDP(Twos())
-        with wrapped.no_sync():
-            wrapped().backward()
-            wrapped().backward()
+        local_backward(wrapped)
+        local_backward(wrapped)
         before = len(fp32_accumulation.sums)
     return before, len(fp32_accumulation.sums)
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import ovpatch
 from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, both, data, seen
+from tests.support.errors import error_of
 from tests.support.gloo import destroy_group
 from tests.support.worker import fresh_store
 
@@ -243,11 +244,7 @@ def test_the_reducer_goes_with_its_model_without_the_garbage_collector(ranks):
 
 def said_by_wrapping(**options: Any) -> str:
     with ovpatch.applied("ddp", options={"ddp": options}):
-        try:
-            DDP(net())
-        except RuntimeError as error:
-            return str(error)
-    return "no error"
+        return error_of(DDP, net())
 
 
 def different_settings(who: int) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch.insight.equality import FLOOR, compare
-from tests.plugins.ddp.arms import Cases, all_both
+from tests.plugins.ddp.arms import Cases, Record, all_both, data
 from tests.plugins.ddp.checks import check_all as check_each
 from tests.plugins.ddp.checks import on as on
 from tests.plugins.ddp.checks import some as some
@@ -79,6 +79,22 @@ check_all = partial(check_each, check=check)
 def params(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the parameters, which reads them."""
     return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def train_step(model: nn.Module, opt: torch.optim.Optimizer, step: int) -> None:
+    """Train one step of :func:`tests.plugins.dist_optimizer.test_loops.net`."""
+    opt.zero_grad()
+    model(data(step, 5, 6)).square().mean().backward()
+    opt.step()
+
+
+def train_steps(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> list[Record]:
+    """Train some steps; return the parameters after each of them."""
+    records = []
+    for step in range(steps):
+        train_step(model, opt, step)
+        records.append(params(model))
+    return records
 
 
 def versions(model: nn.Module) -> dict[str, int]:

@@ -12,14 +12,12 @@ from torch.distributed.checkpoint import state_dict as dcp
 import ovpatch
 from ovpatch.insight.equality import compare
 from tests.plugins.dist_optimizer.arms import SMALL, both
-from tests.plugins.dist_optimizer.test_state import build, step
+from tests.plugins.dist_optimizer.test_state import build, step, trained
 
 
 def by_dcp(full: bool) -> list[dict[str, Any]]:
     options = dcp.StateDictOptions(full_state_dict=full, cpu_offload=full)
-    model, opt = build()
-    for number in range(4):
-        step(model, opt, number)
+    model, opt = trained(4)
     found = dcp.get_optimizer_state_dict(model, opt, options=options)
     kept = copy.deepcopy(found)  # torch goes on with the tensors that it is given
     weights = copy.deepcopy(dcp.get_model_state_dict(model, options=options))
@@ -42,9 +40,7 @@ def test_dcp_functions_give_and_take_stocks_dictionaries(ranks):
 
 def into_several() -> list[dict[str, Any]]:
     """Load into optimizers that have never stepped, of models that have never run; torch lets them step for that."""
-    model, opt = build()
-    for number in range(4):
-        step(model, opt, number)
+    model, opt = trained(4)
     found = copy.deepcopy(dcp.get_optimizer_state_dict(model, opt))
     others = [build() for _ in range(2)]
     for other, opt2 in others:
@@ -66,9 +62,7 @@ def test_dcp_functions_load_into_several_new_models(ranks):
 def saved_last() -> Any:
     """Rank 1 destroys its group while rank 0 is still to save."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        model, opt = build()
-        for number in range(4):
-            step(model, opt, number)
+        _model, opt = trained(4)
         found = None
         if dist.get_rank() == 0:
             time.sleep(0.5)
@@ -78,9 +72,7 @@ def saved_last() -> Any:
 
 
 def saved_by_stock() -> Any:
-    model, opt = build()
-    for number in range(4):
-        step(model, opt, number)
+    _model, opt = trained(4)
     return copy.deepcopy(opt.state_dict())
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ovpatch.insight.equality import compare
-from tests.plugins.ddp.arms import Record, data
+from tests.plugins.ddp.arms import Record, data, table
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.checks import all_cases, check, check_all, ddp, on, params
 
@@ -179,11 +179,7 @@ def replaced(who: str, how: str) -> list[Record]:
     return records
 
 
-REPLACED = {
-    f"{how}, {who}": {"who": who, "how": how}
-    for who in ("one", "all", "none")
-    for how in ("clipped", "scaled", "scaled and clipped", "by hand")
-}
+REPLACED = table(who=["one", "all", "none"], how=["clipped", "scaled", "scaled and clipped", "by hand"])
 
 
 @pytest.mark.parametrize("world", [2, 3])

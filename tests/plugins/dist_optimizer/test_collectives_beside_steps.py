@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ovpatch.overlap.comm.step_communicator import close_step_communicators, step_communicator
+from ovpatch.overlap.copy_engine import selection
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some
 from tests.plugins.dist_optimizer.test_gpu import NCCL
@@ -70,9 +72,14 @@ def test_before_on_one_rank_and_after_on_another(ranks, world):
     check_all(ranks(world)(all_cases, trained, cases), steps=STEPS, by_parts=None, bitwise=False)
 
 
+def all_cases_in_a_hurry(*args: Any) -> Any:
+    with mock.patch.object(selection, "IDLE_S", 2.0):  # which the first step waits before it leaves copy engines alone
+        return all_cases(*args)
+
+
 @pytest.mark.gpu(2)
 def test_before_on_one_rank_and_after_on_another_with_nccl(ranks):
-    results = ranks(2)(all_cases, trained, CASES, **NCCL)
+    results = ranks(2)(all_cases_in_a_hurry, trained, CASES, **NCCL)
     check_all(results, steps=STEPS, by_parts=None, bitwise=False)
 
 

@@ -203,4 +203,5 @@ def chosen() -> dict[str, Any]:
 def test_all_ranks_choose_by_measurement(ranks):
     first, second = ranks(2)(chosen, **NCCL)
     assert first == second
-    assert len(first["lines"]) == 2, first
+    # Lines outlive groups, so there may be those of an earlier test's group.
+    assert {line.split(" of ")[0] for line in first["lines"]} == {"gather", "reduce-scatter"}, first

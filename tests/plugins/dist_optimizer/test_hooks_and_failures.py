@@ -20,10 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import ovpatch
 from ovpatch.overlap.tensors.pending_param import is_pending
 from ovpatch_plugins.dist_optimizer import sharded_grads
-from tests.plugins.ddp.arms import Record, data
+from tests.plugins.ddp.arms import Record, counted, data
 from tests.plugins.dist_optimizer.arms import SMALL
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, train_step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, Signed, net
+from tests.support.errors import error_of
 
 
 def sight(opt: Optimizer) -> list[Any]:
@@ -60,9 +61,7 @@ def hooked(look: bool) -> list[Record]:
     )
     records = []
     for step in range(8):
-        opt.zero_grad()
-        model(data(step, 5, 6)).square().mean().backward()
-        opt.step()
+        train_step(model, opt, step)
         records.append({"seen": list(seen), "param": params(model)})
         seen.clear()
     opt.state_dict()
@@ -149,15 +148,11 @@ def failing_arms() -> dict[str, Any]:
     good = [(seed, False) for seed in range(9)]
     torch.manual_seed(0)
     stock = failing_backward(good)
+    steps = [(90, True), *good[:4], (91, True), *good[4:7], (92, True), (93, True), *good[7:]]
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        from ovpatch_plugins.dist_optimizer.report import COUNTERS
-
-        before = COUNTERS.as_dict()
-        torch.manual_seed(0)
-        patched = failing_backward([(90, True), *good[:4], (91, True), *good[4:7], (92, True), (93, True), *good[7:]])
-        counters = {name: value - before[name] for name, value in COUNTERS.as_dict().items()}
+        found = counted(failing_backward, steps)
         dist.barrier()
-    return {"": {"stock": stock, "patched": patched, "counters": counters}}
+    return {"": {"stock": stock, **found}}
 
 
 def test_training_goes_on_after_a_backward_that_failed_on_all_ranks(ranks):
@@ -259,14 +254,6 @@ def test_the_others_raise_when_a_rank_stops(ranks, before):
     assert not nothing
 
 
-def told(param: torch.Tensor) -> str:
-    try:
-        param.sum()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def lost() -> tuple[list[str], bool, bool]:
     """Parameters of rank 0 never arrive; return what it is told when it reads, and whether that ends with the model."""
     said = []
@@ -282,7 +269,7 @@ def lost() -> tuple[list[str], bool, bool]:
                 assert entry is not None
                 entry[0].agree_if_local()
         if dist.get_rank() == 0:
-            said = [told(model.module[0].weight), told(model.module[0].weight)]
+            said = [error_of(model.module[0].weight.sum) for _ in range(2)]
         weight = weakref.ref(model.module[0].weight)
         while_it_lives = is_pending(model.module[0].weight)
         del model, opt

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from tests.plugins.ddp.arms import Record, data
+from tests.plugins.ddp.arms import Record, counted, data
 from tests.plugins.dist_optimizer.arms import SMALL, both
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, some
 from tests.plugins.dist_optimizer.test_loop_styles import SMALL_BUCKETS, STYLES, train
@@ -77,16 +77,12 @@ def arms(kind: str, window: dict[str, Any], more: dict[str, Any]) -> dict[str, A
     if not more:
         found = both(loop, kind, options=window)
         return {"stock": found["stock"], "patched": found["patched"], "by parts": found["counters"]["grads_sharded"]}
-    from ovpatch_plugins.dist_optimizer.report import COUNTERS
-
-    records = []
+    found = []
     for options in ({"grads_in_flight_mb": 0.0}, window):
-        before = COUNTERS.as_dict()["grads_sharded"]
         with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | options, **more}):
-            torch.manual_seed(0)
-            records.append(loop(kind))
-        by_parts = COUNTERS.as_dict()["grads_sharded"] - before
-    return {"stock": records[0], "patched": records[1], "by parts": by_parts}
+            found.append(counted(loop, kind))
+    stock, patched = (one["patched"] for one in found)
+    return {"stock": stock, "patched": patched, "by parts": found[1]["counters"]["grads_sharded"]}
 
 
 class Look(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from tests.plugins.ddp.arms import Record, data
-from tests.plugins.dist_optimizer.checks import all_cases, check, check_all, ddp, params, some
+from tests.plugins.dist_optimizer.checks import all_cases, check, check_all, ddp, params, some, train_step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_same_work import Zero
 
@@ -103,9 +103,7 @@ def joined_with_zero(before: int) -> list[Record]:
     model = ddp(net())
     opt = Zero(model.parameters(), torch.optim.AdamW, lr=0.01)
     for step in range(before):
-        opt.zero_grad()
-        model(data(step, 5, 6)).square().mean().backward()
-        opt.step()
+        train_step(model, opt, step)
     with Join([model, opt]):
         for step in range(2 * dist.get_rank()):
             opt.zero_grad()
@@ -128,9 +126,7 @@ def told_of_the_end(before: int) -> list[Record]:
 
     def train(steps: int, begin: int) -> None:
         for step in range(begin, begin + steps):
-            opt.zero_grad()
-            model(data(step, 5, 6)).square().mean().backward()
-            opt.step()
+            train_step(model, opt, step)
             records.append({"param": params(model)})
 
     train(before, 0)
@@ -168,9 +164,7 @@ def hooked_late(reduce: bool) -> list[Record]:
     for step in range(9):
         if step == 4:
             model.register_comm_hook(dist.group.WORLD, hook)
-        opt.zero_grad()
-        model(data(step, 5, 6)).square().mean().backward()
-        opt.step()
+        train_step(model, opt, step)
         records.append({"param": params(model)})
     return records
 

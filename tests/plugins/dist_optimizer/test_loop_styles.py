@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from tests.plugins.ddp.arms import Record, data
+from tests.plugins.ddp.arms import Record, data, table
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
@@ -240,10 +240,5 @@ def scheduled(scheduler: str, first: bool, early: bool) -> list[Record]:
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_schedulers_in_any_order(ranks):
-    cases = {
-        f"{name}, first: {first}, early: {early}": {"scheduler": name, "first": first, "early": early}
-        for name in SCHEDULERS
-        for first in (False, True)
-        for early in (False, True)
-    }
+    cases = table(scheduler=SCHEDULERS, first=[False, True], early=[False, True])
     check_all(ranks(2)(all_cases, scheduled, cases))

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import data, device
 from tests.plugins.dist_optimizer.arms import both
+from tests.plugins.dist_optimizer.checks import train_step
 
 
 def net() -> nn.Module:
@@ -96,9 +97,7 @@ def signed() -> list[dict[str, Any]]:
     opt = Signed(model.parameters(), lr=0.01)
     records = []
     for step in range(8):
-        opt.zero_grad()
-        model(data(step, 5, 6)).square().mean().backward()
-        opt.step()
+        train_step(model, opt, step)
         state = opt.state_dict()["state"]
         records.append(
             {

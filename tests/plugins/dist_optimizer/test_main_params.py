@@ -19,7 +19,7 @@ from ovpatch.overlap.data_parallel.grad_sharder import registered_terms
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, data, device, table
 from tests.plugins.dist_optimizer.arms import SMALL
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, versions
 from tests.plugins.dist_optimizer.test_state import on_cpu
 
 IN_FP32 = {"main_params_in_fp32": True, "min_param_numel": 1000}
@@ -182,6 +182,22 @@ def both_in_fp32(micros: int) -> tuple[list[Record], list[Record]]:
 def test_sums_in_fp32_are_not_rounded_before_the_update(ranks, micros):
     for expected, ours in ranks(2)(both_in_fp32, micros):
         compare(expected[4:], ours[4:]).assert_bitwise()  # gradients are whole before, which is the parameters' dtype
+
+
+def writes_per_step() -> list[dict[str, int]]:
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | IN_FP32}):
+        model = ddp(net(torch.bfloat16))
+        opt, seen = OPTIMIZERS["sgd"](model.parameters()), []
+        for number in range(STEPS):
+            before = versions(model)
+            step(model, opt, number)
+            seen.append({name: version - before[name] for name, version in versions(model).items()})
+        return seen
+
+
+def test_autograd_sees_the_updates_alone_as_writes(ranks):
+    for seen in ranks(2)(writes_per_step):
+        assert all(set(step.values()) == {1} for step in seen), seen
 
 
 # --- saving and loading ---

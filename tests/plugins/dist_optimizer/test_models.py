@@ -16,7 +16,7 @@ import ovpatch
 from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.arms import SMALL
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, train_steps
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
 Optimizers = list[torch.optim.Optimizer]
@@ -309,13 +309,7 @@ def test_a_model_that_is_wrapped_anew(ranks):
 def alone() -> list[Record]:
     model = DistributedDataParallel(net())
     opt = adamw(model.parameters())
-    records = []
-    for step in range(4):
-        opt.zero_grad()
-        model(data(step, 5, 6)).square().mean().backward()
-        opt.step()
-        records.append(params(model))
-    return records
+    return train_steps(model, opt, 4)
 
 
 def test_one_rank_stays_stock(ranks):

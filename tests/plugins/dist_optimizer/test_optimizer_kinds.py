@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ovpatch.session.report import NO_WORK
 from tests.plugins.ddp.arms import Record, data, device
+from tests.plugins.dist_optimizer.arms import apply
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, versions
 from tests.plugins.dist_optimizer.test_loops import net
 
@@ -37,20 +38,12 @@ KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "asgd": (torch.optim.ASGD, {"lr": 0.01, "t0": 3}),
     "rprop": (torch.optim.Rprop, {"lr": 0.01}),
 }
-for name in (
-    "sgd, nesterov",
-    "adam",
-    "adamw",
-    "rmsprop",
-    "nadam",
-    "radam",
-    "adadelta",
-    "adamax",
-    "asgd",
-    "rprop",
-    "adagrad",
-):
-    KINDS[f"{name}, foreach"] = (KINDS[name][0], KINDS[name][1] | {"foreach": True})
+ONE_BY_ONE = ("sgd", "sgd, dampening", "adam, lr tensor")
+KINDS |= {
+    f"{name}, foreach": (cls, kwargs | {"foreach": True})
+    for name, (cls, kwargs) in KINDS.items()
+    if "fused" not in name and name not in ONE_BY_ONE
+}
 
 
 class OwnStep(torch.optim.AdamW):
@@ -221,22 +214,15 @@ def test_other_optimizers_stay_stock(ranks):
 
 
 def reported() -> list[str]:
-    train("own step")
-    from ovpatch_plugins.dist_optimizer.takeover import remarks
+    with apply():
+        train("own step")
+        from ovpatch_plugins.dist_optimizer.takeover import remarks
 
-    return remarks()
-
-
-def with_the_feature(function: Callable[[], Any]) -> Any:
-    import ovpatch
-    from tests.plugins.dist_optimizer.arms import SMALL
-
-    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        return function()
+        return remarks()
 
 
 def test_the_report_says_which_and_why(ranks):
-    for remarks in ranks(2)(with_the_feature, reported):
+    for remarks in ranks(2)(reported):
         assert any("OwnStep stays stock" in text and "not known to be element-wise" in text for text in remarks)
 
 

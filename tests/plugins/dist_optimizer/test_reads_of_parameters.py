@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.plugins.ddp.arms import Record, data
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, train_step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
 
@@ -204,9 +204,7 @@ def watched(steps: int = 30) -> list[Record]:
     thread = threading.Thread(target=save, daemon=True)
     thread.start()
     for step in range(steps):
-        opt.zero_grad()
-        model(data(step, 5, 6)).square().mean().backward()
-        opt.step()
+        train_step(model, opt, step)
     stop.set()
     thread.join(20)
     assert not wrong, wrong[:5]

@@ -8,6 +8,7 @@ import io
 import logging
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -23,8 +24,8 @@ from ovpatch_plugins.dist_optimizer import step_log
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.takeover import find_sharded
 from tests.plugins.ddp.arms import Record, data
-from tests.plugins.dist_optimizer.arms import SMALL, apply
-from tests.plugins.dist_optimizer.checks import all_cases, ddp, params
+from tests.plugins.dist_optimizer.arms import SMALL, apply, both
+from tests.plugins.dist_optimizer.checks import all_cases, ddp, params, train_step, train_steps
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
 STEPS = 5
@@ -131,9 +132,7 @@ def adopted() -> Any:
         for step in range(8):
             if step == 4 and dist.get_rank() == 0:
                 opt = OPTIMIZERS["adamw"](model.parameters())
-            opt.zero_grad()
-            model(data(step, 5, 6)).square().mean().backward()
-            opt.step()
+            train_step(model, opt, step)
         state = copy.deepcopy(opt.state_dict()["state"])
         dist.barrier()
         return params(model), state
@@ -151,10 +150,9 @@ def sharded(records: list[Any]) -> list[Record]:
     return [{name: value for name, value in record.items() if value.numel() >= 9} for record in records]
 
 
-def anew(kind: str, by: str, beside: str) -> tuple[Any, Any, dict[str, int], float]:
-    from tests.plugins.dist_optimizer.arms import both
-
-    result = both(made_anew, kind, by, beside, options={"min_param_numel": 1})
+def timed_arms(loop: Callable[..., tuple[list[Record], float]], *args: Any) -> tuple[Any, Any, dict[str, int], float]:
+    """Return the records of stock and of the feature, its counters, and how long its longest step took."""
+    result = both(loop, *args, options={"min_param_numel": 1})
     return result["stock"][0], result["patched"][0], result["counters"], result["patched"][1]
 
 
@@ -177,7 +175,7 @@ def anew(kind: str, by: str, beside: str) -> tuple[Any, Any, dict[str, int], flo
     ],
 )
 def test_a_new_optimizer_that_one_rank_alone_makes_stalls_nobody(ranks, world, kind, by, beside):
-    for stock, patched, counters, longest in ranks(world)(anew, kind, by, beside):
+    for stock, patched, counters, longest in ranks(world)(timed_arms, made_anew, kind, by, beside):
         if world == 2:
             compare(stock, patched).assert_bitwise()
         else:
@@ -207,16 +205,9 @@ def beside_accumulation() -> tuple[list[Record], float]:
     return records, longest
 
 
-def accumulated() -> tuple[Any, Any, float]:
-    from tests.plugins.dist_optimizer.arms import both
-
-    result = both(beside_accumulation, options={"min_param_numel": 1})
-    return result["stock"][0], result["patched"][0], result["patched"][1]
-
-
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_step_of_one_rank_alone_waits_for_no_step_of_the_others(ranks, world):
-    for stock, patched, longest in ranks(world)(accumulated):
+    for stock, patched, _, longest in ranks(world)(timed_arms, beside_accumulation):
         compare(stock, patched).assert_equal()
         assert longest < 15
 
@@ -241,18 +232,11 @@ def one_of_two(which: str) -> tuple[list[Record], float]:
     return records, longest
 
 
-def two(which: str) -> tuple[Any, Any, dict[str, int], float]:
-    from tests.plugins.dist_optimizer.arms import both
-
-    result = both(one_of_two, which, options={"min_param_numel": 1})
-    return result["stock"][0], result["patched"][0], result["counters"], result["patched"][1]
-
-
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("which", ["its own", "all"])
 def test_of_two_optimizers_one_is_made_anew_by_one_rank(ranks, world, which):
     """The new one may have the other one's parameters, too, which then is left to stock as well, on all ranks."""
-    for stock, patched, counters, longest in ranks(world)(two, which):
+    for stock, patched, counters, longest in ranks(world)(timed_arms, one_of_two, which):
         compare(stock, patched).assert_equal()
         assert longest < 15
         assert counters["steps"] == (12 if which == "its own" else 9)
@@ -279,16 +263,9 @@ def local_first() -> Any:
     return records, longest
 
 
-def local() -> tuple[Any, Any, dict[str, int], float]:
-    from tests.plugins.dist_optimizer.arms import both
-
-    result = both(local_first, options={"min_param_numel": 1})
-    return result["stock"][0], result["patched"][0], result["counters"], result["patched"][1]
-
-
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_hear_at_the_first_step_that_one_is_local(ranks, world):
-    for stock, patched, counters, longest in ranks(world)(local):
+    for stock, patched, counters, longest in ranks(world)(timed_arms, local_first):
         compare(stock, patched).assert_equal()
         assert counters["steps"] == 0
         assert counters["stock_optimizers"] == 1
@@ -328,13 +305,7 @@ def in_any_order(kind: str) -> list[Record]:
     model = ddp(net())
     ones = list(model.parameters())
     opt = OPTIMIZERS[kind](ones if dist.get_rank() == 0 else ones[::-1])
-    records = []
-    for step in range(STEPS):
-        opt.zero_grad()
-        model(data(step, 5, 6)).square().mean().backward()
-        opt.step()
-        records.append(params(model))
-    return records
+    return train_steps(model, opt, STEPS)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])

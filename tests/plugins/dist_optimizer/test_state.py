@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
@@ -25,9 +26,11 @@ import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer.sharded_grads import find
-from tests.plugins.ddp.arms import all_both, data, table
+from tests.plugins.ddp.arms import all_both, table
 from tests.plugins.ddp.checks import check_all
 from tests.plugins.dist_optimizer.arms import SMALL, apply, both
+from tests.plugins.dist_optimizer.checks import params
+from tests.plugins.dist_optimizer.checks import train_step as step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
 
@@ -36,10 +39,11 @@ def build(optimizer: str = "adamw") -> tuple[DistributedDataParallel, torch.opti
     return model, OPTIMIZERS[optimizer](model.parameters())
 
 
-def step(model: nn.Module, opt: torch.optim.Optimizer, number: int) -> None:
-    opt.zero_grad()
-    model(data(number, 5, 6)).square().mean().backward()
-    opt.step()
+def trained(steps: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    model, opt = build()
+    for number in range(steps):
+        step(model, opt, number)
+    return model, opt
 
 
 def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
@@ -124,9 +128,7 @@ def test_one_rank_alone_reads_the_state(ranks, rank):
 
 def nothing_is_a_slice() -> None:
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        model, opt = build()
-        for number in range(3):
-            step(model, opt, number)
+        _model, opt = trained(3)
         cut = 0
         for param, state in opt.state.items():
             for name, value in state.items():
@@ -143,9 +145,7 @@ def test_nobody_sees_a_slice(ranks):
 
 
 def resumed(load_before_wrap: bool) -> list[dict[str, Any]]:
-    model, opt = build()
-    for number in range(4):
-        step(model, opt, number)
+    model, opt = trained(4)
     checkpoint = copy.deepcopy((model.module.state_dict(), opt.state_dict()))
     raw = net()
     raw.load_state_dict(checkpoint[0])
@@ -162,12 +162,7 @@ def resumed(load_before_wrap: bool) -> list[dict[str, Any]]:
     for number in range(4, 8):
         step(model, opt, number)
         step(model2, opt2, number)
-        records.append(
-            {
-                "first": {n: p.detach().clone() for n, p in model.named_parameters()},
-                "second": {n: p.detach().clone() for n, p in model2.named_parameters()},
-            }
-        )
+        records.append({"first": params(model), "second": params(model2)})
     return records
 
 
@@ -196,11 +191,7 @@ def loaded_one_after_the_other(first: int) -> list[Any]:
     seen.append(copy.deepcopy(on_cpu(opt.state_dict())))
     for number in range(4, 7):
         step(model, opt, number)
-    return [
-        *seen,
-        copy.deepcopy(on_cpu(opt.state_dict())),
-        {n: p.detach().clone() for n, p in model.named_parameters()},
-    ]
+    return [*seen, copy.deepcopy(on_cpu(opt.state_dict())), params(model)]
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -228,23 +219,15 @@ def test_a_rank_that_loads_alone_finds_its_peers_after_the_next_step(ranks):
 def handed_over(first_patched: bool) -> list[dict[str, torch.Tensor]]:
     """Train four steps one way, save, and four the other way."""
 
-    def run(model: nn.Module, opt: torch.optim.Optimizer, numbers: range) -> None:
-        for number in numbers:
-            step(model, opt, number)
-
     def part(patched: bool, checkpoint: Any, numbers: range) -> Any:
-        def train() -> Any:
+        with apply() if patched else contextlib.nullcontext():
             model, opt = build()
             if checkpoint is not None:
                 model.load_state_dict(checkpoint[0])
                 opt.load_state_dict(checkpoint[1])
-            run(model, opt, numbers)
-            return copy.deepcopy((model.state_dict(), opt.state_dict()))
-
-        if not patched:
-            return train()
-        with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-            found = train()
+            for number in numbers:
+                step(model, opt, number)
+            found = copy.deepcopy((model.state_dict(), opt.state_dict()))
             dist.barrier()
             return found
 
@@ -260,9 +243,10 @@ def test_checkpoints_go_between_stock_and_patched(ranks, first_patched):
         compare([mixed], [stock]).assert_bitwise()
 
 
-def reverted() -> list[dict[str, Any]]:
+def reverted(patched: bool) -> list[dict[str, Any]]:
     records = []
-    ovpatch.apply("ddp", "dist_optimizer", options={"dist_optimizer": SMALL})
+    if patched:
+        ovpatch.apply("ddp", "dist_optimizer", options={"dist_optimizer": SMALL})
     torch.manual_seed(0)
     model, opt = build()
     for number in range(8):
@@ -270,26 +254,14 @@ def reverted() -> list[dict[str, Any]]:
             ovpatch.revert()
             records.append({"state": copy.deepcopy(opt.state_dict()["state"])})
         step(model, opt, number)
-        records.append({"param": {n: p.detach().clone() for n, p in model.named_parameters()}})
+        records.append({"param": params(model)})
     assert not any(isinstance(v, LazyTensor) for s in opt.state.values() for v in s.values())
     dist.barrier()
     return records
 
 
-def plain() -> list[dict[str, Any]]:
-    torch.manual_seed(0)
-    model, opt = build()
-    records = []
-    for number in range(8):
-        if number == 4:
-            records.append({"state": copy.deepcopy(opt.state_dict()["state"])})
-        step(model, opt, number)
-        records.append({"param": {n: p.detach().clone() for n, p in model.named_parameters()}})
-    return records
-
-
 def test_revert_in_mid_training(ranks):
-    for stock, patched in zip(ranks(2)(plain), ranks(2)(reverted), strict=True):
+    for stock, patched in zip(ranks(2)(reverted, False), ranks(2)(reverted, True), strict=True):
         compare(stock, patched).assert_bitwise()
 
 
@@ -388,9 +360,7 @@ def test_memory_of_a_parameter_that_moves_is_freed(ranks):
 def unreadable() -> list[bool]:
     """What raises while a step ends must not leave its version open: peers would wait for its end."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        model, opt = build()
-        for number in range(4):
-            step(model, opt, number)
+        model, opt = trained(4)
         (source,) = {v.source for s in opt.state.values() for v in s.values() if isinstance(v, LazyTensor)}
         keep, raising = source._write_back_param, [True]
 
@@ -554,9 +524,7 @@ def check_forked(results: list[dict[str, Any]]) -> None:
 
 def too_late(what: str) -> list[Any]:
     with apply():
-        model, opt = build()
-        for number in range(3):
-            step(model, opt, number)
+        model, opt = trained(3)
 
         def step_on() -> None:
             step(model, opt, 3)
@@ -577,9 +545,7 @@ def test_a_forked_child_that_reads_after_a_step_gets_an_error(ranks, what):
 
 def forked_amid_an_update() -> Any:
     with apply():
-        model, opt = build()
-        for number in range(3):
-            step(model, opt, number)
+        model, opt = trained(3)
         if dist.get_rank() == 0:
             grads, _ = find(next(model.parameters()))
             grads.versions.begin_update()

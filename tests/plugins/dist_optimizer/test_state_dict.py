@@ -24,7 +24,7 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
-from tests.plugins.dist_optimizer.test_state import build, step
+from tests.plugins.dist_optimizer.test_state import build, step, trained
 from tests.support.gloo import destroy_group
 
 ALL = {"min_param_numel": 1}
@@ -99,9 +99,7 @@ def test_an_unread_state_dict_shows_the_live_state(ranks, steps):
 def read_in_part() -> None:
     """A state dict of which something was read is of that moment, whatever is read later."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": ALL}):
-        model, opt = build()
-        for number in range(3):
-            step(model, opt, number)
+        model, opt = trained(3)
         wanted = copy.deepcopy(opt.state_dict())
         before = count_pulled()
         found = opt.state_dict()
@@ -141,9 +139,7 @@ def test_what_is_not_read_is_not_fetched(ranks):
 
 
 def loaded(same: bool) -> list[Any]:
-    model, opt = build()
-    for number in range(3):
-        step(model, opt, number)
+    model, opt = trained(3)
     found = opt.state_dict()
     other = opt if same else torch.optim.AdamW(model.parameters(), 0.02)
     if not same:
@@ -180,9 +176,7 @@ def test_what_is_held_while_other_state_is_loaded_keeps_its_content(ranks):
 
 def optimizer_deleted() -> list[Any]:
     """The optimizer is dropped, and then its state on other ranks, by a further backward."""
-    model, opt = build()
-    for number in range(3):
-        step(model, opt, number)
+    model, opt = trained(3)
     found = opt.state_dict()
     del opt
     gc.collect()
@@ -202,9 +196,7 @@ def test_it_survives_its_optimizer(ranks):
 
 def reverted(read_before: bool) -> list[Any]:
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": ALL}):
-        model, opt = build()
-        for number in range(3):
-            step(model, opt, number)
+        model, opt = trained(3)
         wanted, found = copy.deepcopy(opt.state_dict()["state"]), opt.state_dict()
         if read_before:
             found["state"][2]["exp_avg"].clone()
@@ -224,9 +216,7 @@ def test_it_survives_a_revert(ranks, read_before):
 
 
 def stood_down() -> list[Any]:
-    model, opt = build()
-    for number in range(3):
-        step(model, opt, number)
+    model, opt = trained(3)
     found = opt.state_dict()
     with model.no_sync():
         model(data(7, 5, 6)).square().mean().backward()
@@ -281,9 +271,7 @@ def test_after_the_process_group_an_error_says_what_to_do(ranks):
 
 def in_a_thread() -> list[Any]:
     """A thread saves what the main thread was given, while that goes on."""
-    model, opt = build()
-    for number in range(3):
-        step(model, opt, number)
+    model, opt = trained(3)
     found, begun, saved = opt.state_dict(), threading.Event(), list[Any]()
     wanted = copy.deepcopy(opt.state_dict()["state"])
 
@@ -310,9 +298,7 @@ def too_late() -> str:
     """Rank 0 reads for the first time after a backward, when the others have gone on to their step, as on GPUs."""
     from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
-    model, opt = build()
-    for number in range(3):
-        step(model, opt, number)
+    model, opt = trained(3)
     found = opt.state_dict()
     opt.zero_grad()
     model(data(3, 5, 6)).square().mean().backward()
@@ -338,9 +324,7 @@ def patched(function: Callable[[], Any]) -> Any:
 
 
 def by_dcp() -> list[Any]:
-    model, opt = build()
-    for number in range(3):
-        step(model, opt, number)
+    model, opt = trained(3)
     found = get_optimizer_state_dict(model, opt)
     return [copy.deepcopy(found["state"])]
 

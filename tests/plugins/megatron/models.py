@@ -237,9 +237,16 @@ def distributed_optimizer(model: Any) -> Any:
     """Return Megatron's distributed optimizer over a model's parameters; it asks for their type on CUDA by name."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+    overlaps, dtype = model.ddp_config.overlap_param_gather, next(model.parameters()).dtype
     config = OptimizerConfig(
-        optimizer="adam", lr=1e-2, use_distributed_optimizer=True, overlap_param_gather=True, clip_grad=0.0
+        optimizer="adam",
+        lr=1e-2,
+        bf16=dtype is torch.bfloat16,
+        use_distributed_optimizer=True,
+        overlap_param_gather=overlaps,
+        clip_grad=0.0,
     )
     stock = Tensor.type
-    with mock.patch.object(Tensor, "type", lambda one, *to: stock(one, *to) if to else "torch.cuda.FloatTensor"):
+    kind = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}[dtype]
+    with mock.patch.object(Tensor, "type", lambda one, *to: stock(one, *to) if to else kind):
         return get_megatron_optimizer(config, [model])

@@ -83,6 +83,7 @@ def left_to_megatron() -> tuple[dict[str, Any], list[str]]:
     from ovpatch_plugins.megatron.report import COUNTERS
 
     with ovpatch.applied("megatron"):
+        train_gpt(steps=1)  # a replacement comes later, too
         stock, before = layers.reduce_scatter_to_sequence_parallel_region, COUNTERS.as_dict()
         layers.reduce_scatter_to_sequence_parallel_region = lambda *args, **kwargs: stock(*args, **kwargs)
         try:

@@ -137,3 +137,41 @@ def model_that_goes() -> tuple[int, int]:
 
 def test_a_model_that_goes_leaves_nothing_pending(ranks):
     assert ranks(2)(model_that_goes) == [(3, 0)] * 2
+
+
+#: What is kept from before each step, and how many of the three weights then are pending behind it.
+KEPT = {"nothing": 3, "a graph": 2, "an alias": 0}
+
+
+def train_with(kept: str, patched: bool) -> tuple[list[Tensor], list[int]]:
+    """Return what is read of a weight after each step, and how many weights were pending then."""
+    from ovpatch.overlap.tensors.pending_param import PENDING
+
+    with parallel(), features(patched):
+        module = Paths(("a", "b", "c")).bfloat16()
+        model = wrapped(module, use_distributed_optimizer=True, overlap_param_gather=patched)
+        optimizer = distributed_optimizer(model)
+        values, pending = [], []
+        for step in range(3):
+            model.zero_grad_buffer()
+            model(rows(step, dist.get_rank()).bfloat16()).square().mean().backward()
+            model.finish_grad_sync()
+            x = torch.zeros(16, 16, dtype=torch.bfloat16, requires_grad=True)
+            graph = (x * module.b.weight).sum() if kept == "a graph" else None
+            alias = module.b.weight.detach() if kept == "an alias" else module.b.weight
+            optimizer.step()
+            pending.append(len(PENDING))
+            values.append(alias.detach().clone() if graph is None else torch.autograd.grad(graph, x)[0])
+        return values, pending
+
+
+def all_kept(patched: bool) -> dict[str, Any]:
+    return {kept: train_with(kept, patched) for kept in KEPT}
+
+
+def test_a_graph_or_an_alias_that_is_there_at_each_step_reads_new_values(ranks):
+    # Without overlap_param_gather stock's step() gathers.
+    for right, found in zip(ranks(2)(all_kept, False), ranks(2)(all_kept, True), strict=True):
+        for kept, (values, pending) in found.items():
+            assert all(map(torch.equal, values, right[kept][0])), kept
+            assert pending == [KEPT[kept]] * 3, kept

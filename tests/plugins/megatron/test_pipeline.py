@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from ovpatch_plugins.megatron import takeover
-from ovpatch_plugins.megatron.pipeline import PipelinePatches
+from ovpatch_plugins.megatron.pipeline import PipelinePatches, _Step
 from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
 from tests.plugins.megatron.models import SEQUENCE
 from tests.plugins.megatron.stages import Case, run_both
@@ -63,7 +64,7 @@ def test_all_bits_are_megatrons(ranks, schedule, names):
 
 FOUR = {
     "four stages": Case(pp=4, microbatches=6, steps=3),
-    "four stages, two microbatches": Case(pp=4, microbatches=2, grad_sync=True),
+    "four stages, two microbatches": Case(pp=4, microbatches=2, grad_sync=True, config={"batch_p2p_comm": True}),
     "two replicas, sharded": Case(sharded=True),
     "tensor parallel": Case(tp=2),
 }
@@ -75,6 +76,8 @@ def test_all_bits_are_megatrons_on_four_ranks(ranks):
             assert not differing, (rank, name)
             case = FOUR[name.rpartition(", ")[0]]
             stage = rank // (4 // case.pp)
+            ahead = min(case.pp - 1 - stage, case.microbatches - 1) if stage else 0  # at the end of a step
+            assert counters["early_receives"] == ahead * case.steps, name
             delayed = (stage > 0) * LINEARS + (stage == case.pp - 1)
             assert counters["weight_grads"] == delayed * case.microbatches * (case.steps - 1), name
 
@@ -123,28 +126,68 @@ def test_what_is_unknown_is_left_to_megatron_and_said(monkeypatch, changes, give
     assert takeover.list_left() == [f"the pipeline's schedule: {reason}"]
 
 
-@pytest.mark.parametrize(
-    ("tensors", "expected"),
-    [(1, ["start", "W", "wait"]), (2, ["start", "wait", "start", "wait", "W"])],
-    ids=["one tensor", "two tensors"],
-)
-def test_weight_gradients_are_computed_behind_the_start_of_the_last_message(tensors, expected):
-    found: list[str] = []
+def test_interleaving_is_left_to_megatron_and_said(monkeypatch):
+    monkeypatch.setattr(takeover, "_LEFT", {})
     patches = PipelinePatches({"pipeline_schedule": "1f1b"})
-    start = patches.wrap_start(lambda: found.append("start"))
-    send = patches.wrap_send(lambda _self, grads: [(start(), found.append("wait")) for _ in grads])
+    assert patches.wrap_interleaving(lambda **given: given)(model=[]) == {"model": []}
+    assert "the pipeline's schedule with interleaving" in takeover.list_left()[0]
 
-    class Step:
-        is_sending = False
 
-        def compute_due(self) -> int:
-            self.is_sending = False
+@pytest.mark.parametrize(
+    ("tensors", "left", "is_uniform", "expected"),
+    [
+        (1, 0, True, ["receive", "send", "W", "wait"]),
+        (1, 1, True, ["receive", "send", "receive", "W", "wait", "taken"]),
+        (1, 1, False, ["receive", "send", "W", "wait", "receive"]),
+        (2, 1, True, ["receive", "send", "wait", "send", "wait", "W", "receive"]),
+    ],
+    ids=["the last one", "one more", "of other shapes", "two tensors"],
+)
+def test_weight_gradients_are_computed_behind_the_start_of_the_last_messages(tensors, left, is_uniform, expected):
+    found: list[str] = []
+    memory: list[torch.Tensor] = []
+
+    def begin(*, tensor_send_prev: Any = None, tensor_recv_next: Any = None, tensor_recv_prev: Any = None) -> str:
+        found.append("send" if tensor_send_prev is not None else "receive")
+        memory.append(tensor_recv_next)
+        return f"works {len(memory)}"
+
+    class Queue:
+        def __len__(self) -> int:
+            return 1
+
+        def compute(self, microbatches: int) -> int:
             found.extend(["W"] * ("W" not in found))
             return 1
 
-    patches._step = Step()
-    send(None, [torch.ones(1)] * tensors)
+    patches = PipelinePatches({"pipeline_schedule": "1f1b"})
+    start = patches.wrap_start(begin)
+    send = patches.wrap_send(
+        lambda _self, grads: [(start(tensor_send_prev=grad), found.append("wait")) for grad in grads]
+    )
+    patches._step = _Step(Queue(), left, 0, contextlib.nullcontext, is_uniform=is_uniform)
+    start(tensor_recv_next=torch.zeros(2, requires_grad=True))
+    send(None, [torch.ones(2)] * tensors)
+    if left:
+        started, received = len(memory), torch.zeros(2, requires_grad=True)
+        works = start(tensor_recv_next=received)
+        if started == len(memory):
+            found.append("taken")
+            assert works == "works 3"
+            assert received.data_ptr() == memory[-1].data_ptr()
     assert found == expected
+
+
+def test_a_receive_that_megatron_does_not_ask_for_is_an_error():
+    patches = PipelinePatches({"pipeline_schedule": "1f1b"})
+    patches._step = step = _Step(WeightGradQueue(), 2, 0, contextlib.nullcontext, is_uniform=True)
+    start = patches.wrap_start(lambda **messages: [])
+    start(tensor_recv_next=torch.zeros(2))
+    with step.backward():
+        pass
+    patches.wrap_send(lambda _self, grad: start(tensor_send_prev=grad))(None, torch.ones(2))
+    with pytest.raises(RuntimeError, match="PIPELINE_SCHEDULE=stock"), step.backward():
+        pass
 
 
 def plain_linear(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ovpatch
 from ovpatch_plugins.pipeline.stage_run import list_stages
-from tests.plugins.pipeline.cases import Case, differences, feature_report, make_schedule
+from tests.plugins.pipeline.cases import MAY_LACK_GRADIENTS, Case, differences, feature_report, make_schedule
 from tests.plugins.pipeline.models import WIDTH, Autocast, Block, Part
 
 STEPS = ((12, 2), (12, 5), (7, 3), (5, 2), (12, 2))
@@ -130,7 +130,8 @@ def _compare(names: list[str], orders: list[str]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_shapes_may_change_between_steps_and_inside_of_one(ranks: Any, world: int) -> None:
-    found = ranks(world)(_compare, ["1F1B", "two tensors", "positions first", "autocast"], ["as-given", "zb-h2"])
+    names = ["1F1B", "autocast", *(["two tensors", "positions first"] if MAY_LACK_GRADIENTS else [])]
+    found = ranks(world)(_compare, names, ["as-given", "zb-h2"])
     found += ranks(world)(_compare, ["loop", "vee"], ["as-given"])
     for outcomes in found:
         for name, changes in outcomes.items():
@@ -157,7 +158,11 @@ def test_another_shape_is_an_error_on_all_ranks_unless_it_is_expected(ranks: Any
     for rank, (first, other, again) in enumerate(ranks(2)(_meet_another_shape)):
         assert not first
         assert not again
-        assert other.startswith("PipelineRankError" if rank else "ValueError")
+        assert rank == 0 or other.startswith("PipelineRankError")
+        if "PipeliningShapeError" in other:  # torch 2.11 checks the script's inputs itself
+            assert "Stage 0 forward inputs: value 0 has a shape mismatch" in other
+            continue
+        assert rank == 1 or other.startswith("ValueError")
         assert "sends tensors of shapes [(3, 5, 12)], and its receiver expects [(3, 2, 12)]" in other
         assert (
             "Set OVPATCH_PIPELINE_VARIABLE_SEQ_LENGTHS=1 on all ranks, or pad the microbatches to one shape." in other

@@ -17,7 +17,15 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import ovpatch
 from ovpatch_plugins.pipeline.stage_run import list_stages
-from tests.plugins.pipeline.cases import Case, counters, differences, make_schedule, train_both
+from tests.plugins.pipeline.cases import (
+    MAY_LACK_GRADIENTS,
+    Case,
+    Stage,
+    counters,
+    differences,
+    make_schedule,
+    train_both,
+)
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -318,7 +326,7 @@ def test_a_limit_of_sends_is_left_to_stock(ranks: Any) -> None:
 
 
 class Several(nn.Module):
-    """Passes on positions and hidden states, and behind them a tensor that nothing reads."""
+    """Passes on positions, hidden states and a tensor that nothing reads, or three that get gradients."""
 
     def __init__(self, is_last: bool) -> None:
         super().__init__()
@@ -328,6 +336,9 @@ class Several(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         if self.fails:
             raise RuntimeError("planted")
+        if not MAY_LACK_GRADIENTS:
+            h = self.block(torch.stack(inputs).sum(0))
+            return h if self.is_last else (h, h * 2, h * 3)
         x = inputs[0] if len(inputs) == 1 else inputs[1]
         positions = torch.arange(x.shape[1]) if len(inputs) == 1 else inputs[0]
         h = self.block(x + positions[:, None])
@@ -344,6 +355,7 @@ def _lack_gradients() -> dict[str, list[str]]:
     return {name: train_both(case).differences for name, case in cases.items()}
 
 
+@pytest.mark.skipif(not MAY_LACK_GRADIENTS, reason="this torch expects a gradient for each output")
 def test_outputs_without_a_gradient(ranks: Any) -> None:
     for found in ranks(2)(_lack_gradients):
         for name, changes in found.items():
@@ -399,7 +411,7 @@ def _load_lowered(path: str) -> tuple[list[str], int]:
     def run() -> list[Any]:
         _, parts = make_schedule(case)
         stages = [
-            PipelineStage(part, index, 4, torch.device("cpu"))
+            Stage(part, index, 4, torch.device("cpu"))
             for part, index in zip(parts, (dist.get_rank(), 3 - dist.get_rank()), strict=True)
         ]
         schedule = schedules._PipelineScheduleRuntime(stages, case.microbatches, loss_fn=nn.functional.mse_loss)

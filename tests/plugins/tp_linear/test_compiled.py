@@ -15,6 +15,7 @@ from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, check_same, de
 from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
 from tests.plugins.tp_linear.test_models import LAYOUTS
 from tests.plugins.tp_linear.training import equal, trained
+from tests.support.errors import error_of
 from tests.support.rarely import RARELY
 
 OPAQUE = {"compiled": True}
@@ -150,11 +151,7 @@ def differentiated_twice(kind: str) -> str:
     )
     x = draw(4, WIDTH if style is None else WIDTH // 2).requires_grad_()
     (grad,) = torch.autograd.grad(torch.compile(cut, backend="eager")(x).square().sum(), x, create_graph=True)
-    try:
-        grad.square().sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    return error_of(grad.square().sum().backward)
 
 
 @pytest.mark.parametrize("kind", ["gather", "reduce", *(pytest.param(kind, marks=RARELY) for kind in KINDS)])

@@ -20,6 +20,7 @@ from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import table
 from tests.plugins.ddp.checks import check_all
 from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, both, draw, mesh, whole
+from tests.support.errors import error_of
 from tests.support.rarely import RARELY
 
 WIDTH = 24
@@ -220,16 +221,8 @@ def too_late(m: Two, x: Any) -> Any:
     return y + m.b(x)
 
 
-def error_of(body: Forward, local: bool) -> str:
-    try:
-        run(body, local)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
 def test_who_looks_at_the_gradient_too_late_is_told(ranks):
-    for result in ranks(2)(both, error_of, too_late, False):
+    for result in ranks(2)(both, error_of, run, too_late, False):
         assert result["stock"] == "no error"
         assert "a hook or retain_grad() on the gathered input" in result["patched"]
         assert result["patched"].endswith("or set OVPATCH_TP_LINEAR_SHARED_GATHER=0")

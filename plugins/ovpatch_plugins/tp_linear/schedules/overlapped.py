@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
 from ovpatch.overlap.comm.work import WorkGroup
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads, linear
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
+
+_NOTHING: Final = WorkGroup(())  # in flight
 
 
 class Bulk(Schedule):
@@ -27,10 +30,10 @@ class Bulk(Schedule):
 
     def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
         """See :meth:`Schedule.gather_linear_backward`."""
-        whole, gathering = asked.kept, WorkGroup(())
+        whole, gathering = asked.kept, _NOTHING
         if asked.anew and asked.kept is not None and asked.weight_grads is not None:
             whole, gathering = ranks.all_gather(asked.kept)
-        result, scattering = None, WorkGroup(())
+        result, scattering = None, _NOTHING
         if asked.input_dtype is not None:
             result, scattering = self.scattered(ranks, asked, asked.input_dtype)
         gathering.wait()
@@ -45,7 +48,7 @@ class Bulk(Schedule):
 
     def replicated_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
         """See :meth:`Schedule.replicated_linear_backward`."""
-        result, reducing = None, WorkGroup(())
+        result, reducing = None, _NOTHING
         if asked.input_dtype is not None:
             result = asked.compute_input_grad(asked.input_dtype)
             reducing = ranks.all_reduce(result)

@@ -56,8 +56,10 @@ class Schedule:
         ``x`` is ``[m, k]``, weights are ``[n_i, k]``, biases ``[n_i]`` or None. Returns outputs ``[M, n_i]``, and the
         gathered input ``[M, k]``, which may be None unless ``needs_whole``.
         """
-        whole = ranks.gather_rows(x)
-        return [linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)], whole
+        whole, outs = ranks.gather_rows(x), []
+        for weight, bias in zip(weights, biases, strict=True):
+            outs.append(linear(whole, weight, bias))
+        return outs, whole
 
     def can_run(self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
         """Tell whether this schedule can run, and not only its substitute; a collective with one result on all ranks.
@@ -150,16 +152,16 @@ def sum_input_grads(grads: Sequence[Tensor | None], weights: Sequence[Tensor], e
 
     Shapes ``[m, n_i]``, ``[n_i, k]``, and a further term ``[m, k]`` -> ``[m, k]``.
     """
-    used = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-    if not used:
+    total: Tensor | None = None
+    for grad, weight in zip(grads, weights, strict=True):
+        if grad is not None:
+            if total is None and extra is not None and extra.dtype == weight.dtype:
+                total, extra = extra.clone(), None  # it may be written into
+            total = grad @ weight if total is None else total.addmm_(grad, weight)
+    if total is None:
         assert extra is not None
-        return extra.clone()  # it may be written into
-    dtype = used[0][1].dtype
-    total = extra.clone() if extra is not None and extra.dtype == dtype else None
-    for grad, weight in used:
-        total = grad @ weight if total is None else total.addmm_(grad, weight)
-    assert total is not None
-    return total if extra is None or extra.dtype == dtype else total.to(extra.dtype) + extra
+        return extra.clone()
+    return total if extra is None else total.to(extra.dtype) + extra
 
 
 def compute_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
