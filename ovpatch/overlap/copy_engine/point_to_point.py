@@ -314,13 +314,13 @@ class _CudaStreams(_Streams):
         self._device = device
         self._begun, self._marked = torch.cuda.Event(), torch.cuda.Event()
         self._of: dict[tuple[int, int], Any] = {}
-        # Of a priority that no one else asks for, so that it shares no queue, and is none, that waits: torch has 32
-        # streams for each.
+        # Torch has 32 streams of each priority, which it hands out again and again. Those that wait, and this one,
+        # which must not, are of priorities of their own: so they are none of the script's and share no queue with them.
         self._rescue = torch.cuda.Stream(device, priority=-3)
 
     def begin(self, edge: tuple[int, int]) -> int:
         if edge not in self._of:
-            self._of[edge] = torch.cuda.Stream(self._device)
+            self._of[edge] = torch.cuda.Stream(self._device, priority=-2)
         stream = self._of[edge]
         self._begun.record(torch.cuda.current_stream(self._device))
         stream.wait_event(self._begun)

@@ -141,6 +141,7 @@ def _exchange(repetitions: int) -> list[int]:
     assert not box.unheard()
     dist.barrier()
     late, same, wrong = random.Random(rank), random.Random(7), []
+    side = torch.cuda.Stream()  # one: torch has 32, and would hand out those of the edges, which wait
     for repetition in range(repetitions):
         box.begin(str)
         sizes = [same.randint(0, 400_000) for _ in range(same.randint(1, 3))]
@@ -149,7 +150,7 @@ def _exchange(repetitions: int) -> list[int]:
         if late.random() < 0.5:
             torch.cuda._sleep(int(late.random() * 2e6))
         works, given, got = [], [], []
-        stream = torch.cuda.Stream() if late.random() < 0.3 else torch.cuda.current_stream()
+        stream = side if late.random() < 0.3 else torch.cuda.current_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for number in range(3):
