@@ -403,5 +403,5 @@ def test_streams_do_not_wait_for_ever_for_messages_of_a_rank_that_is_gone() -> N
     assert here._streams.is_idle()
     assert told == [here.failure]
     for call in (lambda: here.begin(str), lambda: here.send([], 1), here.receive([], 1).wait):
-        with pytest.raises(RuntimeError, match=r"has not got the messages.*start the job again"):
+        with pytest.raises(RuntimeError, match=r"messages of a step have not come.*start the job again"):
             call()

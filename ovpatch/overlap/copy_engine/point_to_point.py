@@ -221,9 +221,10 @@ class PointToPoint:
         if time.monotonic() < self._deadline or not (self._within or not self._streams.is_idle()):
             return
         if not self.failure:
-            self.failure = _LATE.format(self.timeout_s)
+            failure = _LATE.format(self.timeout_s)
             with suppress(RuntimeError):  # of a store that is gone; the streams have to go on all the same
-                self._tell_failure(self.failure)
+                self._tell_failure(failure)
+            self.failure = failure
         with self._streams.on_device():
             stream = self._streams.rescue()
             for edge in self._in.values():
@@ -313,12 +314,13 @@ class _CudaStreams(_Streams):
         self._device = device
         self._begun, self._marked = torch.cuda.Event(), torch.cuda.Event()
         self._of: dict[tuple[int, int], Any] = {}
-        # Of another priority than the script's, so that it shares no queue with one that waits.
-        self._rescue = torch.cuda.Stream(device, priority=-1)
+        # Torch has 32 streams of each priority, which it hands out again and again. Those that wait, and this one,
+        # which must not, are of priorities of their own: so they are none of the script's and share no queue with them.
+        self._rescue = torch.cuda.Stream(device, priority=-3)
 
     def begin(self, edge: tuple[int, int]) -> int:
         if edge not in self._of:
-            self._of[edge] = torch.cuda.Stream(self._device)
+            self._of[edge] = torch.cuda.Stream(self._device, priority=-2)
         stream = self._of[edge]
         self._begun.record(torch.cuda.current_stream(self._device))
         stream.wait_event(self._begun)
@@ -378,9 +380,9 @@ def _stop(closed: threading.Event, watch: threading.Thread) -> None:
 
 
 _LATE: Final = (
-    "has not got the messages of a step from its peers, or could not send its own, in {:g} s, and goes on without "
-    "them. Look for the first error in the output of the other ranks and start the job again; if steps take longer, "
-    "give init_process_group() a longer timeout"
+    "messages of a step have not come from other ranks, or could not be sent to them, within {:g} s, and are not "
+    "waited for any longer. Look for the first error in the output of the other ranks and start the job again; if "
+    "steps take longer, give init_process_group() a longer timeout"
 )
 
 _INTERRUPTED: Final = (

@@ -385,7 +385,7 @@ class Engine:
 
 
 def _publish(failures: StepFailures, rank: str, text: str) -> None:
-    failures.publish(f"{rank} {text}")
+    failures.publish(f"{rank} stopped: {text}")
 
 
 def _make_rank_error(text: str) -> PipelineRankError:
