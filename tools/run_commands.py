@@ -87,7 +87,7 @@ def blocks() -> Iterator[tuple[str, list[str]]]:
 
 def is_left_out(command: str) -> bool:
     """Tell whether a command is not for this tool."""
-    return any(part in command for part in LEFT_OUT)
+    return any(part in command.lower() for part in LEFT_OUT)
 
 
 def as_here(command: str) -> str:

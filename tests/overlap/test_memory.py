@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 import pytest
@@ -153,8 +155,31 @@ def test_the_engine_takes_products_themselves_with_hooks_and_adds_further_ones()
         held = [torch.full((4,), 2.0), torch.full((4, 3), 3.0)]
         first = first or held[1].data_ptr()
         with torch.no_grad():
-            accumulate_products([weight, bias], [held.pop] * 2)
+            accumulate_products([([weight, bias], lambda held=held: [held.pop(), held.pop()])])
         assert weight.grad.data_ptr() == first, "it was copied"
         assert weight.grad.eq(3 * step).all()
         assert bias.grad.eq(2 * step).all()
     assert seen == [(4, 3)] * 2
+
+
+def test_products_come_one_after_the_other_in_order_and_free_what_they_keep():
+    first, second = params((4, 3), (3, 2))
+    order: list[str] = []
+    kept = [torch.ones(4, 3), torch.ones(3, 2)]
+    freed = [weakref.ref(one) for one in kept]
+
+    def compute(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        order.append(f"{name}, {sum(one() is None for one in freed)} freed")
+        return [tensor * 2]
+
+    for name, param in (("first", first), ("second", second)):
+        param.register_post_accumulate_grad_hook(lambda _, name=name: order.append(f"{name} has it"))
+    due = [
+        ([first], functools.partial(compute, "first", kept.pop(0))),
+        ([second], functools.partial(compute, "second", kept.pop(0))),
+    ]
+    with torch.no_grad():
+        accumulate_products(due)
+    assert order == ["first, 0 freed", "first has it", "second, 1 freed", "second has it"]
+    assert first.grad.eq(2).all()
+    assert second.grad.eq(2).all()

@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
-from ovpatch.overlap.tensors.delayed_wgrad import ComputeGrad
+
+#: Leaves, and a function that returns a gradient for each.
+Due: TypeAlias = "tuple[Sequence[Tensor], Callable[[], Sequence[Tensor | None]]]"
 
 
 def will_execute(node: Any) -> bool:
@@ -62,20 +64,34 @@ class _Products(torch.autograd.Function):
     """A node whose backward computes gradients of leaves."""
 
     @staticmethod
-    def forward(ctx: Any, computes: Sequence[ComputeGrad], *leaves: Tensor) -> Tensor:
-        ctx.computes = computes
+    def forward(ctx: Any, compute: Any, *leaves: Tensor) -> Tensor:
+        ctx.compute = compute
         return torch.empty(0, device=leaves[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_grads: Any) -> Any:
-        return None, *[compute() for compute in ctx.computes]
+        compute, ctx.compute = ctx.compute, None
+        return None, *compute()
 
 
-def accumulate_products(leaves: Sequence[Tensor], computes: Sequence[ComputeGrad]) -> None:
-    """Give each leaf the gradient that its function returns, as :func:`accumulate_grads` does, but not a copy of it."""
+def accumulate_products(due: list[Due]) -> None:
+    """Give leaves the gradients that functions return, as :func:`accumulate_grads` does, but not copies of them.
+
+    Each function is called when the leaves before have their gradients. All this is one call of the engine, which hands
+    over to a thread of its own for each: on a GPU that takes the host longer than to launch a product.
+
+    Args:
+        due: Leaves on one device each, with their functions. The list is emptied, so that what a function keeps is
+            freed when it was called.
+    """
+    roots = []
     with torch.enable_grad():
-        root = apply_function(_Products, computes, *leaves)
-    accumulate_grads([root], [root.detach()])
+        while due:  # from the end, as the engine begins with the newest node
+            leaves, compute = due.pop()
+            roots.append(apply_function(_Products, compute, *leaves))
+            del compute
+    if roots:
+        accumulate_grads(roots, [root.detach() for root in roots])
 
 
 def apply_function(function: Any, *args: Any) -> Any:

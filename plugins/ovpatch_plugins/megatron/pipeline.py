@@ -66,12 +66,8 @@ class _Step:
         Behind :meth:`send_backward`, Megatron receives the next output gradient, if there is one. It would do so behind
         the weight gradients; messages stay in its order.
         """
-        received, posted = messages.get("tensor_recv_next"), self._posted
-        if received is not None and posted is not None and received.shape == posted[0].shape:
-            received.data, works = posted
-            self._posted = None
-        else:
-            works = original(**messages)
+        received = messages.get("tensor_recv_next")
+        works = original(**messages) if self._posted is None else self._take(*self._posted, received)
         if received is not None and self._is_uniform:
             self._make = functools.partial(torch.empty, received.shape, dtype=received.dtype, device=received.device)
         if self.is_sending:
@@ -82,18 +78,25 @@ class _Step:
             COUNTERS.early_sends += bool(self.compute_due())
         return works
 
-    @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
-        """Run a microbatch's backward inside the ``with`` block.
+    def _take(self, memory: Tensor, works: Any, received: Tensor | None) -> Any:
+        """Give Megatron the receive that it starts by now.
 
         Raises:
-            RuntimeError: Its output gradient is still to be received.
+            RuntimeError: It starts something else.
         """
-        if self._posted is not None:
+        if received is None or received.shape != memory.shape:
             raise RuntimeError(
-                "ovpatch: Megatron's pipeline schedule has not received an output gradient where known versions do. "
+                "ovpatch: Megatron's pipeline schedule does not receive an output gradient where known versions do. "
                 "Set OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock"
             )
+        received.data, self._posted = memory, None
+        return works
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run a microbatch's backward inside the ``with`` block."""
+        if self._posted is not None:
+            self._take(*self._posted, None)
         with self._queue.recording():
             yield
         self._left -= 1

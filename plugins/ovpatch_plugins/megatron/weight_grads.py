@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch.overlap.data_parallel.grad_hooks import accumulate_products
-from ovpatch.overlap.tensors.delayed_wgrad import ComputeGrad
+from ovpatch.overlap.data_parallel.grad_hooks import Due, accumulate_products
 from ovpatch.overlap.tensors.param_state import weak_key
 from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.takeover import note_left
@@ -62,8 +61,8 @@ class WeightGradQueue:
 
     def __init__(self) -> None:
         self.is_active = False  # whether the stage runs a step in which weight gradients are delayed
-        self._due: deque[list[tuple[Tensor, ComputeGrad]]] = deque()
-        self._recorded: list[tuple[Tensor, ComputeGrad]] | None = None  # of the backward that is running
+        self._due: deque[list[Due]] = deque()
+        self._recorded: list[Due] | None = None  # of the backward that is running
         self._watched: dict[int, _Watch] = {}
         self._delays: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # what first steps have shown, by the weight
 
@@ -127,7 +126,7 @@ class WeightGradQueue:
                 "ovpatch: a stage takes gradients inside its forward, or of its gradients, through a linear whose "
                 f"weight gradient is computed later. {_REMEDY}"
             )
-        self._recorded.append((weight, functools.partial(compute, weight, grad, x)))
+        self._recorded.append(([weight], lambda: [compute(weight, grad, x)]))
 
     def compute(self, microbatches: int) -> int:
         """Compute and accumulate the weight gradients of the oldest ``microbatches`` that are due; return how many."""
@@ -135,11 +134,8 @@ class WeightGradQueue:
         for _ in range(microbatches):
             products = self._due.popleft()
             with profiler_span(profiler_label("megatron", "weight_grads", f"{len(products)} linears")):
-                products.reverse()
-                while products:  # each is freed when it is done
-                    weight, compute = products.pop()
-                    accumulate_products([weight], [compute])
-                    COUNTERS.weight_grads += 1
+                COUNTERS.weight_grads += len(products)
+                accumulate_products(products)
         return COUNTERS.weight_grads - before
 
 

@@ -6,7 +6,8 @@ and biases of linears. For those it keeps input and output gradient of each line
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import functools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ovpatch.overlap.data_parallel.grad_hooks import accumulate_grads, accumulate_products
+from ovpatch.overlap.data_parallel.grad_hooks import Due, accumulate_grads, accumulate_products
 from ovpatch.overlap.tensors.autocast import autocast_dtype
 from ovpatch.overlap.tensors.delayed_wgrad import DELAYED_WGRAD, DELAYS_WGRAD, ComputeGrad
 from ovpatch_plugins.pipeline.report import StageReport
@@ -322,37 +323,24 @@ class WeightGradQueue:
 
     @torch.no_grad()  # the saved input belongs to a graph, which the gradient would otherwise grow on
     def _accumulate(self, calls: list[_Call]) -> None:
-        left = Counter(id(call.weight) for call in calls)
-        sums: dict[int, tuple[Tensor, Tensor | None]] = {}
+        alike: dict[int, list[_Call]] = {}  # the calls of each weight, in the order of the last
         while calls:
             call = calls.pop(0)
-            key = id(call.weight)
-            left[key] -= 1
+            alike[id(call.weight)] = [*alike.pop(id(call.weight), ()), call]
             self.pending -= 1
-            if self._fuse and not left[key] and key not in sums and _add_product(call):
-                self.computed += 1
-                continue
-            products = _compute_products(call)
-            if products is None:  # added already
-                self.computed += 1
-                continue
-            if key in sums:  # a linear that is called several times: the engine sums before it accumulates
-                (dw, db), (weight, bias) = sums[key], products
-                products = dw + weight, None if db is None or bias is None else db + bias
-            if left[key]:
-                sums[key] = products
-                continue
-            sums.pop(key, None)
-            leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
-            grads = [grad.to(leaf.dtype) for leaf, grad in zip(leaves, products, strict=False) if grad is not None]
-            del products
-            if call.weight.grad is None:  # the engine takes what nobody holds, and would copy what it is given
-                grads.reverse()
-                accumulate_products(leaves, [grads.pop] * len(leaves))
-            else:  # which takes the host less
-                accumulate_grads(leaves, grads)
-            del grads  # else the next product gets other memory, which is not in the cache
-            self.computed += 1
+        self.computed += len(alike)
+        due: list[Due] = []
+        while alike:
+            same = alike.pop(next(iter(alike)))
+            weight, bias = same[0].weight, same[0].bias
+            if same[0].compute is not None:
+                accumulate_products(due)
+                products = [product for call in same if (product := _compute_other(call)) is not None]
+                if products:  # else they were added already
+                    accumulate_grads([weight], [functools.reduce(torch.add, products)])
+            elif not self._fuse or len(same) > 1 or not _add_product(same[0]):
+                due.append(([weight] if bias is None else [weight, bias], functools.partial(_compute_products, same)))
+        accumulate_products(due)
 
     def clear(self) -> None:
         """Drop what is due, after an error."""
@@ -413,26 +401,31 @@ def has_hooks(param: Tensor) -> bool:
     return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
 
 
-def _compute_products(call: _Call) -> tuple[Tensor, Tensor | None] | None:
-    """Return the gradients of weight ``[out, in]`` and bias ``[out]``, in the dtype of the product."""
-    if call.compute is not None:
-        with torch.autocast(call.weight.device.type, enabled=False):  # as in the backward that left it out
-            product = call.compute()
-        return None if product is None else (product, None)
-    assert call.grad is not None
-    assert call.input is not None
-    grad = _rows(call.grad)
-    weight = grad.t().mm(_rows(call.input))
-    if call.bias is None:
-        return weight, None
-    whole = call.grad if call.sums_rows_at_once else grad
-    return weight, whole.sum(tuple(range(whole.dim() - 1)))
+def _compute_other(call: _Call) -> Tensor | None:
+    """Return the weight's gradient of a linear of another feature, or None if that has added it."""
+    assert call.compute is not None
+    with torch.autocast(call.weight.device.type, enabled=False):  # as in the backward that left it out
+        return call.compute()
+
+
+def _compute_products(calls: list[_Call]) -> list[Tensor]:
+    """Return the gradients of a linear's weight ``[out, in]`` and bias ``[out]``: the sums of its calls, as stock's."""
+    weights, biases = [], []
+    dtype = calls[0].weight.dtype
+    while calls:
+        call = calls.pop(0)
+        assert call.grad is not None
+        assert call.input is not None
+        grad = _rows(call.grad)
+        weights.append(grad.t().mm(_rows(call.input)))
+        if call.bias is not None:
+            whole = call.grad if call.sums_rows_at_once else grad
+            biases.append(whole.sum(tuple(range(whole.dim() - 1))))
+    return [functools.reduce(torch.add, products).to(dtype) for products in (weights, biases) if products]
 
 
 def _add_product(call: _Call) -> bool:
     """Add the products into the gradients in place, where no hook would see them; tell whether that was done."""
-    if call.compute is not None:
-        return False
     leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
     assert call.grad is not None
     assert call.input is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -167,7 +168,8 @@ def test_two_wrappers_that_share_a_layer(ranks, world):
 def delayed(model: nn.Sequential, cap: float) -> DDP:
     """Wrap a model whose last bias is reduced by a hook of DistributedDataParallel; it gets the stock reducer."""
     bias = [(name, param) for name, param in model.named_parameters() if name == "1.bias"]
-    return DDP(model, bucket_cap_mb=cap, delay_all_reduce_named_params=bias, param_to_hook_all_reduce=model[1].weight)
+    whole = math.ceil(cap)  # torch 2.11 takes no fraction with these arguments
+    return DDP(model, bucket_cap_mb=whole, delay_all_reduce_named_params=bias, param_to_hook_all_reduce=model[1].weight)
 
 
 def with_comm_hook(model: nn.Sequential, cap: float) -> DDP:

@@ -186,6 +186,9 @@ def test_a_receive_that_megatron_does_not_ask_for_is_an_error():
     with step.backward():
         pass
     patches.wrap_send(lambda _self, grad: start(tensor_send_prev=grad))(None, torch.ones(2))
+    for received in ({}, {"tensor_recv_next": torch.zeros(3)}):
+        with pytest.raises(RuntimeError, match="PIPELINE_SCHEDULE=stock"):
+            start(**received)
     with pytest.raises(RuntimeError, match="PIPELINE_SCHEDULE=stock"), step.backward():
         pass
 
