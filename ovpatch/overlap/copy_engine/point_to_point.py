@@ -42,8 +42,8 @@ class PointToPoint:
     free again. Streams tell and wait as in :class:`~.window.StreamBarrier`: by numbers, which count the slots that an
     edge has used and are never reset. No kernel runs while a stream waits.
 
-    Where streams share a queue of the device, one that waits holds up the others. So a rank should have as many slots
-    that its steps end even if it stopped at each message without a free slot.
+    Where streams share a queue of the device, one that waits holds up the others. So an edge needs so many slots that
+    steps end even if a rank stopped at each message that finds none free.
 
     A stream that waits for a rank that is gone would wait for ever, which no backend notices. So a thread looks whether
     steps end in time. If one does not, it tells the other ranks, and only then writes the numbers that this rank's
@@ -76,7 +76,8 @@ class PointToPoint:
         timeout_s: float,
         allocate: Allocate = allocate,
     ) -> None:
-        self.slots, self.slot_bytes, self.timeout_s, self.failure = slots, round_up(slot_bytes), timeout_s, ""
+        self.slots, self.slot_bytes = slots, max(round_up(slot_bytes), _GRAIN)
+        self.timeout_s, self.failure = timeout_s, ""
         self._world, self._rank, self._device = group.size(), group.rank(), device
         senders: dict[int, list[int]] = {rank: [] for rank in range(self._world)}
         for sender, receiver in sorted(set(edges)):
@@ -315,7 +316,7 @@ class _CudaStreams(_Streams):
         self._begun, self._marked = torch.cuda.Event(), torch.cuda.Event()
         self._of: dict[tuple[int, int], Any] = {}
         # Torch has 32 streams of each priority, which it hands out again and again. Those that wait, and this one,
-        # which must not, are of priorities of their own: so they are none of the script's and share no queue with them.
+        # which must not, are of priorities of their own, so that they are none of the script's.
         self._rescue = torch.cuda.Stream(device, priority=-3)
 
     def begin(self, edge: tuple[int, int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.pipeline import takeover, transport
 from tests.plugins.pipeline.cases import Case, Outcome, differences, make_schedule, train, train_both
 from tests.plugins.pipeline.models import ROWS, WIDTH
+from tests.plugins.pipeline.test_auto import run_auto
 from tests.plugins.pipeline.test_failures import fail
 from tests.support import windows
 
@@ -101,6 +103,21 @@ def _cut() -> list[str]:
 
 def test_a_message_may_be_larger_than_a_slot(ranks: Any) -> None:
     assert ranks(2)(_cut) == [[]] * 2
+
+
+def _choose(cache: str) -> tuple[Outcome, list[int]]:
+    """Let an order win that needs more slots than the one as given."""
+    with copying() as made, mock.patch.object(takeover, "count_slots", side_effect=[1, 1, 3, 3]):
+        found = run_auto(["Schedule1F1B"], cache, 1, **COPIES)["Schedule1F1B"]
+    return found, [one.slots for one in made]
+
+
+def test_an_order_that_is_chosen_gets_its_slots(ranks: Any, tmp_path: Path) -> None:
+    for outcome, slots in ranks(2)(_choose, str(tmp_path), timeout=120):
+        assert not outcome.differences, outcome.differences[:4]
+        assert any("runs as solved for 1.5x" in text for text in outcome.remarks)
+        assert outcome.counters["copied_messages"] >= outcome.counters["messages"]  # those of measurements, too
+        assert slots == [2, 3]
 
 
 def _fail() -> list[tuple[str, int, list[str], str]]:
