@@ -393,7 +393,8 @@ def busy_with(ranks_: set[int]) -> str:
     """Ask whether the GPU becomes idle, which it does not on some ranks."""
     end = threading.Event()
     never = (lambda _device: end.wait()) if dist.get_rank() in ranks_ else (lambda _device: None)
-    with mock.patch.object(torch.cuda, "synchronize", never), mock.patch.object(selection, "IDLE_S", 2.0):
+    patience = 2.0 if ranks_ else selection.IDLE_S
+    with mock.patch.object(torch.cuda, "synchronize", never), mock.patch.object(selection, "IDLE_S", patience):
         try:
             return selection._still_busy(dist.group.WORLD, torch.device("cuda", 0))
         finally:
