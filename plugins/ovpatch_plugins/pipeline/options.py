@@ -95,7 +95,7 @@ OPTIONS: Final = (
         AUTO,
         "What carries messages. c10d: torch.distributed. copies: the GPUs' copy engines, through slots in the "
         "receiver's memory, so that no kernel runs while a rank waits; for up to 8 GPUs of one host that reach each "
-        "other's memory. auto: c10d, until copies have been measured.",
+        "other's memory. auto: c10d.",
         choices=(AUTO, "c10d", COPIES),
     ),
     Option(

@@ -31,14 +31,14 @@ CASES = {
 }
 
 
-def run_auto(names: list[str], cache: str, winner: int, **options: Any) -> dict[str, Outcome]:
+def _run(names: list[str], cache: str, winner: int) -> dict[str, Outcome]:
     """Train under ``schedule=auto``; the order as given wins (0), or the solved one (1)."""
     patch = pytest.MonkeyPatch()
     patch.setenv("OVPATCH_CACHE_DIR", cache)
     patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 1.0 + (candidate != winner))
     patch.setattr("ovpatch_plugins.pipeline.candidates._GAIN", -9.0)
     try:
-        return {name: train_both(CASES[name], "auto", memory_limit="1.5x", **options) for name in names}
+        return {name: train_both(CASES[name], "auto", memory_limit="1.5x") for name in names}
     finally:
         patch.undo()
 
@@ -46,7 +46,7 @@ def run_auto(names: list[str], cache: str, winner: int, **options: Any) -> dict[
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_step_has_stocks_bits_whoever_wins(ranks: Any, tmp_path: Path, world: int) -> None:
     names = list(CASES) if world == 2 else ["Schedule1F1B", "ScheduleZBVZeroBubble, dropout"]
-    found = ranks(world)(run_auto, names, str(tmp_path), 1, timeout=120)
+    found = ranks(world)(_run, names, str(tmp_path), 1, timeout=120)
     for rank, outcomes in enumerate(found):
         for name, outcome in outcomes.items():
             assert not outcome.differences, f"rank {rank}, {name}: {outcome.differences[:4]}"
@@ -57,7 +57,7 @@ def test_each_step_has_stocks_bits_whoever_wins(ranks: Any, tmp_path: Path, worl
 
 
 def test_the_order_as_given_stays_where_it_is_faster(ranks: Any, tmp_path: Path) -> None:
-    for outcomes in ranks(2)(run_auto, ["Schedule1F1B"], str(tmp_path), 0, timeout=120):
+    for outcomes in ranks(2)(_run, ["Schedule1F1B"], str(tmp_path), 0, timeout=120):
         outcome = outcomes["Schedule1F1B"]
         assert not outcome.differences, outcome.differences[:4]
         text = " ".join(outcome.remarks)
@@ -66,7 +66,7 @@ def test_the_order_as_given_stays_where_it_is_faster(ranks: Any, tmp_path: Path)
 
 
 def _run_twice(cache: str) -> list[Outcome]:
-    return [run_auto(["Schedule1F1B"], cache, 1)["Schedule1F1B"] for _ in range(2)]
+    return [_run(["Schedule1F1B"], cache, 1)["Schedule1F1B"] for _ in range(2)]
 
 
 def test_a_later_run_takes_the_order_that_was_chosen(ranks: Any, tmp_path: Path) -> None:
