@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ovpatch.overlap.tensors import pending_param
 from ovpatch.overlap.tensors.pending_param import (
     PendingParameter,
     any_pending,
@@ -157,6 +158,17 @@ def test_all_of_a_bucket_are_pending_or_none(param):
     assert mark_pending([free, other.params[0], param], wait_for_all)
     assert [is_pending(one) for one in (free, other.params[0], param)] == [False, True, False]
     other.settle()
+
+
+def test_an_interrupt_leaves_none_pending(param, monkeypatch):
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pending_param, "references_of_one", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mark_pending([param], wait_for_all)
+    assert type(param) is nn.Parameter
+    assert not pending_param.any_pending()
 
 
 ALIASES = {

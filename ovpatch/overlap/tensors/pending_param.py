@@ -176,26 +176,34 @@ def mark_pending(params: Sequence[Tensor], wait: Callable[[], None], *, aliases:
     _wait_before_forks()
     if reason := _reason_of_type(params):
         return reason
-    for param in params:
-        PENDING[id(param)] = (functools.partial(_itself, param), wait)  # [Note: pending by type]
-        param.__class__ = PendingParameter
-    # Once they are marked: an alias that another thread makes from now on waits.
-    dtensors = [(dtensor_of(param), param) for param in params] if _with_dtensors else []
-    seen = {id(param): dtensor for dtensor, param in dtensors if dtensor is not None}
-    if all(_is_sole_dtensor(dtensor, param) for dtensor, param in dtensors if dtensor is not None):
-        # Its local tensor is an alias, and holds the parameter as its base.
-        below = [param for param in params if id(param) in seen]
-        others = [param for param in params if id(param) not in seen] if seen else params
-        reason = _reason_of_memory(others, aliases, owners) or _reason_of_memory(below, aliases + 1, owners + 1)
-    else:
-        reason = "a graph holds the DTensor in its place"
+    try:
+        for param in params:
+            PENDING[id(param)] = (functools.partial(_itself, param), wait)  # [Note: pending by type]
+            param.__class__ = PendingParameter
+        # Once they are marked: an alias that another thread makes from now on waits.
+        reason = _mark_dtensors(params, wait, aliases, owners)
+    except BaseException:  # a KeyboardInterrupt, too: nobody would wait for them
+        mark_ready(params)
+        raise
     if reason:
         mark_ready(params)
-        return reason
-    for dtensor in seen.values():
+    return reason
+
+
+def _mark_dtensors(params: Sequence[Tensor], wait: Callable[[], None], aliases: int, owners: int) -> str:
+    """Return why marked parameters cannot be pending; if they can, mark the DTensors over them as well."""
+    over = [(dtensor_of(param), param) for param in params] if _with_dtensors else []
+    seen = {id(param): dtensor for dtensor, param in over if dtensor is not None}
+    if not all(_is_sole_dtensor(dtensor, param) for dtensor, param in over if dtensor is not None):
+        return "a graph holds the DTensor in its place"
+    below = [param for param in params if id(param) in seen] if seen else []
+    others = [param for param in params if id(param) not in seen] if seen else params
+    # The local tensor of a DTensor is an alias, and holds the parameter as its base.
+    reason = _reason_of_memory(others, aliases, owners) or _reason_of_memory(below, aliases + 1, owners + 1)
+    for dtensor in () if reason else seen.values():
         PENDING[id(dtensor)] = (functools.partial(_itself, dtensor), wait)
         dtensor.__class__ = _pending_dtensor()
-    return ""
+    return reason
 
 
 def mark_ready(params: Iterable[Tensor]) -> None:
