@@ -29,11 +29,15 @@ _DESTROYED: Final[deque[dist.ProcessGroup]] = deque(maxlen=4)  # the oldest has 
 class _OneThread(type):
     """The type of a stand-in for the class: what it makes are instances of that class, with one thread by default."""
 
-    def __call__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    def __call__(
+        cls, store: dist.Store, rank: int, size: int, timeout: timedelta, **others: bool
+    ) -> dist.ProcessGroupGloo:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_default_device()]
         options._threads = int(os.environ.get(THREADS, "1"))
         options._timeout = timeout
+        for name, value in others.items():  # from torch 2.14 on: enable_reconfigure
+            setattr(options, name, value)
         return dist.ProcessGroupGloo(store, rank, size, options)
 
     def __instancecheck__(cls, instance: object) -> bool:

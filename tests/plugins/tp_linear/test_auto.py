@@ -154,7 +154,7 @@ def test_a_model_computes_the_same_whoever_wins(ranks):
 @pytest.mark.parametrize("watch", test_shared.WATCHES, ids=lambda watch: watch.__name__)
 def test_one_rank_alone_may_watch(ranks, watch):
     for first in (0, 1, 2):
-        for body in (test_shared.both_called, test_shared.read_by_others):
+        for body in (test_shared.both_called, *test_shared.OTHER_READERS):
             for result, _ in ranks(2)(
                 won_by, first, test_shared.watched, watch, body, "a", True, options=AUTO, env=NOWHERE
             ):

@@ -24,6 +24,7 @@ from tests.support.errors import error_of
 from tests.support.rarely import RARELY
 
 WIDTH = 24
+IS_TORCH_2_11 = torch.__version__ < (2, 12)
 Forward = Callable[["Two", Any], Any]
 
 
@@ -141,7 +142,8 @@ CASES: dict[str, dict[str, Any]] = {
     "one is not called": {"body": one_is_not_called, "hook": "b"},
     "a pre-hook that changes the weight": {"body": both_called, "pre_hook": True},
     "saved": {"body": saved, "locals": (True,)},
-    "under inference mode": {"body": under_inference_mode},
+    # Stock torch 2.11 cannot make a DTensor of a local tensor in inference mode.
+    "under inference mode": {"body": under_inference_mode, "locals": (False, *([] if IS_TORCH_2_11 else [True]))},
     "other features": {"body": other_features, "second": (WIDTH // 2, torch.float64), "locals": (True,)},
     "other dtype": {"body": other_dtype, "second": (WIDTH, torch.float32)},
 }
@@ -360,6 +362,11 @@ WATCHES = [
 ]
 
 
+# Torch 2.11 adds a partial gradient to a replicated one by an all-reduce, and a rank that is watched alone would be the
+# only one to start it: a limit that the reference names.
+OTHER_READERS = [] if IS_TORCH_2_11 else [read_by_others]
+
+
 def watched(watch: Any, body: Forward, frozen: str, needs_grad: bool) -> Record:
     torch.manual_seed(0)
     model = Two(body).double()
@@ -383,7 +390,7 @@ def watched(watch: Any, body: Forward, frozen: str, needs_grad: bool) -> Record:
 )
 @pytest.mark.parametrize("regather", [True, False])
 def test_one_rank_alone_may_watch(ranks, schedule, regather):
-    bodies = [both_called, read_by_others, read_by_others_alone]
+    bodies = [both_called, *OTHER_READERS, read_by_others_alone]
     cases = table(watch=WATCHES, body=bodies, frozen=["", "a", "b"] if regather else ["ab"], needs_grad=[True])
     if regather:
         cases |= table(watch=WATCHES, body=bodies, frozen=[""], needs_grad=[False])
