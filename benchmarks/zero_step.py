@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from benchmarks.models import GPT, SIZES, flops_per_step
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, running, start
-from ovpatch.overlap.peer_rpc import shutdown
+from ovpatch.overlap.comm.group_state import drop_values
+from ovpatch.overlap.peer_rpc.shutdown import Kept
 
 Step = Callable[[], None]
 LR = 1e-4
@@ -266,7 +267,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         torch._dynamo.reset()
         gc.collect()
         dist.barrier()
-        shutdown.drop_kept(dist.group.WORLD)  # no peer pulls from this arm any more
+        drop_values(Kept, dist.group.WORLD)  # no peer pulls from this arm any more
         if CUDA:
             torch.cuda.empty_cache()
     return {"arm": name, **found}

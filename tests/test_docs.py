@@ -169,6 +169,11 @@ def test_a_page_is_short(page):
     assert words(ROOT / page) <= SHORT[page], "move detail to the reference, numbers to benchmarks/NOTES.md"
 
 
+def test_the_glossary_has_few_nouns():
+    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    assert 20 < len(re.findall(r"^\| [a-z]", glossary, re.MULTILINE)) <= 35, "torch's own words need no line"
+
+
 # --- names ---
 
 

@@ -21,7 +21,7 @@ def ovpatch_feature() -> Feature:
     """Describe the feature."""
     return Feature(
         name="megatron",
-        summary="Megatron-Core: linears hide collectives, stages send early, no late gradients, no stale parameters.",
+        summary="Megatron-Core: linears hide collectives, stages send early, no late or stale values.",
         options=OPTIONS,
         default=False,
         reorders_products=True,

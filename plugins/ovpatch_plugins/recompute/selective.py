@@ -49,8 +49,8 @@ def make_contexts(granularity: str, keep: Sequence[str]) -> Contexts:
         return nullcontext(), nullcontext()
     contexts: Contexts = create_selective_checkpoint_contexts(make_policy(tuple(keep)))
     for mode in contexts:
-        # tp_linear stands down where operators are recorded by a policy that may keep its collectives; this one does
-        # not, unless it is told to.
+        # Under a policy that may keep its collectives, tp_linear leaves linears to stock. This policy keeps none,
+        # unless it is told to.
         mode.repeats_collectives = not keep  # type: ignore[attr-defined]  # tp_linear asks for it
     return contexts
 
