@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm import step_communicator
-from ovpatch.overlap.comm.group_state import group_values, is_exiting_by_error
+from ovpatch.overlap.comm.group_state import drop_values, group_values, is_exiting_by_error
 from ovpatch.overlap.peer_rpc import shutdown
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor, pending_param
@@ -65,6 +65,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             if copies is not None:
                 copies.finish(ending)
             PeerRpc.shutdown_all(ending)
+            drop_values(shutdown.Kept, ending)  # no peer reads it any more
             step_communicator.close_step_communicators(ending)
         original(group)
         if leaving and copies is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.insight.equality import compare
+from ovpatch.overlap.comm.group_state import group_values
+from ovpatch.overlap.peer_rpc import shutdown
+from ovpatch_plugins.dist_optimizer.takeover import wrap_destroy
 from tests.plugins.ddp.arms import Record, all_both, data, table
 from tests.plugins.dist_optimizer.arms import apply, both
 from tests.plugins.dist_optimizer.checks import check_all, params
@@ -186,3 +190,24 @@ def test_a_state_that_is_read_after_its_group_was_destroyed_is_an_error_at_once(
     for text, took in ranks(2)(after_the_end):
         assert text.endswith("optimizer.state_dict(), before destroy_process_group().")
         assert took < 30
+
+
+def kept_for_peers() -> tuple[int, int]:
+    """Return how many shards are kept once the feature is off, and how many when the group has gone."""
+    group = dist.new_group([0, 1])
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": ALL}):
+        model = DistributedDataParallel(net(), process_group=group)
+        opt = torch.optim.AdamW(model.parameters(), 0.01)
+        step(model, [opt], 0)
+        del opt
+        gc.collect()
+        ended = wrap_destroy(dist.destroy_process_group)  # one that was called before the feature was turned off
+    found = [sum(map(len, (kept for _, kept in group_values(shutdown.Kept, group))))]
+    ended(group)
+    return found[0], sum(map(len, (kept for _, kept in group_values(shutdown.Kept))))
+
+
+def test_shards_that_peers_may_read_go_with_their_group(ranks):
+    for kept, left in ranks(2)(kept_for_peers):
+        assert kept > 0
+        assert left == 0
