@@ -55,7 +55,7 @@ class LinearPatches:
 
     def wrap_column(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap a function of :data:`_COLUMN`."""
-        return wrap_function(original, self._compute_column)
+        return wrap_function(original, functools.partial(self._compute_column, original))
 
     def wrap_row(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``RowParallelLinear.forward``, where the product and the scatter behind it meet."""
@@ -65,7 +65,7 @@ class LinearPatches:
             scatters = self_.sequence_parallel and self_.input_is_parallel and not self_.explicit_expert_comm
             if not scatters or torch.compiler.is_compiling():
                 return original(self_, input_)
-            output = self._compute_row(self_, input_)
+            output = self._compute_row(original, self_, input_)
             if output is None:
                 return original(self_, input_)
             if self_.skip_bias_add:
@@ -76,6 +76,7 @@ class LinearPatches:
 
     def _compute_column(
         self,
+        original: Callable[..., Tensor],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -87,7 +88,7 @@ class LinearPatches:
         """Return the output ``[world * s, b, n]`` of ``x``, ``[s, b, k]``; None if Megatron has to compute it."""
         if not sequence_parallel or torch.compiler.is_compiling():
             return None
-        group, reason = further.get("tp_group"), ""
+        group, reason = further.get("tp_group"), find_wrapped(original)
         if group is None:
             group = _layers().get_tensor_model_parallel_group_if_none(None)
         for name, value in further.items():
@@ -101,10 +102,10 @@ class LinearPatches:
         (output,) = all_gather_linear(x, [weight], group, regather=self._regather, weight_grad=compute, **self._how)
         return output if bias is None else output + bias
 
-    def _compute_row(self, linear: Any, x: Tensor) -> Tensor | None:
+    def _compute_row(self, original: Callable[..., Any], linear: Any, x: Tensor) -> Tensor | None:
         """Return the output ``[s / world, b, n]`` of ``x``, ``[s, b, k]``; None if Megatron has to compute it."""
         weight, fuse, group = linear.weight, linear.gradient_accumulation_fusion, linear.tp_group
-        reason = self._find_replacement(linear)
+        reason = find_wrapped(original) or self._find_replacement(linear)
         if group.size() > 1 and x.shape[0] % group.size():
             reason = "its sequence does not divide by the number of ranks"
         offloading = linear.config._cpu_offloading_context
@@ -197,21 +198,26 @@ def find_unsupported(x: Tensor, weight: Any, fuse: bool) -> str:
 def _find_replacement(linear: Any) -> str:
     """Return which function that one operator replaces is no longer Megatron's own, or ""."""
     layers = _layers()
-    ours = vars(layers.RowParallelLinear)["forward"].__code__  # of all functions that the patch manager installs
     functions = {name: getattr(layers, name, None) for name in _REPLACED}
     functions["_forward_impl"] = getattr(getattr(linear, "_forward_impl", None), "__func__", None)
     for name, function in functions.items():
-        if not _is_megatrons_own(function, ours):
+        if not _is_megatrons_own(function):
             return f"{name} is another library's"
     return ""
 
 
-def _is_megatrons_own(function: Any, ours: Any) -> bool:
-    mark = getattr(function, "__ovpatch__", None)
-    if mark is not None:
-        if function.__code__ is not ours or any(patch.feature != "megatron" for patch in mark.patches):
+def find_wrapped(original: Any) -> str:
+    """Return which library's function one of our operators would leave out, or "": it was there before ours."""
+    return "" if _is_megatrons_own(original) else f"{original.__name__} is another library's"
+
+
+def _is_megatrons_own(function: Any) -> bool:
+    # Only functions that the patch manager installs are looked through, not others with a __wrapped__.
+    while "_ovpatch_target" in getattr(getattr(function, "__code__", None), "co_freevars", ()):
+        mark = getattr(function, "__ovpatch__", None)
+        if mark is not None and any(patch.feature != "megatron" for patch in mark.patches):
             return False
-        function = inspect.unwrap(function)
+        function = function.__wrapped__
     code, home = getattr(function, "__code__", None), getattr(function, "__module__", None) or ""
     if code is None or not home.startswith("megatron.core."):
         return False

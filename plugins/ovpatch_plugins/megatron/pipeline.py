@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ovpatch.overlap.data_parallel.grad_hooks import apply_function
 from ovpatch.overlap.tensors.pending_param import wait_for_param
-from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad, wrap_function
+from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad, find_wrapped, wrap_function
 from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.takeover import note_left
 from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
@@ -195,10 +195,11 @@ class PipelinePatches:
 
     def wrap_linear(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap ``linear_with_grad_accumulation_and_async_allreduce``."""
-        return wrap_function(original, self._compute)
+        return wrap_function(original, functools.partial(self._compute, original))
 
     def _compute(
         self,
+        original: Callable[..., Tensor],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -214,7 +215,7 @@ class PipelinePatches:
             return None
         if type(weight) is not torch.nn.Parameter:
             wait_for_param(weight)
-        reason = find_unsupported(x, weight, fuse)
+        reason = find_wrapped(original) or find_unsupported(x, weight, fuse)
         if reason:
             note_left(f"the weight gradient of a linear, which stays in the backward: {reason}")
             return None

@@ -173,18 +173,26 @@ def test_a_model_that_was_wrapped_before_apply_is_taken_over(ranks):
         assert reductions == (3 - first_steps_that_count()) * 3
 
 
-class _OfAnotherLibrary(Paths):
+class TELinear(Paths):
     """Stands for a linear of Transformer Engine, which needs CUDA."""
+
+    __module__ = "megatron.core.extensions.transformer_engine"
+
+
+class TENorm(Paths):
+    """Stands for a norm of Transformer Engine, beside which linears of the local specification are taken over."""
 
     __module__ = "megatron.core.extensions.transformer_engine"
 
 
 def with_transformer_engine() -> list[str]:
     with parallel(), features(True):
-        wrapped(_OfAnotherLibrary(("a", "b", "c")))
+        for kind in (TELinear, TENorm):
+            wrapped(kind(("a", "b", "c")))
         return list(ovpatch.report()["megatron"].remarks)
 
 
 def test_linears_of_transformer_engine_are_left_to_it_and_said(ranks):
     for remarks in ranks(1)(with_transformer_engine):
-        assert any("Transformer Engine's, which has an overlap of its own" in remark for remark in remarks)
+        said = [remark for remark in remarks if "Transformer Engine's, which has an overlap of its own" in remark]
+        assert [remark.partition(":")[0] for remark in said] == ["TELinear"]

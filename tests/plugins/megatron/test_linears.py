@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -98,6 +102,47 @@ def left_to_megatron() -> tuple[dict[str, Any], list[str]]:
         return {key: value - before[key] for key, value in COUNTERS.as_dict().items()}, remarks
 
 
+def wrapped_before_apply(managed: bool) -> tuple[list[str], dict[str, int], list[str]]:
+    from megatron.core.tensor_parallel import layers
+
+    from ovpatch_plugins.megatron.report import COUNTERS
+
+    names, called = ["linear_with_grad_accumulation_and_async_allreduce", "RowParallelLinear.forward"], []
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            called.append(original.__name__)
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    with contextlib.ExitStack() as stack:
+        if managed:
+            pm = ovpatch.PatchManager()
+            for name in names:
+                pm.register_patch(f"{layers.__name__}.{name}", wrap=wrap)
+            pm.apply()
+            stack.callback(pm.revert)
+        else:
+            for owner, name in ((layers, names[0]), (layers.RowParallelLinear, "forward")):
+                stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
+        with ovpatch.applied("megatron"):
+            before = COUNTERS.as_dict()
+            train_gpt(steps=1)
+            remarks = list(ovpatch.report()["megatron"].remarks)
+            return called, {key: value - before[key] for key, value in COUNTERS.as_dict().items()}, remarks
+
+
+@pytest.mark.parametrize("managed", [True, False], ids=["by a patch manager", "by hand"])
+def test_what_another_library_has_wrapped_before_is_called_and_said(ranks, managed):
+    for called, counters, remarks in ranks(2)(wrapped_before_apply, managed):
+        assert Counter(called) == {"linear_with_grad_accumulation_and_async_allreduce": LINEARS, "forward": 2 * 2}
+        assert (counters["calls"], counters["stock_calls"]) == (0, LINEARS)
+        for kind in ("column", "row"):
+            assert any(f"a {kind}-parallel linear" in text and "another library's" in text for text in remarks)
+
+
 def test_what_another_library_replaces_is_left_to_it_and_said(ranks):
     for counters, remarks in ranks(2)(left_to_megatron):
         rows = 2 * 2  # of row-parallel linears
@@ -124,11 +169,11 @@ def of_0_17(
 
 
 def called_as_in_0_17() -> list[bool]:
-    from ovpatch_plugins.megatron.linears import LinearPatches
+    from ovpatch_plugins.megatron import linears
 
     options = {"schedule": "bulk", "chunks": 4, "regather": True}
-    linear, group = LinearPatches(options).wrap_column(of_0_17), dist.group.WORLD
-    with models.parallel(tp=2):
+    linear, group = linears.LinearPatches(options).wrap_column(of_0_17), dist.group.WORLD
+    with models.parallel(tp=2), mock.patch.object(linears, "find_wrapped", return_value=""):
         x, weight = torch.randn(2, 1, 4), torch.nn.Parameter(torch.randn(3, 4))
         found = linear(x, weight, None, False, False, True, None, 0, group)
         whole = [torch.empty_like(x) for _ in range(2)]

@@ -204,6 +204,30 @@ def plain_linear(
     return input @ weight.t()
 
 
+def test_a_linear_that_another_library_has_wrapped_is_called_and_said(monkeypatch):
+    monkeypatch.setattr(takeover, "_LEFT", {})
+    patches, x = PipelinePatches({"pipeline_schedule": "1f1b"}), torch.randn(2, 4, requires_grad=True)
+    called = []
+
+    def wrapper(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+    ) -> torch.Tensor:
+        called.append(weight)
+        return plain_linear(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
+
+    patches._step = object()
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    with patches.queue.running():
+        patches.wrap_linear(wrapper)(x, weight, None, False, False, False)
+    assert len(called) == 1
+    assert any("wrapper is another library's" in text for text in takeover.list_left())
+
+
 def test_a_compiled_linear_is_megatrons_and_is_compiled_once():
     patches, counter = PipelinePatches({"pipeline_schedule": "1f1b"}), CompileCounter()
     compiled = torch.compile(patches.wrap_linear(plain_linear), backend=counter, fullgraph=True)
