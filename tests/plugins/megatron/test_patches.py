@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from tests.plugins.megatron.models import parallel, rows, transformer_config
 from tests.scripts.arms import needs
@@ -63,9 +64,11 @@ def adaptor(imported: bool) -> None:
     with parallel(tp=dist.get_world_size()):
         config = transformer_config(tensor_model_parallel_size=dist.get_world_size(), sequence_parallel=False)
         config.sequence_parallel = True
-        given = {"config": config, "init_method": lambda tensor: tensor, "bias": False, "skip_bias_add": False}
+        given = {"config": config, "init_method": nn.init.ones_, "bias": False, "skip_bias_add": False}
         column = layers.ColumnParallelLinear(16, 8, gather_output=False, **given)
         row = layers.RowParallelLinear(8, 16, input_is_parallel=True, **given)
+        assert column.weight.eq(1).all(), "not what memory held before, which may be zeros"
+        assert row.weight.eq(1).all()
         x = rows(0, dist.get_rank()).view(2, 2, 16)
         out, _ = row(column(x)[0])
         assert calls == [METHODS[0], METHODS[2], METHODS[1], METHODS[3], "scatter"]
