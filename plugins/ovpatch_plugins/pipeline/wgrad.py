@@ -337,7 +337,7 @@ class WeightGradQueue:
                 accumulate_products(due)
                 products = [product for call in same if (product := _compute_other(call)) is not None]
                 if products:  # else they were added already
-                    accumulate_grads([weight], [functools.reduce(torch.add, products)])
+                    accumulate_grads([weight], [functools.reduce(torch.add, products).to(weight.dtype)])
             elif not self._fuse or len(same) > 1 or not _add_product(same[0]):
                 due.append(([weight] if bias is None else [weight, bias], functools.partial(_compute_products, same)))
         accumulate_products(due)

@@ -98,12 +98,7 @@ def is_traced() -> bool:
     """
     if torch._C._len_torch_dispatch_stack() and any(map(_records, _get_current_dispatch_mode_stack())):
         return True
-    return is_transformed() or bool(torch._C._is_tracing())
-
-
-def is_transformed() -> bool:
-    """Tell whether torch.func sees operations first."""
-    return bool(torch._C._are_functorch_transforms_active())
+    return bool(torch._C._are_functorch_transforms_active() or torch._C._is_tracing())
 
 
 def _records(mode: Any) -> bool:
