@@ -57,6 +57,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             pending_param.wait_for_all()
         except RuntimeError as error:
             _log.warning("parameters did not arrive; each later read of them raises this, too: %s", error)
+        finish_orphans()
         ending = None if group is dist.group.WORLD else group
         leaving = not is_exiting_by_error()
         copies = sys.modules.get("ovpatch.overlap.copy_engine.registry")
