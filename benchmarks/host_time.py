@@ -6,10 +6,11 @@
 
 Arms are stock DDP, ``ddp``, ``ddp`` with ``dist_optimizer``, and FSDP2, with AdamW, on models of linears with 256
 weights and 16 biases each. ``dist_optimizer`` shards them all here (``min_param_numel=1``); with its defaults, the last
-arm, it leaves parameters as small as these whole. On the CPU two gloo ranks train, each with one thread. Where there is a GPU, one rank of
-eight trains alone, its collectives faked as in ``zero_alone``. A figure is the median over rounds of rank 0's CPU time
-per step: that of the thread that trains, and of all its threads, gloo's included. Each round starts every arm anew.
-Wall-clock time is told beside it. Time per arm is limited: large models have fewer steps (``--seconds``).
+arm, it leaves parameters as small as these whole. On the CPU two gloo ranks train, each with one thread. Where there is
+a GPU, one rank of eight trains alone, its collectives faked as in ``zero_alone``. A figure is the median over rounds of
+rank 0's CPU time per step: that of the thread that trains, and of all its threads, gloo's included. Each round starts
+every arm anew. Wall-clock time is told beside it. Time per arm is limited: large models have fewer steps
+(``--seconds``).
 
 ``--profile`` prints where the time goes by function, in microseconds per parameter and step, cProfile's own overhead
 included. ``--json`` appends the result to a file, as one line with date, versions and command.
