@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ovpatch_plugins.recompute.options import FULL
@@ -47,21 +50,133 @@ def make_contexts(granularity: str, keep: Sequence[str]) -> Contexts:
     """
     if granularity == FULL:
         return nullcontext(), nullcontext()
+    kept = _Kept(tuple(keep))
+    return _Keep(kept), _Reuse(kept)
+
+
+def make_compiled_contexts(keep: Sequence[str]) -> Contexts:
+    """Return the contexts of ``selective`` for a compiler, which knows torch's."""
     contexts: Contexts = create_selective_checkpoint_contexts(make_policy(tuple(keep)))
-    for mode in contexts:
-        # Under a policy that may keep its collectives, tp_linear leaves linears to stock. This policy keeps none,
-        # unless it is told to.
-        mode.repeats_collectives = not keep  # type: ignore[attr-defined]  # tp_linear asks for it
     return contexts
+
+
+class _Operators:
+    """Which operators are kept; each is looked up by name once."""
+
+    def __init__(self, keep: Sequence[str]) -> None:
+        self._names = ATTENTION | {_name_of_option(name) for name in keep}
+        self.known: dict[int, bool] = {}  # by id, as the hash of an operator is a function in Python
+        self._seen: list[Any] = []  # so that ids stay theirs
+
+    def find(self, operator: Any) -> bool:
+        """Tell whether an operator is kept."""
+        key = id(operator)
+        if key not in self.known:
+            self._seen.append(operator)
+            self.known[key] = _name(operator) in self._names
+        return self.known[key]
+
+
+@functools.cache
+def _find_operators(keep: tuple[str, ...]) -> _Operators:
+    return _Operators(keep)
+
+
+class _Kept:
+    """The outputs that one call of a block keeps, by operator, in the order of its calls.
+
+    An entry is None where a call has drawn random numbers, and is computed again.
+    """
+
+    def __init__(self, keep: tuple[str, ...]) -> None:
+        self.operators = _find_operators(keep)
+        self.keeps_more = bool(keep)
+        self.outputs: dict[Any, list[tuple[Any, list[tuple[Tensor, int]]] | None]] = {}
+
+    def add(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
+        """Keep the output of a call, without its graph."""
+        entry = None
+        if not _draws_random_numbers(operator, args, kwargs):
+            detached = tree_map(_detach, output)
+            entry = detached, [(leaf, leaf._version) for leaf in tree_leaves(detached) if isinstance(leaf, Tensor)]
+        self.outputs.setdefault(operator, []).append(entry)
+
+
+class _Mode(TorchDispatchMode):
+    """A mode for one call of a block; it does next to nothing for operators that are not kept.
+
+    Attributes:
+        repeats_collectives: Whether no collective is kept; else tp_linear leaves linears to stock.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # not typed in torch
+        self._kept, self._find, self._known = kept, kept.operators.find, kept.operators.known
+        self.repeats_collectives = not kept.keeps_more
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Have no wrapper around each operator that keeps compilers out; no compiler is called inside."""
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions be compiled and run inside."""
+        return True
+
+
+class _Keep(_Mode):
+    """Of a forward: keeps outputs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **kwargs) if kwargs else func(*args)
+        if self._known.get(id(func), True) and self._find(func):
+            self._kept.add(func, args, kwargs or {}, output)
+        return output
+
+
+class _Reuse(_Mode):
+    """Of a recomputation: gives outputs that were kept."""
+
+    def __enter__(self) -> Any:
+        self._next: dict[Any, int] = {}
+        return super().__enter__()  # type: ignore[no-untyped-call]  # not typed in torch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._known.get(id(func), True) and self._find(func):
+            number = self._next.get(func, 0)
+            self._next[func] = number + 1
+            outputs = self._kept.outputs.get(func, [])
+            # A call more than in the forward is computed: what the block then saves shows that it has changed.
+            entry = outputs[number] if number < len(outputs) else None
+            if entry is not None:
+                output, versions = entry
+                if any(leaf._version != version for leaf, version in versions):
+                    raise RuntimeError(
+                        f"the output of {_name(func)} was changed in place behind it, and selective recomputation "
+                        "keeps it. Have the model make a new tensor there, or use granularity=full."
+                    )
+                return tree_map(_detach, output)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def _detach(value: Any) -> Any:
+    """Return a tensor without its graph, whose version counts with the one that it shares data with."""
+    if not isinstance(value, Tensor):
+        return value
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return value.detach()
 
 
 @functools.cache
 def make_policy(keep: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
     """Return the policy for torch's selective checkpointing; further operators to keep as in the option."""
-    kept = ATTENTION | {_name_of_option(name) for name in keep}
+    operators = _find_operators(keep)
 
     def policy(_ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if _name(operator) in kept and not _draws_random_numbers(operator, args, kwargs):
+        if operators.find(operator) and not _draws_random_numbers(operator, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

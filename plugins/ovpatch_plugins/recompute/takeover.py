@@ -24,7 +24,7 @@ from ovpatch_plugins.recompute.recomputation import (
     make_launch_before,
 )
 from ovpatch_plugins.recompute.report import COUNTERS, drop_remarks, note, note_left, note_model
-from ovpatch_plugins.recompute.selective import make_contexts
+from ovpatch_plugins.recompute.selective import make_compiled_contexts, make_contexts
 
 _MARK: Final = "_ovpatch_recompute"
 """Attribute of a block: granularity, names of further operators to keep, the block's name, and the class whose forward
@@ -278,7 +278,7 @@ def _run_compiled(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, 
     _count_compiled()
     more: dict[str, Any] = {}
     if mark[0] != FULL:
-        more["context_fn"] = functools.partial(make_contexts, mark[0], mark[1])
+        more["context_fn"] = functools.partial(make_compiled_contexts, mark[1])
     return checkpoint(stock.__get__(block), *args, use_reentrant=False, **more, **kwargs)
 
 

@@ -102,10 +102,8 @@ def is_traced() -> bool:
 
 
 def _records(mode: Any) -> bool:
-    is_checkpoint = type(mode).__module__ == "torch.utils.checkpoint"
-    return getattr(mode, "_mode_key", None) is not None or (
-        is_checkpoint and not getattr(mode, "repeats_collectives", False)
-    )
+    is_stocks = type(mode).__module__ == "torch.utils.checkpoint"
+    return getattr(mode, "_mode_key", None) is not None or not getattr(mode, "repeats_collectives", not is_stocks)
 
 
 _KEPT = 1024  # layouts; batches of ever new lengths must not fill memory

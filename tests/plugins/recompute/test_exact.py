@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +14,13 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ovpatch
 from ovpatch_plugins.recompute import RecomputeError, recompute
 from ovpatch_plugins.recompute.report import COUNTERS
 from ovpatch_plugins.recompute.selective import make_policy
-from tests.plugins.recompute.models import WIDTH, Block, Decoder, Derived, count_differences, data, record
+from tests.plugins.recompute.models import WIDTH, Block, Decoder, Derived, count_differences, data, plain_call, record
 
 
 def _mean(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +96,6 @@ class Case:
         model: Arguments of the model.
         wrap: Changes the model.
         dtype: Of the parameters.
-        granularities: What is tried.
         calls: Recomputed calls of a block in two steps; None for those of every forward.
     """
 
@@ -104,7 +104,6 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     wrap: Callable[[nn.Module], object] = lambda model: None
     dtype: torch.dtype = torch.float32
-    granularities: tuple[str, ...] = ("full", "selective")
     calls: int = 6
 
 
@@ -117,7 +116,6 @@ def _kind(kind: str) -> Callable[[], nn.Module]:
     return functools.partial(Block, kind, 0.2)
 
 
-FULL = ("full",)  # torch's selective policies allow one backward
 CASES = {
     "plain": Case(),
     "dropout": Case(functools.partial(Block, "", 0.3)),
@@ -129,10 +127,10 @@ CASES = {
     "spectral norm": Case(_kind("spectral")),
     "frozen": Case(_kind("frozen")),
     "several outputs": Case(_kind("several outputs")),
-    "checkpoint inside": Case(_kind("checkpoint inside"), granularities=FULL),
+    "checkpoint inside": Case(_kind("checkpoint inside")),
     "forward of a base class": Case(functools.partial(Derived, "", 0.2)),
-    "two backwards": Case(step=_twice, granularities=FULL),
-    "gradient of a gradient": Case(step=_grad_of_grad, granularities=FULL),
+    "two backwards": Case(step=_twice),
+    "gradient of a gradient": Case(step=_grad_of_grad),
     "two forwards": Case(functools.partial(Block, "", 0.2), _two_forwards, calls=12),
     "a failed backward": Case(functools.partial(Block, "", 0.2), _fails_first, calls=12),
     "saved tensors on the host": Case(_kind(""), _moved_to_host),
@@ -163,7 +161,7 @@ def _compare(names: list[str]) -> dict[str, tuple[int, int, int]]:
     for name in names:
         case = CASES[name]
         stock = _train(case)
-        for granularity in case.granularities:
+        for granularity in ("full", "selective"):
             calls, again = COUNTERS.calls, COUNTERS.recomputations
             with ovpatch.applied("recompute", options={"recompute": {"granularity": granularity}}):
                 patched = _train(case)
@@ -245,6 +243,67 @@ def test_selective_keeps_attention_and_full_does_not(ranks: Any) -> None:
     assert found["full 0.0"][0] == 2
     assert found["selective 0.0"][0] == 0
     assert found["full 0.0"][1] == found["selective 0.0"][1] > 0
+
+
+def _count_calls() -> tuple[int, int]:
+    """Return the calls of Python functions in a step with torch's selective checkpoint, and with ``selective``."""
+    kept = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)
+
+    def policy(_ctx: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    counts = []
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    for call in (functools.partial(checkpoint, use_reentrant=False, context_fn=contexts), plain_call):
+        model = Decoder(layers=2, call=call)
+        if call is plain_call:
+            recompute(model, "selective")
+        model(data(0)).square().mean().backward()  # what is called once
+        calls = 0
+
+        def count(_frame: Any, event: str, _argument: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            model(data(0)).square().mean().backward()
+        finally:
+            sys.setprofile(None)
+        counts.append(calls)
+    recompute(model, "none")
+    return counts[0], counts[1]
+
+
+def test_selective_calls_less_python_than_torchs(ranks: Any) -> None:
+    """Where the host bounds a step, that is what a block with kept operators costs."""
+    ((torchs, ours),) = ranks(1)(_count_calls)
+    assert ours < 0.75 * torchs
+
+
+def _change_what_is_kept() -> str:
+    class Changes(Block):
+        def forward(self, x: torch.Tensor, rotary: Any, *, mask: Any = None) -> torch.Tensor:
+            h = x.unflatten(-1, (2, -1)).transpose(1, 2)
+            y = torch.nn.functional.scaled_dot_product_attention(h, h, h, is_causal=True)
+            y.detach().add_(1)
+            return x + self.down(self.up(y.transpose(1, 2).reshape(x.shape)))
+
+    model = Decoder(Changes, layers=2)
+    recompute(model, "selective")
+    try:
+        model(data(0)).square().mean().backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        recompute(model, "none")
+    return ""
+
+
+def test_a_kept_output_that_was_changed_is_an_error(ranks: Any) -> None:
+    (text,) = ranks(1)(_change_what_is_kept)
+    assert "was changed in place behind it" in text
+    assert text.endswith("use granularity=full.")
 
 
 @pytest.mark.parametrize(

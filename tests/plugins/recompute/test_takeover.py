@@ -220,6 +220,35 @@ def test_compiled_blocks(ranks: Any, granularity: str) -> None:
         assert compiled >= 1, name
 
 
+def _compiled_parts() -> list[Any]:
+    """Train with a part of each block compiled, with a break in its graph."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Decoder(layers=2)
+    for layer in model.layers:
+        feed = layer._feed
+
+        def broken(h: torch.Tensor, feed: Any = feed) -> torch.Tensor:
+            h = h * 2
+            torch._dynamo.graph_break()
+            result: torch.Tensor = feed(h + 1)
+            return result
+
+        layer._feed = torch.compile(broken, backend="aot_eager")
+    return _train(model, lambda model, x: model(x))
+
+
+def _compile_parts() -> tuple[int, int]:
+    stock, before = _compiled_parts(), COUNTERS.calls
+    with ovpatch.applied("recompute", options={"recompute": {"granularity": "selective"}}):
+        patched = _compiled_parts()
+    return count_differences(stock, patched), COUNTERS.calls - before
+
+
+def test_compiled_parts_of_blocks(ranks: Any) -> None:
+    assert ranks(1)(_compile_parts, timeout=120) == [(0, 4)]
+
+
 def _under_transforms() -> tuple[bool, int]:
     model = Decoder(layers=2)
     params = {name: param.detach() for name, param in model.named_parameters()}
