@@ -76,7 +76,7 @@ class Operations:
         self.needed = [-1] * len(number)
         self.sequence = [index // microbatches for index in range(len(number))]
         for index, action in enumerate(self.actions):
-            source = find_source(action, self.stages)
+            source = find_source(action, placement)
             if source is not None:
                 self.source[index] = number[source]
                 self.reader[number[source]] = index
