@@ -143,7 +143,7 @@ def _explain(outcome: variants.Outcome) -> int:
             "the remarks above tell why one was left to stock."
         )
     else:
-        _say("the command ended before all orders were measured. Let it run for more steps, some 70.")
+        _say("the command ended before all orders were measured. Let it run for more steps, some 80.")
     return ExitCode.UNDECIDED
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import ovpatch
 from ovpatch_plugins.pipeline import CutError, cut
@@ -199,6 +201,76 @@ def _compare_all(names: list[str]) -> dict[str, list[str]]:
 def test_both_ways_train_as_the_whole_model(ranks: Any, world: int, names: list[str]) -> None:
     for rank, found in enumerate(ranks(world)(_compare_all, names)):
         assert not any(found.values()), f"rank {rank}: {found}"
+
+
+def _evaluate_between() -> list[str]:
+    """Evaluate and train in turns, patched and then given back; gradients add up over all steps."""
+    torch.manual_seed(0)
+    model, case, found = Decoder(), Ways(), []
+    whole = copy.deepcopy(model)
+    half = slice(case.microbatches // 2 * ROWS, None) if dist.get_rank() == 0 else slice(case.microbatches // 2 * ROWS)
+    ovpatch.apply("pipeline", options={"pipeline": {"forward_doubling": True}})
+    made = _cut(case, model)
+    for step in range(3):
+        if step == 2:
+            ovpatch.revert()
+        batch = _batch(case, step)
+        with torch.no_grad():
+            losses: list[Tensor] = []
+            out = made.eval(batch[0], target=batch[1], losses=losses)
+            found += differences(out, torch.cat([whole(rows) for rows in batch[0].split(ROWS)])[half])
+            found += [] if len(losses) == case.microbatches // 2 else [f"{len(losses)} losses"]
+        made.step(batch[0], target=batch[1])
+        _train_whole(case, whole, batch)
+        wanted = {name: param.grad for name, param in whole.named_parameters()}
+        found += differences({name: param.grad for name, param in made.named_parameters()}, wanted)
+    return found
+
+
+def test_evaluation_between_steps_and_what_is_given_back(ranks: Any) -> None:
+    assert ranks(2)(_evaluate_between) == [[], []]
+
+
+def _train_in_replicas() -> dict[str, float]:
+    """Train pipelines of two ranks in two replicas each; return the largest difference of a gradient."""
+    mesh, case, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")), Ways(), {}
+    group = mesh["dp"].get_group()
+    wraps: dict[str, Callable[[nn.Module], Any]] = {
+        "ddp": lambda part: nn.parallel.DistributedDataParallel(part, process_group=group),
+        "fsdp2": lambda part: fully_shard(part, mesh=mesh["dp"]),
+    }
+    for name, wrap in wraps.items():
+        torch.manual_seed(0)
+        model, worst = Decoder(), 0.0
+        whole = copy.deepcopy(model)
+        ovpatch.apply("pipeline", *(["ddp"] if name == "ddp" else []))
+        made = _cut(case, model, group=mesh["pp"], wrap=wrap)
+        reference = dict(whole.named_parameters())
+        optimizers = [torch.optim.SGD(params, lr=0.1) for params in (made.parameters(), whole.parameters())]
+        for step in range(2):
+            batch = _batch(case, 10 * step + mesh.get_local_rank("dp"))
+            made.step(batch[0], target=batch[1])
+            _train_whole(case, whole, batch)
+            for param in whole.parameters():
+                assert param.grad is not None
+                dist.all_reduce(param.grad, group=group)
+                param.grad /= 2
+            for key, param in made.named_parameters():
+                grad: Any = param.grad
+                grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+                worst = max(worst, (grad - reference[key].grad).abs().max().item())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found[name] = worst
+        ovpatch.revert()
+    return found
+
+
+def test_stages_in_data_parallelism(ranks: Any) -> None:
+    """Gradients are averaged over replicas first, and then added up over both directions."""
+    for found in ranks(4)(_train_in_replicas):
+        assert max(found.values()) < 1e-7, found
 
 
 # --- what is refused ---
