@@ -24,8 +24,14 @@ from torch import Tensor
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values, wait_limit_s
 from ovpatch.overlap.comm.group_state import group_state
-from ovpatch_plugins.pipeline.actions import Kind, Schedule
-from ovpatch_plugins.pipeline.candidates import AS_GIVEN_NAME, Candidate, find_candidates, write_plan
+from ovpatch_plugins.pipeline.candidates import (
+    AS_GIVEN_NAME,
+    Candidate,
+    ChosenOrder,
+    ScheduleCache,
+    find_candidates,
+    write_plan,
+)
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
 from ovpatch_plugins.pipeline.measured_costs import (
     PipelineCosts,
@@ -36,12 +42,11 @@ from ovpatch_plugins.pipeline.measured_costs import (
     read_spare,
     read_times,
 )
-from ovpatch_plugins.pipeline.orders import Placement, ScheduleError, check_schedule
+from ovpatch_plugins.pipeline.orders import Kind, Placement, Schedule, ScheduleError, check_schedule, write_orders
 from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program
 from ovpatch_plugins.pipeline.race import Race, StepTimer, Turn, Verdict, judge, merge_ranks
 from ovpatch_plugins.pipeline.report import ScheduleReport
-from ovpatch_plugins.pipeline.schedule_cache import ChosenOrder, ScheduleCache, write_orders
 from ovpatch_plugins.pipeline.transport import PeerToPeer
 
 WARM_UP: Final = 2

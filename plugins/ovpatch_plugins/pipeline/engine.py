@@ -26,9 +26,9 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.comm.work import Work
-from ovpatch_plugins.pipeline.actions import Kind
 from ovpatch_plugins.pipeline.clock import Clock
 from ovpatch_plugins.pipeline.failures import StepFailures
+from ovpatch_plugins.pipeline.orders import Kind
 from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS, StepTimes

@@ -16,9 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ovpatch_plugins.pipeline.actions import Kind, Schedule
 from ovpatch_plugins.pipeline.options import MemoryLimit
-from ovpatch_plugins.pipeline.orders import Placement
+from ovpatch_plugins.pipeline.orders import Kind, Placement, Schedule
 from ovpatch_plugins.pipeline.report import StepTimes
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint, peak_memory
 from ovpatch_plugins.pipeline.solver import Problem

@@ -1,16 +1,55 @@
-"""Orders of a pipeline: fixed ones, those of torch's classes, and the rules that each order keeps.
+"""Actions and orders of a pipeline: fixed orders, those of torch's classes, and the rules that each order keeps.
 
-A placement is a sequence with the rank of each stage, ``placement[stage] = rank``.
+An order is a list of actions of one rank. Orders hold computations alone; the engine and the simulator derive from
+them what a rank sends and receives, so an order can never name a transfer that its neighbour does not expect. A
+placement is a sequence with the rank of each stage, ``placement[stage] = rank``.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from ovpatch_plugins.pipeline.actions import Action, Kind, Schedule
+
+class Kind(enum.Enum):
+    """The computations of one microbatch on one stage, by the letters of the zero-bubble paper.
+
+    ``F`` is the forward, ``B`` the gradient of the stage's input alone, ``W`` the gradients of its weights that ``B``
+    left for later, and ``BW`` a full backward; torch calls the latter ``B``, and ``B`` ``I``.
+    """
+
+    F = "F"
+    B = "B"
+    W = "W"
+    BW = "BW"
+
+
+class Action(NamedTuple):
+    """One computation.
+
+    Attributes:
+        kind: What is computed.
+        stage: Index of the stage in the whole pipeline.
+        microbatch: Index of the microbatch in the step.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+Order: TypeAlias = Sequence[Action]
+"""The actions of one rank, in the order in which it runs them."""
+
+Schedule: TypeAlias = Sequence[Order]
+"""The orders of all ranks of a pipeline, by rank."""
 
 Placement: TypeAlias = Sequence[int]
 """The rank of each stage, by stage."""
@@ -21,6 +60,7 @@ ORDERS: Final = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 PLACEMENTS: Final = ("straight", "loop", "vee", "bidirectional")
 """The placements of :func:`build_placement`."""
 
+_ACTION: Final = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
 _OF_TORCH: Final = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
 _OVERLAPPED: Final = "OVERLAP_F_B"
 # What a lowered order has beside computations; the engine derives it from the computations.
@@ -339,6 +379,30 @@ def merge_backwards(schedule: Schedule) -> Schedule:
             else:
                 merged[-1].append(action)
     return merged
+
+
+# --- text ---
+
+
+def write_orders(schedule: Schedule) -> list[str]:
+    """Return orders as text, one line a rank."""
+    return [" ".join(map(str, order)) for order in schedule]
+
+
+def read_orders(lines: Sequence[str]) -> Schedule:
+    """Return the orders of lines that :func:`write_orders` made.
+
+    Raises:
+        ScheduleError: A word is no action.
+    """
+    return [[_read_action(word) for word in line.split()] for line in lines]
+
+
+def _read_action(word: str) -> Action:
+    found = _ACTION.fullmatch(word)
+    if found is None:
+        raise ScheduleError(f"{word} is no action. Write one as 0F3: stage, kind and microbatch.")
+    return Action(Kind(found[2]), int(found[1]), int(found[3]))
 
 
 # --- rules ---

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ovpatch_plugins.pipeline.actions import Kind, Schedule
 from ovpatch_plugins.pipeline.orders import (
     ORDERS,
+    Kind,
+    Schedule,
     ScheduleError,
     build_bidirectional_order,
     build_order,

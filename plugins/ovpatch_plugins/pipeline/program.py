@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ovpatch_plugins.pipeline.actions import Action, Kind, Schedule
-from ovpatch_plugins.pipeline.orders import find_source, find_target, list_messages
+from ovpatch_plugins.pipeline.orders import Action, Kind, Schedule, find_source, find_target, list_messages
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ovpatch.hookspecs import FeatureCounters
-from ovpatch_plugins.pipeline.actions import Kind
+from ovpatch_plugins.pipeline.orders import Kind
 
 
 @dataclass

@@ -10,8 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from ovpatch_plugins.pipeline.actions import Action, Kind, Schedule
-from ovpatch_plugins.pipeline.orders import Placement, ScheduleError, count_stages, find_source, list_messages
+from ovpatch_plugins.pipeline.orders import (
+    Action,
+    Kind,
+    Placement,
+    Schedule,
+    ScheduleError,
+    count_stages,
+    find_source,
+    list_messages,
+)
 
 _MOST_STEPS: Final = 32  # chained steps run alike after a few; a rare schedule alternates
 _SAME: Final = 1e-9  # relative difference of two sums of the same costs

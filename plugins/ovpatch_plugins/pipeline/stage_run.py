@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
-from ovpatch_plugins.pipeline.actions import Kind
 from ovpatch_plugins.pipeline.data_parallel import (
     FullyShardedGradients,
     LocalGradients,
     is_fsdp2,
     make_data_parallel,
 )
+from ovpatch_plugins.pipeline.orders import Kind
 from ovpatch_plugins.pipeline.report import StageReport
 from ovpatch_plugins.pipeline.torch_stage import (
     clear_states,

@@ -17,12 +17,14 @@ from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent
 from ovpatch.overlap.comm.group_state import group_store
-from ovpatch_plugins.pipeline.actions import Kind, Order, Schedule
 from ovpatch_plugins.pipeline.clock import make_clock
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
 from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO, COPIES
 from ovpatch_plugins.pipeline.orders import (
+    Kind,
+    Order,
     Placement,
+    Schedule,
     ScheduleError,
     build_bidirectional_order,
     build_order,

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 import ovpatch
 from ovpatch_plugins.pipeline import CutError, cut
-from ovpatch_plugins.pipeline.actions import Kind
 from ovpatch_plugins.pipeline.orders import (
+    Kind,
     ScheduleError,
     build_bidirectional_order,
     build_placement,

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ovpatch_plugins.pipeline.actions import Action, Kind
-from ovpatch_plugins.pipeline.orders import ScheduleError, build_order, build_placement, split_backwards
+from ovpatch_plugins.pipeline.orders import Action, Kind, ScheduleError, build_order, build_placement, split_backwards
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint, peak_memory, simulate
 from tests.plugins.pipeline.torch_orders import torch_order
 
