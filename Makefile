@@ -60,7 +60,7 @@ $(VENV)/.docs: $(READY)
 
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "build/site/index.html"
+	@echo "build/site/index.html; the search needs a server: $(BIN)/python -m http.server --directory build/site"
 
 tables: $(READY)
 	@$(BIN)/python -m benchmarks.tables

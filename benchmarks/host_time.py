@@ -5,10 +5,12 @@
     python -m benchmarks.host_time --arms "ddp + dist_optimizer" --profile
 
 Arms are stock DDP, ``ddp``, ``ddp`` with ``dist_optimizer``, and FSDP2, with AdamW, on models of linears with 256
-weights and 16 biases each. On the CPU two gloo ranks train, each with one thread. Where there is a GPU, one rank of
-eight trains alone, its collectives faked as in ``zero_alone``. A figure is the median over rounds of rank 0's CPU time
-per step: that of the thread that trains, and of all its threads, gloo's included. Each round starts every arm anew.
-Wall-clock time is told beside it. Time per arm is limited: large models have fewer steps (``--seconds``).
+weights and 16 biases each. ``dist_optimizer`` shards them all here (``min_param_numel=1``); with its defaults, the last
+arm, it leaves parameters as small as these whole. On the CPU two gloo ranks train, each with one thread. Where there is
+a GPU, one rank of eight trains alone, its collectives faked as in ``zero_alone``. A figure is the median over rounds of
+rank 0's CPU time per step: that of the thread that trains, and of all its threads, gloo's included. Each round starts
+every arm anew. Wall-clock time is told beside it. Time per arm is limited: large models have fewer steps
+(``--seconds``).
 
 ``--profile`` prints where the time goes by function, in microseconds per parameter and step, cProfile's own overhead
 included. ``--json`` appends the result to a file, as one line with date, versions and command.
@@ -40,7 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from benchmarks.runs import CUDA, described
 
-ARMS: Final = ("stock", "ddp", "ddp + dist_optimizer", "FSDP2")
+_DEFAULTS: Final = "ddp + dist_optimizer, defaults"
+ARMS: Final = ("stock", "ddp", "ddp + dist_optimizer", "FSDP2", _DEFAULTS)
 OPTIONS: Final = {"dist_optimizer": {"min_param_numel": 1}}
 _BLOCK = 10  # linears in a block, the unit that FSDP2 gathers
 _WARM_STEPS = 4  # in the first 16, flags of all ranks take effect in the next step
@@ -90,7 +93,8 @@ def joined(rank: int, arm: str, folder: str) -> Iterator[None]:
         from benchmarks import zero_alone
 
         zero_alone.join(_FAKED_WORLD)
-        with zero_alone.without_peers(lambda: False, copied=False) if arm in ARMS[1:3] else zero_alone.stock_alone():
+        ours = arm.startswith("ddp")
+        with zero_alone.without_peers(lambda: False, copied=False) if ours else zero_alone.stock_alone():
             yield
     dist.destroy_process_group()
 
@@ -98,8 +102,9 @@ def joined(rank: int, arm: str, folder: str) -> Iterator[None]:
 def run(rank: int, arm: str, parameters: int, steps: int, seconds: float, profiled: bool, folder: str) -> None:
     """Time warm steps of one arm; rank 0 writes the result."""
     with joined(rank, arm, folder):
-        if arm in ARMS[1:3]:
-            ovpatch.apply(*arm.split(" + "), options=OPTIONS if "+" in arm else {})
+        if arm.startswith("ddp"):
+            features = arm.removesuffix(", defaults").split(" + ")
+            ovpatch.apply(*features, options=OPTIONS if arm == "ddp + dist_optimizer" else {})
         step = make_step(arm, parameters // 2)
         begin = time.perf_counter()
         for _ in range(_WARM_STEPS):

@@ -228,6 +228,63 @@ def test_files_stay_small():
     assert not long
 
 
+# --- tables ---
+
+# Module-level containers that are filled while the process runs. What is kept for a process group, a parameter or
+# another object of the script is in group_state.py or param_state.py; these are all others, each with its reason.
+TABLES = {
+    "ovpatch.insight.steps:_exit_actions": "actions of this process, in order",
+    "ovpatch.overlap.autotune.autotuner:_report_lines": "lines of the report",
+    "ovpatch.overlap.comm.group_state:_in_children": "what forked children renew, of any object",
+    "ovpatch.overlap.comm.group_state:_registered": "functions at exit, each once",
+    "ovpatch.overlap.comm.group_state:_states": "group_state() itself",
+    "ovpatch.overlap.comm.step_flags:_streams": "a stream for each device",
+    "ovpatch.overlap.copy_engine.registry:_stuck": "memory that is never freed",
+    "ovpatch.overlap.copy_engine.sum_kernel:_compiled": "compiled kernels",
+    "ovpatch.overlap.data_parallel.fp32_accumulation:sums": "buckets ask whether it is empty, not each gradient",
+    "ovpatch.overlap.peer_rpc.versioned:_stagings": "pinned memory for each device",
+    "ovpatch.overlap.symm_mem.workspace:_last": "the last use on each device",
+    "ovpatch.overlap.tensors.lazy_tensor:_zeros": "a zero for each dtype and device",
+    "ovpatch.overlap.tensors.param_state:_kept": "kept_values() itself",
+    "ovpatch.overlap.tensors.param_state:_states": "param_state() itself",
+    "ovpatch.overlap.tensors.pending_param:PENDING": "every read hook asks whether it is empty",
+    "ovpatch.patching.target:_listeners": "by name of a module that is not imported yet",
+    "ovpatch_plugins.ddp.report:REMARKS": "lines of the report",
+    "ovpatch_plugins.dist_optimizer.param_all_gather:orphans": "all-gathers that nothing else waits for",
+    "ovpatch_plugins.dist_optimizer.takeover:_remarks": "lines of the report",
+    "ovpatch_plugins.dist_optimizer.takeover:_strangers": "names for the report",
+    "ovpatch_plugins.pipe_experts.symm_all_to_all:_unsupported_reasons": "lines of the report",
+    "ovpatch_plugins.tp_linear.layout:_specs": "a cache of bounded size",
+    "ovpatch_plugins.tp_linear.plugin:_settings": "the options",
+    "ovpatch_plugins.tp_linear.precomputed:PRECOMPUTED": "every linear asks; entries go when they are taken",
+    "ovpatch_plugins.tp_linear.takeover:_left": "names for the report",
+}
+CONTAINERS = {"dict", "set", "list", "deque", "defaultdict", "OrderedDict", "Counter"}
+# They still have tables of modules and optimizers.
+OTHERS = ("ovpatch_plugins.pipeline", "ovpatch_plugins.recompute", "ovpatch_plugins.megatron")
+
+
+def tables(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a module binds to empty containers, or to weak ones."""
+    for node in tree.body:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        value, target = node.value, node.targets[0] if isinstance(node, ast.Assign) else node.target
+        maker = value.func if isinstance(value, ast.Call) else None
+        called = maker.attr if isinstance(maker, ast.Attribute) else maker.id if isinstance(maker, ast.Name) else ""
+        empty = (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
+        filled = isinstance(value, ast.Call) and value.args
+        if empty or (called in CONTAINERS and not filled) or called.startswith("Weak"):
+            yield ast.unparse(target)
+
+
+def test_what_is_kept_for_groups_and_parameters_is_in_one_place():
+    text = "a = {}\nb: dict[int, int] = {}\nc = weakref.WeakSet()\nd = {1: 2}\ne = list(d)\nf = deque(maxlen=1)\n"
+    assert list(tables(ast.parse(text))) == ["a", "b", "c", "f"]
+    found = {f"{name}:{one}" for name, path in FILES.items() for one in tables(ast.parse(path.read_text("utf-8")))}
+    assert {one for one in found if not within(one.partition(":")[0], *OTHERS)} == set(TABLES)
+
+
 # --- notes ---
 
 MOST_NOTES = 60

@@ -23,6 +23,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 #: Pages outside of ``docs/``, by their path on the site.
 OUTSIDE: Final = {
     "index.md": "README.md",
+    "pages.md": "docs/README.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
@@ -36,6 +37,7 @@ _FOREIGN: Final = re.compile(
     r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(https?:[^\s\">]+)|class=\"?mermaid\b"
 )
 _ROLE: Final = re.compile(r":(?:func|class|meth|mod|attr|data|exc):(?=<code>)")
+_VARIABLE: Final = re.compile(r"(?<=<code>)[A-Z0-9_]+(?=</code>)")
 
 
 def locate(file: Path) -> str | None:
@@ -44,8 +46,6 @@ def locate(file: Path) -> str | None:
     for uri, source in OUTSIDE.items():
         if name == source:
             return uri
-    if name == "docs/README.md":  # the list of pages, which on the site is the navigation
-        return "index.md"
     return name.removeprefix("docs/") if name.startswith("docs/") and file.is_file() else None
 
 
@@ -94,8 +94,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Remove the roles of Sphinx that docstrings have around names."""
-    return _ROLE.sub("", html)
+    """Remove the roles of Sphinx that docstrings have around names, and let names of variables break after a ``_``."""
+    return _VARIABLE.sub(lambda match: match[0].replace("_", "_<wbr>"), _ROLE.sub("", html))
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

@@ -57,7 +57,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw the best order to a PNG, SVG or PDF file; needs matplotlib",
     )
-    add("--out", type=Path, metavar="DIR", help="with a command: keep its log and raw files there; it must be empty")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="with a command: keep its log and raw files there; it must be empty or new",
+    )
     command_line.add_timeout(parser)
     command_line.add_command(parser)
 

@@ -41,7 +41,7 @@ class PatchManager:
     the result and starts again. No thread waits for a callback of another thread, so an import in one cannot deadlock
     with ``apply()`` in another. A wrap function may therefore be called without its result being used.
 
-    Example:
+    Examples:
         >>> import textwrap
         >>> def shout(original):
         ...     return lambda *args, **kwargs: original(*args, **kwargs).upper()

@@ -33,6 +33,6 @@ def test_verify_finds_stocks_bits(tmp_path):
     assert counters["calls"]
     assert counters["stock_calls"] == 0
     assert counters["models"] == 4
-    assert counters["pipeline_steps"] == 2 * STEPS, "of the last stage's two ranks"
+    assert counters["pipeline_steps"] == 4 * STEPS, "of both stages' two ranks"
     assert counters["weight_grads"] == 2 * (4 + 1) * MICROBATCHES * delayed, "linears of a layer, and the output layer"
     assert counters["early_sends"] == 2 * (MICROBATCHES - 1) * delayed, "one backward is behind"

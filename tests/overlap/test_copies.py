@@ -9,7 +9,6 @@ import functools
 import multiprocessing.util
 import random
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from ovpatch.overlap.autotune import autotuner, report_lines
 from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter
+from ovpatch.overlap.comm.group_state import group_state
 from ovpatch.overlap.comm.work import WorkGroup
 from ovpatch.overlap.copy_engine import registry, selection
 from ovpatch.overlap.copy_engine.collectives import Engine
@@ -173,7 +173,8 @@ def test_behind_copies_comes_one_collective_that_the_backend_watches(monkeypatch
     both: Any = Recorded()
     attend(both, CPU)
     assert both.calls == [], "nothing is copied"
-    monkeypatch.setitem(registry._chosen, both, {CPU: registry.Chosen(engine=both, **what)})
+    chosen = registry.Chosen(engine=both, **what)
+    monkeypatch.setitem(group_state(both).values, (registry.Chosen, CPU), chosen)
     attend(both, CPU)
     assert both.calls == (["behind", "all-reduce", "end"] if what else [])
 
@@ -315,7 +316,6 @@ class Lasting:
 
 
 def test_one_group_is_forgotten_and_memory_that_is_in_use_is_kept(monkeypatch, caplog):
-    monkeypatch.setattr(registry, "_chosen", weakref.WeakKeyDictionary())
     monkeypatch.setattr(registry, "_stuck", [])
     one, other = Group(), Group()
     engines = Lasting(False), Lasting(True)

@@ -185,6 +185,9 @@ class _Runner:
         left = guard.leftovers(self.before, guard.snapshot())
         if left:
             raise AssertionError("the case leaves torch patched: " + "; ".join(left))
+        pending = getattr(sys.modules.get("ovpatch.overlap.tensors.pending_param"), "PENDING", None)
+        if pending:
+            raise AssertionError(f"the case leaves {len(pending)} parameters pending")
         return b""
 
 

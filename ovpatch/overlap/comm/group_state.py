@@ -136,20 +136,25 @@ _lock = threading.Lock()
 
 def renew_in_children(owner: object, name: str, make: Callable[[], object]) -> None:
     """Make an attribute anew in every forked child: a lock, which a thread may hold that does not exist there."""
-    _renewed.setdefault(owner, {})[name] = make
+    call_in_children(owner, lambda inherited: setattr(inherited, name, make()))
 
 
-def _renew() -> None:
-    for owner, made in list(_renewed.items()):
-        for name, make in made.items():
-            setattr(owner, name, make())
+def call_in_children(owner: T, function: Callable[[T], None]) -> None:
+    """Call a function with an object in every forked child in which the object still exists."""
+    _in_children.setdefault(owner, []).append(function)
 
 
-_renewed: weakref.WeakKeyDictionary[object, dict[str, Callable[[], object]]] = weakref.WeakKeyDictionary()
+def _after_fork() -> None:
+    for owner, functions in list(_in_children.items()):
+        for function in functions:
+            function(owner)
+
+
+_in_children: weakref.WeakKeyDictionary[Any, list[Callable[[Any], None]]] = weakref.WeakKeyDictionary()
 renew_in_children(sys.modules[__name__], "_lock", threading.Lock)
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 # --- the end of the process ---

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.comm import collectives
-from ovpatch.overlap.comm.group_state import group_timeout_s, is_exiting_by_error, register_at_exit
+from ovpatch.overlap.comm.group_state import (
+    drop_values,
+    group_state,
+    group_timeout_s,
+    group_values,
+    is_exiting_by_error,
+    register_at_exit,
+)
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.copy_engine.collectives import Engine
 
@@ -27,14 +33,11 @@ class Chosen:
     final: bool = False  # whether the choice is kept for all later calls
 
 
-_chosen: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Chosen]] = weakref.WeakKeyDictionary()
-
-
 def chosen_for(group: dist.ProcessGroup, device: torch.device) -> Chosen:
     """Return the choice for a group on a device, which may not have been made yet."""
     register_at_exit(_at_exit)
     collectives.set_transports(collectives.Transports(gathering, scattering, attend))
-    return _chosen.setdefault(group, {}).setdefault(device, Chosen())
+    return group_state(group).get_or_create((Chosen, device), Chosen)
 
 
 def gathering(group: dist.ProcessGroup, device: torch.device) -> Engine | None:
@@ -50,7 +53,7 @@ def scattering(group: dist.ProcessGroup, device: torch.device) -> Engine | None:
 
 
 def _found(group: dist.ProcessGroup, device: torch.device) -> Chosen | None:
-    found = _chosen.get(group, {}).get(device) if _chosen else None
+    found: Chosen | None = group_state(group).values.get((Chosen, device))
     if found is None or found.engine is None:
         return None
     if is_capturing(device):
@@ -63,23 +66,18 @@ def finish(group: dist.ProcessGroup | None = None) -> None:
 
     At most for a group's time-out: a dead rank leaves its peers' streams waiting for ever.
     """
-    for one, devices in list(_chosen.items()):
-        if group is not None and one is not group:
-            continue
-        for chosen in devices.values():
-            if chosen.engine is not None and not chosen.engine.drain(group_timeout_s(one)):
-                _log.warning(_LATE, group_timeout_s(one))
-                _stuck.append(chosen.engine)
-                chosen.engine = None
+    for one, chosen in group_values(Chosen, group):
+        if chosen.engine is not None and not chosen.engine.drain(group_timeout_s(one)):
+            _log.warning(_LATE, group_timeout_s(one))
+            _stuck.append(chosen.engine)
+            chosen.engine = None
 
 
 def forget(group: dist.ProcessGroup | None = None) -> None:
     """Leave one group or all to the backends again, and free the memory after the copies in flight."""
     finish(group)
-    for one in list(_chosen):
-        if group is None or one is group:
-            del _chosen[one]
-    if not _chosen:
+    drop_values(Chosen, group)
+    if not group_values(Chosen):
         collectives.set_transports(None)
 
 

@@ -15,19 +15,19 @@ import math
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ovpatch.overlap.comm.collectives import Collectives
 from ovpatch.overlap.comm.streams import ProducerStreams, profiler_label, profiler_span
 from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
 from ovpatch.overlap.data_parallel.bucket import GradBucket, SparseBucket
 from ovpatch.overlap.tensors.metadata_ops import grad_of
+from ovpatch.overlap.tensors.param_state import find_param_state, param_state
 
 
 class SurplusGradientError(RuntimeError):
@@ -58,21 +58,18 @@ class ExpectingReducer(Protocol):
         """The contribution ``key`` has been added to ``grad`` of parameter ``index``."""
 
 
-# By the parameter's identity: a parameter may be in several models, of which the one whose backward runs counts.
-_reducers: MutableMapping[torch.Tensor, list[tuple[weakref.ref[ExpectingReducer], int]]] = WeakTensorKeyDictionary()
-
-
 def register_reducer(params: Sequence[torch.nn.Parameter], reducer: ExpectingReducer) -> None:
     """Have :func:`expect_gradients` and :func:`mark_gradient` reach a reducer, which is held weakly."""
     reference = weakref.ref(reducer)
     for index, param in enumerate(params):
-        entries = _reducers.setdefault(param, [])
+        entries = param_state(param).reducers
         entries[:] = [entry for entry in entries if entry[0]() not in (None, reducer)]
         entries.append((reference, index))
 
 
 def _find(param: torch.nn.Parameter) -> list[tuple[ExpectingReducer, int]]:
-    entries = _reducers.get(param, ())
+    state = find_param_state(param)
+    entries = () if state is None else state.reducers
     return [(reducer, index) for reference, index in entries if (reducer := reference()) is not None]
 
 

@@ -16,12 +16,13 @@ import os
 import socket
 import struct
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ovpatch.overlap.comm.group_state import call_in_children
 
 # Bytes of a nonce, and of a signature.
 _NONCE = 32
@@ -172,19 +173,12 @@ def _sign(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
     return hmac.new(secret, role + b"".join(nonces), hashlib.sha256).digest()
 
 
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
 def close_in_children(*sockets: socket.socket) -> None:
     """Have forked children close their copies of sockets: while those are open, peers do not see the parent end."""
-    _sockets.update(sockets)
+    for one in sockets:
+        call_in_children(one, _close)
 
 
-def _close_in_child() -> None:
-    for sock in list(_sockets):
-        with contextlib.suppress(OSError):
-            sock.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+def _close(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.close()

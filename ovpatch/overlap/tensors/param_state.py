@@ -1,25 +1,28 @@
-"""What ovpatch keeps for each parameter, without keeping the parameter alive.
+"""What ovpatch keeps for objects of the script, without keeping these alive.
 
-Tables by ``id(param)`` need a weak reference each: an id is given to another object once the first one is gone. They
-are here, and nowhere else: :func:`param_state` for single values, :class:`WeakParams` for the parameters of a model.
+Tables by ``id()`` need a weak reference each: an id is given to another object once the first one is gone. They are
+here, and nowhere else: :func:`param_state` for a parameter, :func:`kept_values` for a module or an optimizer,
+:class:`WeakParams` for the parameters of a model.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+T = TypeVar("T")
+
 
 class ParamState:
     """What is known of one parameter."""
 
-    __slots__ = ("dtensor", "local_grad_hook", "param", "sharder")
+    __slots__ = ("dtensor", "experts", "local_grad_hook", "param", "reducers", "sharder")
 
     def __init__(self, param: weakref.ref[Tensor]) -> None:
         self.param = param
@@ -28,6 +31,9 @@ class ParamState:
         # What shards the parameter's gradient, held weakly, and the parameter's index there.
         self.sharder: tuple[weakref.ref[Any], int] | None = None
         self.local_grad_hook: RemovableHandle | None = None  # notes gradients which are not reduced
+        # The reducers that count its gradients, held weakly, and its index there. It may be in several models.
+        self.reducers: list[tuple[weakref.ref[Any], int]] = []
+        self.experts: Callable[[], Any] = lambda: None  # what averages its gradient as an expert's
 
 
 def param_state(param: Tensor) -> ParamState:
@@ -44,9 +50,9 @@ def find_param_state(param: Tensor) -> ParamState | None:
     return known if known is not None and known.param() is param else None
 
 
-def weak_key(tensor: Tensor, table: dict[int, Any]) -> weakref.ref[Tensor]:
-    """Return a weak reference that drops the entry ``id(tensor)`` of a table when the tensor dies."""
-    return weakref.ref(tensor, functools.partial(drop_entry, table, id(tensor)))
+def weak_key(owner: T, table: dict[int, Any]) -> weakref.ref[T]:
+    """Return a weak reference that drops the entry ``id(owner)`` of a table when the owner dies."""
+    return weakref.ref(owner, functools.partial(drop_entry, table, id(owner)))
 
 
 def drop_entry(table: dict[int, Any], key: int, _dead: object) -> None:
@@ -55,6 +61,30 @@ def drop_entry(table: dict[int, Any], key: int, _dead: object) -> None:
 
 
 _states: dict[int, ParamState] = {}
+
+
+def kept_values(owner: object) -> dict[Hashable, Any]:
+    """Return what is kept for a module, an optimizer or another object, by name; it goes with the object.
+
+    No value may reference the owner.
+    """
+    known = _kept.get(id(owner))
+    if known is None or known[0]() is not owner:
+        known = _kept[id(owner)] = (weak_key(owner, _kept), {})
+    return known[1]
+
+
+def find_owners(name: Hashable) -> list[tuple[Any, Any]]:
+    """Return the objects for which a value of this name is kept, each with the value."""
+    found = []
+    for reference, values in list(_kept.values()):  # other threads may add to it
+        owner = reference()
+        if owner is not None and name in values:
+            found.append((owner, values[name]))
+    return found
+
+
+_kept: dict[int, tuple[weakref.ref[Any], dict[Hashable, Any]]] = {}
 
 
 class WeakParams(Sequence[torch.nn.Parameter]):

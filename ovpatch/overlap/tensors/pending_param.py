@@ -104,24 +104,27 @@ def wrap_unflatten(original: Callable[..., Any]) -> Callable[..., Any]:
         wait_for_param(tensor)  # an earlier DTensor over it becomes a plain one, too
         dtensor = original(tensor, *args, **kwargs)
         param_state(tensor).dtensor = weakref.ref(dtensor)
-        _with_dtensors[id(tensor)] = weak_key(tensor, _with_dtensors)
+        _DTensors.seen = True
         return dtensor
 
     return unflatten
 
 
-_with_dtensors: dict[int, weakref.ref[Tensor]] = {}  # parameters below a DTensor
+class _DTensors:
+    """Whether there have been DTensors over parameters."""
+
+    seen = False
 
 
 def dtensor_of(param: Tensor) -> Any:
     """Return the DTensor that stands in a parameter's place, or None."""
-    state = find_param_state(param) if _with_dtensors else None
+    state = find_param_state(param) if _DTensors.seen else None
     return state.dtensor() if state is not None else None
 
 
 def any_dtensors() -> bool:
-    """Return whether there are DTensors over parameters."""
-    return bool(_with_dtensors)
+    """Return whether there may be DTensors over parameters."""
+    return _DTensors.seen
 
 
 def unsupported_reason(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
@@ -192,7 +195,7 @@ def mark_pending(params: Sequence[Tensor], wait: Callable[[], None], *, aliases:
 
 def _mark_dtensors(params: Sequence[Tensor], wait: Callable[[], None], aliases: int, owners: int) -> str:
     """Return why marked parameters cannot be pending; if they can, mark the DTensors over them as well."""
-    over = [(dtensor_of(param), param) for param in params] if _with_dtensors else []
+    over = [(dtensor_of(param), param) for param in params] if _DTensors.seen else []
     seen = {id(param): dtensor for dtensor, param in over if dtensor is not None}
     if not all(_is_sole_dtensor(dtensor, param) for dtensor, param in over if dtensor is not None):
         return "a graph holds the DTensor in its place"
@@ -212,7 +215,7 @@ def mark_ready(params: Iterable[Tensor]) -> None:
         if type(param) is PendingParameter:
             param.__class__ = Parameter  # type: ignore[assignment]  # which is narrowed to PendingParameter here
         PENDING.pop(id(param), None)
-        dtensor = dtensor_of(param) if _with_dtensors else None
+        dtensor = dtensor_of(param) if _DTensors.seen else None
         if dtensor is not None and type(dtensor) is _pending_dtensor():
             dtensor.__class__ = _dtensor()
             PENDING.pop(id(dtensor), None)
@@ -297,7 +300,7 @@ def wait_for_args(values: Any) -> bool:
 
 def _is_marked(value: Any) -> bool:
     """Return whether this has a pending class; its values may have arrived a moment ago."""
-    return type(value) is PendingParameter or (bool(_with_dtensors) and type(value) is _pending_dtensor())
+    return type(value) is PendingParameter or (_DTensors.seen and type(value) is _pending_dtensor())
 
 
 class without_modes:  # it is used as a function is

@@ -172,10 +172,14 @@ def _is_within_inductor(frame: FrameType | None) -> bool:
 
 
 def _skip_frames(function: Any) -> None:
-    """Have Dynamo leave the frames of a function alone, in all that the same code makes; see [Note: module calls]."""
-    skip = getattr(sys.modules["torch._dynamo.eval_frame"], "skip_code", None)
-    if skip is not None:
-        skip(function.__code__)
+    """Have Dynamo leave the frames of a function alone, in all that the same code makes, and the frames that it calls.
+
+    See [Note: module calls]. ``skip_code`` alone would have Dynamo examine the functions that wait.
+    """
+    dynamo = sys.modules["torch._dynamo.eval_frame"]
+    if hasattr(dynamo, "set_code_exec_strategy"):
+        skip = dynamo.FrameAction.SKIP
+        dynamo.set_code_exec_strategy(function.__code__, dynamo.FrameExecStrategy(skip, skip))
 
 
 def _variable_of_caller(name: str, variable: str, frame: FrameType | None) -> Any:

@@ -15,11 +15,12 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from ovpatch.overlap.tensors.param_state import find_owners, kept_values
 from ovpatch_plugins.ddp import errors
 from ovpatch_plugins.ddp.report import COUNTERS
 
@@ -68,10 +69,10 @@ _MIB = 1024 * 1024
 
 InitHelper = Callable[..., None]
 
-# Models with our reducer, each with the function that builds the stock one.
-_live: weakref.WeakKeyDictionary[Wrapper, InitHelper] = weakref.WeakKeyDictionary()
-# The ids of the parameters of all wrapped models, also of those with the stock reducer; a reducer keeps them alive.
-_parameters: weakref.WeakKeyDictionary[Wrapper, frozenset[int]] = weakref.WeakKeyDictionary()
+# What is kept for a wrapper with our reducer: the function that builds the stock one.
+_STOCK_HELPER: Final = "ddp: stock helper"
+# What is kept for every wrapper, also with the stock reducer: its parameters' ids. A reducer keeps these alive.
+_PARAMETERS: Final = "ddp: parameters"
 _ranks_are_together: ContextVar[bool] = ContextVar("ovpatch_ddp_ranks_are_together", default=False)
 
 
@@ -147,7 +148,7 @@ class Takeover:
                 _report_stock(ddp, reason)
             else:
                 _install(ddp, parameters, config)
-                _live[ddp] = original
+                kept_values(ddp)[_STOCK_HELPER] = original
                 if _ranks_are_together.get():
                     _identify(ddp)
                 else:
@@ -161,9 +162,9 @@ class Takeover:
 
         @functools.wraps(original)
         def post_forward(ddp: Wrapper, output: Any) -> Any:
-            if ddp not in _live:
+            reducer = vars(ddp).get("reducer")
+            if reducer is None or isinstance(reducer, dist.Reducer):
                 return original(ddp, output)
-            reducer = ddp.reducer
             if reducer.learns_graph:
                 # Stock queues the callback of the first backward once, also if that backward raises.
                 ddp._static_graph_delay_allreduce_enqueued = False
@@ -190,7 +191,7 @@ class Takeover:
 
         @functools.wraps(original)
         def method(ddp: Wrapper, *args: Any, **kwargs: Any) -> Any:
-            if ddp in _live:
+            if _STOCK_HELPER in kept_values(ddp):
                 restore_stock(ddp, reason)
             return original(ddp, *args, **kwargs)
 
@@ -252,7 +253,7 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     reducer.recover()
     reducer.sharder.restore_grads()
     reducer._remove_autograd_hooks()
-    stock_helper = _live.pop(ddp)
+    stock_helper = kept_values(ddp).pop(_STOCK_HELPER)
     # A static graph that is known to be a plain one is not declared again: to learn it takes a backward of all ranks,
     # which may come unevenly now (join()).
     plain = reducer.get_plain_params()
@@ -292,8 +293,8 @@ def restore_all() -> None:
 
 
 def _alive() -> list[Wrapper]:
-    """Return the models with our reducer; other threads may wrap models meanwhile."""
-    return [ddp for reference in _live.keyrefs() if (ddp := reference()) is not None]
+    """Return the models with our reducer."""
+    return [ddp for ddp, _ in find_owners(_STOCK_HELPER)]
 
 
 def _refuse_inside_backward(ddp: Wrapper) -> None:
@@ -335,12 +336,11 @@ def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: Red
 
 def _note_sharing(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter]) -> None:
     """Tell our reducers of parameters that another reducer works on, ours or a stock one."""
-    mine = _parameters[ddp] = frozenset(map(id, parameters))
-    models = [one for reference in _parameters.keyrefs() if (one := reference()) is not None]  # of all threads
-    sharing = [one for one in models if not mine.isdisjoint(_parameters[one])]
+    mine = kept_values(ddp)[_PARAMETERS] = frozenset(map(id, parameters))
+    sharing = [one for one, others in find_owners(_PARAMETERS) if not mine.isdisjoint(others)]
     if len(sharing) > 1:  # ddp is one of them
         for one in sharing:
-            if one in _live:
+            if _STOCK_HELPER in kept_values(one):
                 one.reducer.foreign_hooks.shared = True
 
 

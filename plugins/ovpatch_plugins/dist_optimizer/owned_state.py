@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,10 +23,6 @@ from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, raise_ver
 from ovpatch_plugins.dist_optimizer.sharded_state import PATIENCE_S, Key, ShardedState, Shown, States, Swapped
 from ovpatch_plugins.dist_optimizer.state_format import pack, unpack
 from ovpatch_plugins.dist_optimizer.step_log import Turn
-
-# Of each model: the elements that each rank owns, and the parameters' owners, by terms of the optimizer and index.
-_assigned: weakref.WeakKeyDictionary[ShardedGrads, tuple[list[int], dict[str, dict[int, int]]]]
-_assigned = weakref.WeakKeyDictionary()
 
 
 class OwnedState(ShardedState):
@@ -51,7 +46,7 @@ class OwnedState(ShardedState):
     keeps_format = True  # whether the names, shapes and numbers of a parameter's state stay as they first appear
 
     def __init__(self, shards: ShardedGrads, turn: Turn) -> None:
-        self._loads, owners = _assigned.setdefault(shards, ([0] * shards.group.size(), {}))
+        self._loads, owners = shards.owners
         # A later optimizer on the same terms, which one rank alone may have, has the owners of the earlier one.
         self._owners = owners.setdefault(turn.terms, {})
         self._owned: dict[int, dict[Any, Any]] = {}  # state of parameters, as after the last step

@@ -306,6 +306,11 @@ class ParamAllGather:
             if bucket._works:
                 bucket.finish_all_gather()
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a bucket has not been waited for."""
+        return any(bucket._works for bucket in self._buckets)
+
     def _choose_transport(self) -> None:
         """Choose what carries the all-gathers where copy engines may: all ranks together, once."""
         from ovpatch.overlap.copy_engine.selection import choose
@@ -385,14 +390,19 @@ def split_by_size(params: Iterable[ShardedParam], capacities: Iterator[float]) -
 
 # All-gathers whose optimizer is gone. A parameter stays alive until its values have arrived, which its next reader or
 # its optimizer's next step waits for. If a script drops model and optimizer right after a step, there is neither, so
-# the next step of any other optimizer waits. Not the finaliser: it may run in a thread on which the collective itself
-# depends, or while a CUDA graph is captured.
+# the next step of any other optimizer waits, or the end of the process group. Not the finaliser: it may run in a thread
+# on which the collective itself depends, or while a CUDA graph is captured.
 orphans: list[ParamAllGather] = []
 
 
 def finish_when_dropped(optimizer: Optimizer, gather: ParamAllGather) -> None:
     """Have the next step of any optimizer wait for an all-gather once its own optimizer is gone."""
-    weakref.finalize(optimizer, orphans.append, gather).atexit = False
+    weakref.finalize(optimizer, _keep_until_arrival, gather).atexit = False
+
+
+def _keep_until_arrival(gather: ParamAllGather) -> None:
+    if gather.is_in_flight:
+        orphans.append(gather)
 
 
 def finish_orphans() -> None:

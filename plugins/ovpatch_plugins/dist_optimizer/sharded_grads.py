@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.comm.collectives import reduce_scatter_transport
-from ovpatch.overlap.comm.group_state import group_state, is_destroyed
+from ovpatch.overlap.comm.group_state import group_state, group_values, is_destroyed
 from ovpatch.overlap.comm.step_communicator import abandon_step_communicators, step_communicator
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import fp32_accumulation
@@ -80,6 +80,9 @@ class ShardedGrads(GradSharder):
         reduced: The reduced shards, by index of the parameter, padded to the same size on all ranks.
         retired: Whether the model has other shards by now.
         restored: Whether the model's gradients are reduced elsewhere by now, for good: ranks may step unevenly.
+        optimizers: The sharded optimizers over these parameters.
+        states: What keeps their state, and answers peers, by the names of their turns.
+        owners: The elements that each rank owns, and the parameters' owners, by terms of the optimizer and index.
     """
 
     is_active = True
@@ -108,6 +111,9 @@ class ShardedGrads(GradSharder):
         self._read: set[int] = set()
         self._grads = GradShards(self.names, [GradState.FULL] * len(params))
         self.reduced = self._grads.shards
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.states: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.owners: tuple[list[int], dict[str, dict[int, int]]] = [0] * group.size(), {}
         self._reducer: weakref.ref[object] | None = None
         self._watch: weakref.finalize[..., Any] | None = None
         self._rank, self._world = group.rank(), group.size()
@@ -131,7 +137,7 @@ class ShardedGrads(GradSharder):
                 state.local_grad_hook.remove()
             state.local_grad_hook, state.sharder = None, (weakref.ref(self), index)
         _Generation.number += 1
-        _models.add(self)
+        group_state(group).get_or_create(_Models, _Models).add(self)
 
     def bind(self, reducer: object, group: dist.ProcessGroup) -> None:
         """Belong to a reducer; see :class:`GradSharder`.
@@ -501,7 +507,8 @@ class _Generation:
     number = 0
 
 
-_models: weakref.WeakSet[ShardedGrads] = weakref.WeakSet()
+class _Models(weakref.WeakSet[ShardedGrads]):
+    """The sharded gradients of one process group."""
 
 
 def generation() -> int:
@@ -521,8 +528,9 @@ def find(param: Tensor) -> tuple[ShardedGrads, int] | None:
 def find_by_grad(grads: Sequence[Tensor]) -> list[tuple[ShardedGrads, int] | None]:
     """Return for each gradient where it belongs, if the last backward left shards of it; the same on all ranks."""
     places: dict[int, tuple[ShardedGrads, int]] = {}
-    for model in _models:
-        places |= {id(grad): (model, index) for index, grad in model.last_grads()}
+    for _, models in group_values(_Models):
+        for model in models:
+            places |= {id(grad): (model, index) for index, grad in model.last_grads()}
     return [places.get(id(grad)) for grad in grads]
 
 

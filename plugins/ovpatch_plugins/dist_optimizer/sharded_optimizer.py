@@ -19,7 +19,7 @@ from ovpatch.overlap.peer_rpc import shutdown
 from ovpatch.overlap.peer_rpc.rpc import PeerError
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch.overlap.tensors.param_state import weak_method
+from ovpatch.overlap.tensors.param_state import kept_values, weak_method
 from ovpatch_plugins.dist_optimizer import sharded_grads, step_log
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, drop_main_params, round_state
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
@@ -71,11 +71,8 @@ _INSIDE = (
 
 _ACCUMULATED: Final = 64  # backwards after which a script steps at the latest
 
-_optimizers_over: weakref.WeakKeyDictionary[ShardedGrads, weakref.WeakSet[ShardedOptimizer]]
-_optimizers_over = weakref.WeakKeyDictionary()
-
-#: By an optimizer that this rank alone has stepped, what leaves those beside it stock, which other ranks still divide.
-beside: weakref.WeakKeyDictionary[Optimizer, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+#: Of an optimizer that this rank alone has stepped, what leaves those beside it stock, which other ranks still divide.
+BESIDE: Final = "dist_optimizer: beside"
 
 
 class ParamSync(Protocol):
@@ -201,7 +198,7 @@ class ShardedOptimizer:
         if not params:
             return params
         for shards in models:
-            for other in _optimizers_over.get(shards, ()):  # whose all-gather would overwrite what this step updates
+            for other in shards.optimizers:  # whose all-gather would overwrite what this step updates
                 if other is not self:
                     other._sync.finish_param_sync()
         with torch._C.DisableTorchFunctionSubclass():
@@ -272,15 +269,16 @@ class ShardedOptimizer:
         if reason:
             meant = {shards: agreed.get(shards.step_log) for shards in names}
             going = {shards: [one for one in older[shards] if one._is(shards, meant[shards])] for shards in names}
+            beside: list[Callable[[], None]] = kept_values(optimizer).setdefault(BESIDE, [])
             for shards in names:
                 for one in older[shards]:
                     if one not in going[shards] and one._shares_params(optimizer):
                         one._apart = True
-                        beside.setdefault(optimizer, []).append(one.leave_alone)
+                        beside.append(one.leave_alone)
                 if not older[shards] and shards.step_log.has_agreed(shards.backwards):  # it is gone
-                    beside.setdefault(optimizer, []).append(functools.partial(_tell_local, [shards]))
+                    beside.append(functools.partial(_tell_local, [shards]))
             self._leave_together(going, told=is_older)
-            if optimizer not in beside:
+            if not beside:
                 _keep_no_longer(names, read=is_older)
             return reason
         _keep_no_longer(names, read=is_older)
@@ -312,7 +310,7 @@ class ShardedOptimizer:
         return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
 
     def _older(self, shards: ShardedGrads) -> list[ShardedOptimizer]:
-        return [one for one in _optimizers_over.get(shards, ()) if one is not self and one.is_sharded]
+        return [one for one in shards.optimizers if one is not self and one.is_sharded]
 
     @contextmanager
     def _swapped_in_shards(self, optimizer: Optimizer) -> Iterator[None]:
@@ -381,7 +379,7 @@ class ShardedOptimizer:
         if turn is None:  # the model is wrapped again
             turn = log.propose(step_log.terms_of(optimizer, [shards.names[one.index] for one in params]))
         log.adopt(turn)
-        _optimizers_over.setdefault(shards, weakref.WeakSet()).add(self)
+        shards.optimizers.add(self)
         state = self._states[shards] = self._state_type(shards, turn)
         # A slower peer may still ask when the script has dropped the optimizer here. So do ranks that go on with it,
         # once they hear of a new one that this rank alone has made, at its first step.
@@ -478,7 +476,7 @@ def put_in_order(optimizer: Optimizer, known: int) -> None:
 
 def leave_beside(optimizer: Optimizer) -> None:
     """Leave stock what an optimizer was stepped beside, on this rank alone, unless it has stepped since."""
-    for leave in beside.pop(optimizer, ()):
+    for leave in kept_values(optimizer).pop(BESIDE, ()):
         leave()
 
 

@@ -58,10 +58,6 @@ _TOO_LATE = (
     "a thread that reads later, make a copy first: copy.deepcopy(optimizer.state_dict())"
 )
 
-# The states that peers ask for, by name of their turns.
-_serving: weakref.WeakKeyDictionary[ShardedGrads, weakref.WeakValueDictionary[str, ShardedState]]
-_serving = weakref.WeakKeyDictionary()
-
 
 class ShardedState(abc.ABC):
     """The source of the lazy tensors in one optimizer's state for the parameters of one model.
@@ -106,10 +102,9 @@ class ShardedState(abc.ABC):
         self._earlier: dict[int, dict[Key, Tensor]] = {}  # shards that loading has replaced, by version
         self._kept: KeptState | None = None
         self._topic = f"state of {turn.name}, of {shards.identity}"
-        serving = _serving.setdefault(shards, weakref.WeakValueDictionary())
-        if turn.name in serving:  # this rank alone has made its optimizer again
-            serving[turn.name]._withdraw()
-        serving[turn.name] = self
+        if turn.name in shards.states:  # this rank alone has made its optimizer again
+            shards.states[turn.name]._withdraw()
+        shards.states[turn.name] = self
         peers, for_forks = PeerRpc.for_group(shards.group), not self._versions.asynchronous
         withdraw = peers.register(self._topic, weak_method(self._answer), for_forks=for_forks)
         self._withdraw: weakref.finalize[[], ShardedState] = weakref.finalize(self, withdraw)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from ovpatch.overlap.peer_rpc import shutdown
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor, pending_param
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch.overlap.tensors.param_state import find_owners, kept_values
 from ovpatch.overlap.tensors.pending_param import PENDING
 from ovpatch_plugins.dist_optimizer import sharded_grads, supported_optimizers
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, load_in_fp32
@@ -26,7 +26,7 @@ from ovpatch_plugins.dist_optimizer.owned_state import NamedOwnedState, OwnedSta
 from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather, finish_orphans, finish_when_dropped, orphans
 from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcast
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.sharded_optimizer import ShardedOptimizer, beside, leave_beside
+from ovpatch_plugins.dist_optimizer.sharded_optimizer import BESIDE, ShardedOptimizer, leave_beside
 from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.supported_optimizers import Kind, NamedClasses, find_kind, unsupported_reason
 
@@ -37,8 +37,9 @@ _BROADCAST_MB = 64.0  # at a time, of parameters that one rank updates for all: 
 
 COMPILED = "its step is compiled by now, and a compiled step reads whole state and gradients in memory"
 
-_known: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer | None] = weakref.WeakKeyDictionary()  # None: stock
-_any_sharded = False  # whether one of them is not stock; a graph guards on it, which could not look into the table
+# What is kept for each optimizer that this feature knows: what divides its steps; None if it is stock.
+_SHARDED: Final = "dist_optimizer"
+_any_sharded = False  # whether one of them is not stock; a graph guards on it, which could not look into a table
 _remarks: list[str] = []
 _strangers: set[str] = set()  # classes of optimizers that stepped and had no parameter of ours
 
@@ -56,6 +57,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             pending_param.wait_for_all()
         except RuntimeError as error:
             _log.warning("parameters did not arrive; each later read of them raises this, too: %s", error)
+        finish_orphans()
         ending = None if group is dist.group.WORLD else group
         leaving = not is_exiting_by_error()
         copies = sys.modules.get("ovpatch.overlap.copy_engine.registry")
@@ -114,9 +116,10 @@ class StepPatches:
                 return inner(optimizer, *args, **kwargs)
             if orphans:
                 finish_orphans()
-            sharded = _known.get(optimizer) or self._take_over(optimizer)
+            kept = kept_values(optimizer)
+            sharded = kept.get(_SHARDED) or self._take_over(optimizer)
             if sharded is None:
-                if beside:
+                if BESIDE in kept:
                     leave_beside(optimizer)
                 return inner(optimizer, *args, **kwargs)
             return sharded.step(inner, *args, **kwargs)
@@ -156,16 +159,17 @@ class StepPatches:
 
     def before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look at an optimizer before its step, as a global step hook: those whose step is not patched are reported."""
-        if torch.compiler.is_compiling() or _known.get(optimizer) is not None:
+        if torch.compiler.is_compiling() or find_sharded(optimizer) is not None:
             return
         inner = supported_optimizers.find_inner_optimizer(optimizer)
-        if inner is not None and inner not in _known and _has_sharded_grads(inner):
+        if inner is not None and _SHARDED not in kept_values(inner) and _has_sharded_grads(inner):
             _leave_stock(inner, f"it is inside a {type(optimizer).__name__}, which divides the work itself")
         self._take_over(optimizer)
 
     def _take_over(self, optimizer: Optimizer) -> ShardedOptimizer | None:
         """Return what divides an optimizer's steps, made at the first call; None if it is stock."""
-        if optimizer not in _known:
+        kept = kept_values(optimizer)
+        if _SHARDED not in kept:
             if not _has_sharded_grads(optimizer):
                 _strangers.add(type(optimizer).__name__)
                 return None  # not now; a model may be wrapped later
@@ -174,9 +178,9 @@ class StepPatches:
                 _leave_stock(optimizer, reason)
             else:
                 self._remark_if_idle(optimizer)
-                _known[optimizer] = self._make(optimizer)
+                kept[_SHARDED] = self._make(optimizer)
                 _note_sharded(lazy=False)
-        return _known[optimizer]
+        return kept[_SHARDED]  # type: ignore[no-any-return]
 
     def _remark_if_idle(self, optimizer: Optimizer) -> None:
         """Remark that an optimizer has no parameter that can be sharded, if so: its steps are stock's."""
@@ -210,16 +214,17 @@ class StepPatches:
 
 def find_sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
     """Return what divides an optimizer's steps; None if it is stock."""
-    return _known.get(optimizer)
+    return kept_values(optimizer).get(_SHARDED)
 
 
 def release_all() -> None:
     """Make every optimizer in this process stock again, its state whole."""
-    for one in list(_known.values()):
+    for _, one in find_owners(_SHARDED):
         if one is not None:
             one.release()
-    _known.clear()
-    beside.clear()
+    for name in (_SHARDED, BESIDE):
+        for optimizer, _ in find_owners(name):
+            del kept_values(optimizer)[name]
     _note_sharded(lazy=False)
     finish_orphans()
 
@@ -236,7 +241,7 @@ def remarks() -> list[str]:
 @torch._disable_dynamo
 def _make_whole(optimizer: Optimizer) -> None:
     """Make an optimizer stock whose step is compiled; a graph reads memory, and lazy tensors have none."""
-    sharded = _known.get(optimizer)
+    sharded = find_sharded(optimizer)
     if sharded is not None:
         sharded.release()
         _leave_stock(optimizer, COMPILED)
@@ -250,7 +255,7 @@ def _make_whole(optimizer: Optimizer) -> None:
 def _note_sharded(*, lazy: bool) -> None:
     """Note whether compiled steps have something to make whole: sharded optimizers, or lazy gradients."""
     global _any_sharded
-    _any_sharded = lazy or any(one is not None for one in _known.values())
+    _any_sharded = lazy or any(one is not None for _, one in find_owners(_SHARDED))
 
 
 def _has_sharded_grads(optimizer: Optimizer) -> bool:
@@ -258,7 +263,7 @@ def _has_sharded_grads(optimizer: Optimizer) -> bool:
 
 
 def _leave_stock(optimizer: Optimizer, reason: str) -> None:
-    _known[optimizer] = None
+    kept_values(optimizer)[_SHARDED] = None
     COUNTERS.stock_optimizers += 1
     text = f"{type(optimizer).__name__} stays stock: {reason}"
     if _remark(text):

@@ -56,9 +56,10 @@ OPTIONS: Final = (
     Option(
         "pipeline_schedule",
         "auto",
-        "When a stage of a pipeline without interleaving computes the weight gradients of its linears. stock: in the "
-        "backward. 1f1b: behind the start of the send of its input gradient. zb-h1: also in the bubble, within the "
-        "memory of 1F1B's first stage. auto: as 1f1b; as stock with tensor parallelism.",
+        "Run pipelines without interleaving by the engine of feature pipeline, whose receives start ahead; and when a "
+        "stage computes the weight gradients of its linears. 1f1b: behind the start of the send of its input gradient. "
+        "zb-h1: also in the bubble, within the memory of 1F1B's first stage. auto: as 1f1b; in the backward with "
+        "tensor parallelism. stock: all is Megatron's.",
         choices=PIPELINE_SCHEDULES,
     ),
 )

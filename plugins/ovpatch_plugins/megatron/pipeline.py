@@ -1,28 +1,32 @@
-"""Megatron's 1F1B with input gradients that are sent before the weight gradients are computed.
+"""Megatron's 1F1B by the engine of ``pipeline``, with input gradients sent before the weight gradients are computed.
 
-Megatron's loop runs as it is, with its messages in its order. A backward leaves out the weight gradients of linears.
-They are computed behind the start of the send, where a stage would wait for its neighbours. If Megatron receives next,
-that is started before them, too.
+Megatron's function runs as it is, with its own forward and backward steps. Its messages are the engine's: receives
+start ahead, and nobody waits for a send. A backward leaves out the weight gradients of linears, which are computed
+behind the send where the engine's order has them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, wait_limit_s
 from ovpatch.overlap.data_parallel.grad_hooks import apply_function
 from ovpatch.overlap.tensors.pending_param import wait_for_param
 from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad, find_wrapped, wrap_function
 from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.takeover import note_left
 from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
+from ovpatch_plugins.pipeline import LoopEngine, LoopError, find_group_reason
 
 _SCHEDULES: Final = "megatron.core.pipeline_parallel.schedules"
 _LAYERS: Final = "megatron.core.tensor_parallel.layers"
@@ -35,87 +39,126 @@ _OTHERS: Final = (
     "enable_cuda_graph",
     "external_cuda_graph",
 )
+_TIMERS: Final = {  # the methods that Megatron's loop calls for messages, with the names of its timers
+    "recv_forward": "forward-recv",
+    "recv_backward": "backward-recv",
+    "send_forward": "forward-send",
+    "send_backward": "backward-send",
+    "send_forward_recv_backward": "forward-send-backward-recv",
+    "send_backward_recv_forward": "backward-send-forward-recv",
+}
+_REMEDY: Final = (
+    "Call ovpatch.apply() with the same arguments on every rank before the first step, and give every rank the same "
+    "OVPATCH variables; OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock on all ranks leaves pipelines to Megatron."
+)
+
+
+_ENGINES: Final[weakref.WeakSet[LoopEngine]] = weakref.WeakSet()
+
+
+def close_all() -> None:
+    """Close the engines of all pipelines."""
+    for engine in _ENGINES:
+        engine.close()
+    _ENGINES.clear()
 
 
 class _Step:
-    """A call of Megatron's schedule on a stage that sends input gradients.
+    """A call of Megatron's schedule on one stage.
 
     Args:
+        engine: Has the stage's messages and the order.
         queue: The weight gradients that are due.
         microbatches: Their number in the step.
-        kept: For how many microbatches weight gradients may be due while the stage goes on.
         no_sync: In which context gradients are accumulated before the last microbatch's.
-        is_uniform: Whether all messages of a direction have one shape.
+        timers: Megatron's, or None.
+        delays: Whether weight gradients are delayed.
     """
 
     def __init__(
-        self, queue: WeightGradQueue, microbatches: int, kept: int, no_sync: Callable[[], Any], *, is_uniform: bool
+        self,
+        engine: LoopEngine,
+        queue: WeightGradQueue,
+        microbatches: int,
+        no_sync: Callable[[], Any],
+        timers: Any,
+        *,
+        delays: bool,
     ) -> None:
+        self.delays = delays
+        self._engine = engine
         self._queue = queue
-        self._left = microbatches
-        self._kept = kept
+        self._microbatches = self._left = microbatches
         self._no_sync = no_sync
-        self._is_uniform = is_uniform
-        self._make: Callable[[], Tensor] | None = None  # memory for an output's gradient, once one has been received
-        self._posted: tuple[Tensor, Any] | None = None  # memory and works of a receive that Megatron will ask for
-        self.is_sending = False  # whether the message that is started next is the last one of an input gradient
-
-    def start(self, original: Callable[..., Any], messages: dict[str, Any]) -> Any:
-        """Start messages, and behind those that send an input gradient what the stage has time for.
-
-        Behind :meth:`send_backward`, Megatron receives the next output gradient, if there is one. It would do so behind
-        the weight gradients; messages stay in its order.
-        """
-        received = messages.get("tensor_recv_next")
-        works = original(**messages) if self._posted is None else self._take(*self._posted, received)
-        if received is not None and self._is_uniform:
-            self._make = functools.partial(torch.empty, received.shape, dtype=received.dtype, device=received.device)
-        if self.is_sending:
-            if self._left and self._make is not None and messages.get("tensor_recv_prev") is None:
-                memory = self._make()
-                self._posted = memory, original(**messages | {"tensor_send_prev": None, "tensor_recv_next": memory})
-                COUNTERS.early_receives += 1
-            COUNTERS.early_sends += bool(self.compute_due())
-        return works
-
-    def _take(self, memory: Tensor, works: Any, received: Tensor | None) -> Any:
-        """Give Megatron the receive that it starts by now.
-
-        Raises:
-            RuntimeError: It starts something else.
-        """
-        if received is None or received.shape != memory.shape:
-            raise RuntimeError(
-                "ovpatch: Megatron's pipeline schedule does not receive an output gradient where known versions do. "
-                "Set OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock"
-            )
-        received.data, self._posted = memory, None
-        return works
+        self._timers = timers
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Run a microbatch's backward inside the ``with`` block."""
-        if self._posted is not None:
-            self._take(*self._posted, None)
-        with self._queue.recording():
+        with self._queue.recording() if self._queue.is_active else contextlib.nullcontext():
             yield
         self._left -= 1
 
-    def compute_due(self) -> int:
-        """Compute the weight gradients for which the stage has time now, all of them behind the last backward.
+    def receive(self, shapes: Sequence[Sequence[int]], *, is_forward: bool) -> list[Tensor | None]:
+        """Return what the next forward or backward reads, as Megatron has it.
 
-        Returns:
-            Their number.
+        Raises:
+            RuntimeError: Megatron runs something else than the engine's order has.
         """
-        self.is_sending = False
-        due = len(self._queue)
-        if self._left:
-            return self._queue.compute(max(0, due - self._kept))
-        found = 0
-        if due > 1:  # in the last backward Megatron has begun to count gradients, of which these are none
-            with self._no_sync():
-                found = self._queue.compute(due - 1)
-        return found + self._queue.compute(min(1, due))
+        try:
+            found: list[Tensor | None] = [*self._engine.receive(shapes, is_forward=is_forward)]
+        except LoopError as error:
+            raise _make_order_error(error) from error
+        return found or [None] * len(shapes)
+
+    def send(self, tensors: Any) -> None:
+        """Send a result, and compute what is due behind it."""
+        before = COUNTERS.weight_grads
+        self._engine.send(tensors if isinstance(tensors, list) else [tensors])
+        COUNTERS.early_sends += COUNTERS.weight_grads != before
+
+    def compute(self, microbatch: int) -> None:
+        """Compute a microbatch's weight gradients."""
+        if not len(self._queue):
+            return
+        # In its last backward Megatron has begun to count gradients, of which only the last microbatch's are.
+        counts = self._left or microbatch == self._microbatches - 1
+        with contextlib.nullcontext() if counts else self._no_sync():
+            self._queue.compute(1)
+
+    def finish(self) -> None:
+        """End the step."""
+        try:
+            self._engine.finish()
+        except LoopError as error:
+            raise _make_order_error(error) from error
+        COUNTERS.early_receives += self._engine.early_receives
+
+    @contextlib.contextmanager
+    def timing(self, name: str, is_edge: bool) -> Iterator[None]:
+        """Have Megatron's timer ``name`` run inside the ``with`` block, unless the stage has no such neighbour."""
+        if self._timers is None or is_edge:
+            yield
+            return
+        self._timers(name, log_level=2).start()
+        yield
+        self._timers(name).stop()
+
+
+def _make_order_error(error: LoopError) -> RuntimeError:
+    return RuntimeError(
+        f"ovpatch: Megatron's pipeline schedule is not that of known versions: {error}. "
+        "Set OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock"
+    )
+
+
+class _Known(NamedTuple):
+    """What the ranks of a pipeline have agreed on: the engine, or None with the reason."""
+
+    group: dist.ProcessGroup
+    objection: str
+    engine: LoopEngine | None
+    reason: str
 
 
 class PipelinePatches:
@@ -126,6 +169,7 @@ class PipelinePatches:
         self._schedule: str = options["pipeline_schedule"]
         self._step: _Step | None = None
         self._wrappers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # by the model
+        self._known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()  # by the model
 
     def wrap_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``forward_backward_pipelining_without_interleaving``."""
@@ -136,9 +180,10 @@ class PipelinePatches:
             if step is None:
                 return original(*args, **kwargs)
             try:
-                with self.queue.running():
-                    self._step = step
+                self._step = step
+                with self.queue.running() if step.delays else contextlib.nullcontext():
                     found = original(**kwargs)
+                step.finish()
             finally:
                 self._step = None
             COUNTERS.pipeline_steps += 1
@@ -168,30 +213,25 @@ class PipelinePatches:
 
         return backward_step
 
-    def wrap_send(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the methods that send an input gradient, ``send_backward`` and ``send_backward_recv_forward``."""
+    def wrap_message(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method of :data:`_TIMERS`: takes what a computation has made, and returns what the next one reads."""
+        name = original.__name__
+        timer, sends, receives = _TIMERS[name], name.startswith("send"), "recv" in name
+        is_forward = name.endswith("recv_forward")
+        names = list(inspect.signature(original).parameters)[1:]
 
         @functools.wraps(original)
-        def send(self_: Any, input_tensor_grads: Any, *args: Any, **kwargs: Any) -> Any:
-            step = self._step
-            if step is None:
-                return original(self_, input_tensor_grads, *args, **kwargs)
-            # Of several tensors Megatron waits for each before it sends the next one.
-            step.is_sending = not isinstance(input_tensor_grads, list) or len(input_tensor_grads) == 1
-            found = original(self_, input_tensor_grads, *args, **kwargs)
-            step.compute_due()
-            return found
+        def communicate(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._step is None:
+                return original(self_, *args, **kwargs)
+            given = dict(zip(names, args, strict=False)) | kwargs
+            *values, is_edge = (given[name] for name in names)  # tensors, shapes, whether there is no neighbour
+            with self._step.timing(timer, is_edge):
+                if sends:
+                    self._step.send(values[0])
+                return self._step.receive(values[-1], is_forward=is_forward) if receives else None
 
-        return send
-
-    def wrap_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the functions that start messages, behind which Megatron waits for them."""
-
-        @functools.wraps(original)
-        def start(**messages: Any) -> Any:
-            return original(**messages) if self._step is None else self._step.start(original, messages)
-
-        return start
+        return communicate
 
     def wrap_linear(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap ``linear_with_grad_accumulation_and_async_allreduce``."""
@@ -209,7 +249,7 @@ class PipelinePatches:
         further: Mapping[str, Any],
     ) -> Tensor | None:
         """Return a linear's output; None if its weight's gradient stays in Megatron's backward."""
-        if self._step is None or sequence_parallel or torch.compiler.is_compiling():
+        if not self.queue.is_active or sequence_parallel or torch.compiler.is_compiling():
             return None
         if not x.requires_grad or further.get("grad_output_buffer") is not None:
             return None
@@ -230,42 +270,81 @@ class PipelinePatches:
         return output
 
     def _begin(self, given: Mapping[str, Any]) -> _Step | None:
-        """Return what a call of the schedule runs with, or None if Megatron's order stays."""
+        """Return what a call of the schedule runs with, or None if it stays Megatron's."""
         if given.get("forward_only"):
             return None
         schedules, model = sys.modules[_SCHEDULES], given["model"]
         model = model[0] if isinstance(model, list) else model
         config, communicator = schedules.get_model_config(model), given.get("p2p_communicator")
-        if model not in self._wrappers:
-            self._wrappers[model] = _find_wrapper(model)
-        reason = self._wrappers[model] or _find_reason(config, communicator, given.get("pg_collection"), schedules)
-        if self._schedule == "auto" and config.tensor_model_parallel_size > 1:
-            reason = "auto keeps collectives of tensor-parallel linears under their weight gradients"
-        if reason:
+        reason, engine = _find_foreign_messages(given, schedules), None
+        if not reason:
+            state = schedules.parallel_state
+            group = state.get_pipeline_model_parallel_group() if communicator is None else communicator.pp_group
+            engine, reason = self._find_engine(model, config, group)
+        if engine is None:
             note_left(f"the pipeline's schedule: {reason}")
             return None
-        state = schedules.parallel_state
-        group = state.get_pipeline_model_parallel_group() if communicator is None else communicator.pp_group
-        if group.rank() == 0:  # nobody waits for the first stage's input gradient
-            return None
-        no_sync, kept = config.no_sync_func, 0
+        no_sync, order = config.no_sync_func, "1f1b"
         if self._schedule == "zb-h1":
             if no_sync is None or getattr(no_sync, "__func__", None) is _find_no_sync(model):
-                kept = group.rank()
+                order = "zb-h1"
             else:
                 note_left("schedule zb-h1, which is 1f1b here: no_sync_func is not that of Megatron's own model")
         if no_sync is None or config.grad_sync_func is not None:  # the latter: Megatron counts behind all backwards
             no_sync = contextlib.nullcontext
-        is_uniform = not (config.variable_seq_lengths or getattr(config, "mtp_standalone", False))
-        return _Step(self.queue, given["num_microbatches"], kept, no_sync, is_uniform=is_uniform)
+        step = _Step(
+            engine, self.queue, given["num_microbatches"], no_sync, config.timers, delays=self._delays(config, group)
+        )
+        varies = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
+        make = functools.partial(_make_buffer, config.pipeline_dtype)
+        engine.start_step(order, given["num_microbatches"], make, step.compute, varies=varies)
+        return step
+
+    def _find_engine(self, model: Any, config: Any, group: dist.ProcessGroup) -> tuple[LoopEngine | None, str]:
+        """Return the engine of a model's pipeline, or None and the reason; the same on all ranks."""
+        if model not in self._wrappers:
+            self._wrappers[model] = _find_wrapper(model)
+        device = torch.device(torch.cuda.current_device())
+        objection = self._wrappers[model] or _find_setting(config) or find_group_reason(group, device)
+        known = self._known.get(model)
+        if known is None or known.group is not group or known.objection != objection:
+            terms = {"pipeline_schedule": self._schedule}
+            limit = wait_limit_s(group, LATE_START_S)
+            reason = check_consistent(
+                group, "megatron pipeline", terms, objection=objection, timeout_s=limit, remedy=_REMEDY
+            )
+            engine = None if reason else LoopEngine(group, device)
+            if engine is not None:
+                _ENGINES.add(engine)
+            self._known[model] = known = _Known(group, objection, engine, reason)
+        return known.engine, known.reason
+
+    def _delays(self, config: Any, group: dist.ProcessGroup) -> bool:
+        """Return whether this stage computes weight gradients behind its sends."""
+        if self._schedule == "auto" and config.tensor_model_parallel_size > 1:
+            note_left(
+                "weight gradients of a pipeline's stages: auto keeps collectives of tensor-parallel linears under them"
+            )
+            return False
+        return group.rank() > 0  # nobody waits for the first stage's input gradient
 
 
-def _find_reason(config: Any, communicator: Any, groups: Any, schedules: Any) -> str:
-    """Return why a step is left to Megatron, or ""."""
+def _make_buffer(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=torch.cuda.current_device(), requires_grad=True)
+
+
+def _find_foreign_messages(given: Mapping[str, Any], schedules: Any) -> str:
+    """Return why the engine cannot have a step's messages, or ""; the same on all ranks."""
+    communicator, groups = given.get("p2p_communicator"), given.get("pg_collection")
     if communicator is not None and type(communicator) is not schedules.P2PCommunicator:
         return f"messages are sent by {type(communicator).__name__}"
     if groups is not None and (communicator is None or "MultiModule" in type(groups).__name__):
         return f"its groups are given as {type(groups).__name__}"
+    return "adjust_tensor_shapes_fn is given" if given.get("adjust_tensor_shapes_fn") is not None else ""
+
+
+def _find_setting(config: Any) -> str:
+    """Return which setting leaves a step to Megatron, or ""."""
     if getattr(config, "cuda_graph_impl", "none") != "none":
         return "cuda_graph_impl is on"
     return next((f"{name} is on" for name in _OTHERS if getattr(config, name, False)), "")

@@ -14,6 +14,14 @@ from ovpatch_plugins.megatron.options import OPTIONS
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _PIPELINE = "megatron.core.pipeline_parallel"
 _GROUP = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
+_MESSAGES = (
+    "recv_forward",
+    "recv_backward",
+    "send_forward",
+    "send_backward",
+    "send_forward_recv_backward",
+    "send_backward_recv_forward",
+)
 
 
 @hookimpl
@@ -65,11 +73,13 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             "multiplies, and scatters the product: a patch of either function alone could not overlap them",
         )
     if delays:
+        from ovpatch_plugins.pipeline import wrap_destroy_process_group
+
         patch(
             f"{_PIPELINE}.schedules.forward_backward_pipelining_without_interleaving",
             "pipeline",
             "wrap_schedule",
-            "is a step of a pipeline; its loop stays Megatron's",
+            "is a step of a pipeline; the function stays Megatron's, and computes",
         )
         patch(
             f"{_PIPELINE}.schedules.forward_backward_pipelining_with_interleaving",
@@ -78,20 +88,18 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             "is a step of a pipeline that stays Megatron's, which the report says",
         )
         patch(f"{_PIPELINE}.schedules.backward_step", "pipeline", "wrap_backward", "is a microbatch's backward")
-        for method in ("send_backward", "send_backward_recv_forward"):
+        for method in _MESSAGES:
             patch(
                 f"{_PIPELINE}.p2p_communication.P2PCommunicator.{method}",
                 "pipeline",
-                "wrap_send",
-                "sends the input gradient behind a backward",
+                "wrap_message",
+                "is a stage's message",
             )
-        for function in ("_p2p_ops", "_batched_p2p_ops"):
-            patch(
-                f"{_PIPELINE}.p2p_communication.{function}",
-                "pipeline",
-                "wrap_start",
-                "starts messages, for which its only caller waits at once",
-            )
+        patches.register_patch(
+            "torch.distributed.distributed_c10d.destroy_process_group",
+            wrap=wrap_destroy_process_group,
+            why="ends the groups beside which the edges of a pipeline have NCCL communicators of their own",
+        )
         patch(
             f"{_LAYERS}.linear_with_grad_accumulation_and_async_allreduce",
             "pipeline",
@@ -148,6 +156,9 @@ def ovpatch_deactivate() -> None:
     param_sync = sys.modules.get("ovpatch_plugins.megatron.param_sync")
     if param_sync is not None:
         param_sync.finish_all()
+    pipeline = sys.modules.get("ovpatch_plugins.megatron.pipeline")
+    if pipeline is not None:
+        pipeline.close_all()
     takeover = sys.modules.get("ovpatch_plugins.megatron.takeover")
     if takeover is not None:
         takeover.give_back_all()

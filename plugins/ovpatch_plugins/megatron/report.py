@@ -18,10 +18,10 @@ class Counters(FeatureCounters):
     held: int = 0  # those of them that were ready before an earlier one, and waited for it
     gathers: int = 0  # bucket groups whose parameters are gathered from the end of a step on
     reads: int = 0  # those of them that a reader other than Megatron's own hooks has waited for
-    pipeline_steps: int = 0  # steps of a pipeline's stage whose weight gradients may be computed behind the send
-    weight_grads: int = 0  # weight gradients of linears that were
+    pipeline_steps: int = 0  # steps of a pipeline's stage that the engine of feature pipeline ran
+    weight_grads: int = 0  # weight gradients of linears that were computed behind a send
     early_sends: int = 0  # sends under which weight gradients were computed
-    early_receives: int = 0  # receives that were started before them
+    early_receives: int = 0  # receives that were started ahead of the computation in front of their reader
 
 
 COUNTERS = Counters()

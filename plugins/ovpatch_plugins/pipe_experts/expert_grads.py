@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ovpatch.overlap.data_parallel.bucket import GradBucket
 from ovpatch.overlap.data_parallel.grad_hooks import GradHooks, watch_outputs, will_accumulate
 from ovpatch.overlap.data_parallel.grad_sync import GradSync, register_reducer
 from ovpatch.overlap.data_parallel.reducer import BackwardReducer, ReducerState
+from ovpatch.overlap.tensors.param_state import param_state
 
 _WRAP_AGAIN = "Wrap the module itself again: expert_data_parallel(ddp.module, ...)."
 
@@ -75,10 +75,11 @@ class ExpertGradients(BackwardReducer):
         self._unfinished: list[GradSync] = []
         self._scaling: list[RemovableHandle] = []
         for param in self._params:
-            earlier = _live.get(param, lambda: None)()
-            if earlier is not None:
+            state = param_state(param)
+            earlier = state.experts()
+            if earlier is not None:  # with the hooks of both, gradients would be scaled twice
                 earlier.retire()
-            _live[param] = weakref.ref(self)
+            state.experts = weakref.ref(self)
         if self._factor != 1:
             self._scaling += [param.register_hook(_multiplied(self._factor)) for param in self._params]
         weakref.finalize(self, _remove, self._scaling).atexit = False
@@ -170,10 +171,6 @@ class ExpertGradients(BackwardReducer):
         self._sync.start_zeros()
         self._unfinished.append(self._sync)
         self._sync = self._new_sync()
-
-
-# Of parameters that are wrapped twice, the last wrapper has the hooks: with both, gradients would be scaled twice.
-_live: Any = WeakTensorKeyDictionary()
 
 
 def _multiplied(factor: float) -> Any:

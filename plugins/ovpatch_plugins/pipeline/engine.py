@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch.overlap.comm.work import Work
 from ovpatch_plugins.pipeline.clock import Clock
 from ovpatch_plugins.pipeline.failures import StepFailures
 from ovpatch_plugins.pipeline.orders import Kind
@@ -34,7 +33,7 @@ from ovpatch_plugins.pipeline.program import Program, Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS, StepTimes
 from ovpatch_plugins.pipeline.stage_run import StageRun
 from ovpatch_plugins.pipeline.torch_stage import defers_wait, finalizes_gradients
-from ovpatch_plugins.pipeline.transport import CopiedMessages, PeerToPeer
+from ovpatch_plugins.pipeline.transport import CopiedMessages, PeerToPeer, StepReceives
 
 
 class PipelineRankError(RuntimeError):
@@ -111,8 +110,7 @@ class Engine:
         self._defers_wait = defers_wait(schedule)
         takes_loss_kwargs = "loss_kwargs" in inspect.signature(schedule._maybe_compute_loss).parameters
         self._takes_loss_kwargs = takes_loss_kwargs
-        self._arriving: dict[Receive, tuple[list[Work], list[Tensor]]] = {}
-        self._posted: set[Receive] = set()
+        self._receives = StepReceives(transport)
         self._last_sent: Step | None = None
         self._is_connected = True
         self._tell_failure = functools.partial(_publish, self._failures, self._name(program.rank))
@@ -137,7 +135,7 @@ class Engine:
         self._transport.start_step(self._tell_failure)
         self._failures.start_step(self._transport.step)
         self._decided.clear()
-        self._posted.clear()
+        self._receives.clear()
         self._last_sent, self._is_connected = None, True
         program, number = self.settling or self.program, 0
         try:
@@ -190,8 +188,7 @@ class Engine:
             if step.receive.action.kind is not Kind.F:
                 self.stages[step.receive.action.stage].launch_before_backward(step.receive.action.microbatch)
             self._wait_for(step.receive)
-            for peer, left in step.kept.items():
-                self._transport.release(peer, left)
+            self._receives.release_sent(step)
         kind, index, microbatch = step.action
         stage = self.stages[index]
         stage.wait_for_unshard()
@@ -263,22 +260,22 @@ class Engine:
     # --- messages ---
 
     def _post(self, receive: Receive) -> None:
-        kind, index, microbatch = receive.action
-        stage, sizes = self.stages[index], None
-        self._posted.add(receive)
         try:
-            if stage.varies and kind is Kind.F:
-                sizes = self._transport.receive_sizes(stage.count_inputs(microbatch), receive.sender)
-            buffers = stage.make_inputs(microbatch, kind, sizes)
-            self._arriving[receive] = self._transport.receive(buffers, receive.sender), buffers
+            self._receives.post(receive, functools.partial(self._make_buffers, receive))
         except RuntimeError as error:
             raise self._make_transport_error(receive.sender, error) from error
 
+    def _make_buffers(self, receive: Receive) -> list[Tensor]:
+        kind, index, microbatch = receive.action
+        stage, sizes = self.stages[index], None
+        if stage.varies and kind is Kind.F:
+            sizes = self._transport.receive_sizes(stage.count_inputs(microbatch), receive.sender)
+        return stage.make_inputs(microbatch, kind, sizes)
+
     def _wait_for(self, receive: Receive) -> None:
-        works, _ = self._arriving.pop(receive)
         started = self._clock.begin_wait()
         try:
-            self._transport.wait_for(works)
+            self._receives.wait_for(receive)
         except RuntimeError as error:
             raise self._make_transport_error(receive.sender, error) from error
         self._clock.end_wait(started)
@@ -355,7 +352,7 @@ class Engine:
             with contextlib.suppress(RuntimeError):  # without messages, replicas are still waiting
                 for step in left:
                     self._refuse_to_reduce(step, failure)
-        self._arriving.clear()
+        self._receives.clear()
         for stage in self.stages.values():
             stage.clear()
 
@@ -363,9 +360,9 @@ class Engine:
         """Go on with the messages and decisions of the step without computing."""
         for step in left:
             for receive in step.posts:
-                if receive not in self._posted:
+                if receive not in self._receives.posted:
                     self._post(receive)
-            if step.receive in self._arriving:
+            if step.receive in self._receives.arriving:
                 self._wait_for(step.receive)
             if step.receiver is not None and step is not self._last_sent:
                 stage, kind = self.stages[step.action.stage], Kind.F if step.action.kind is Kind.F else Kind.B

@@ -39,7 +39,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         )
     patches.register_patch(
         "torch.distributed.distributed_c10d.destroy_process_group",
-        wrap=_wrap_destroy,
+        wrap=wrap_destroy_process_group,
         why="ends the groups beside which the edges of a pipeline have NCCL communicators or memory of their own",
     )
 
@@ -63,7 +63,9 @@ def ovpatch_remarks() -> Sequence[str]:
     return write_remarks()
 
 
-def _wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
+def wrap_destroy_process_group(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``destroy_process_group``: edges of a pipeline end before its group does."""
+
     @functools.wraps(original)
     def destroy_process_group(group: Any = None) -> None:
         transport = sys.modules.get("ovpatch_plugins.pipeline.transport")

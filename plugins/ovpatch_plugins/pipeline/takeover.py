@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.hookspecs import cache_dir
-from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent
-from ovpatch.overlap.comm.group_state import group_store
 from ovpatch_plugins.pipeline.clock import make_clock
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
 from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO, COPIES
@@ -38,12 +36,13 @@ from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, StepTimes,
 from ovpatch_plugins.pipeline.stage_run import StageRun, list_stages
 from ovpatch_plugins.pipeline.torch_stage import initialize_stages, limits_sends
 from ovpatch_plugins.pipeline.transport import (
-    SUPPORTED_BACKENDS,
+    AHEAD,
     CopiedMessages,
     PeerToPeer,
     blocks_host,
     check_copies,
     close_edges,
+    find_group_reason,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +58,6 @@ _CHOSEN_FOR: Final = (
     "ScheduleZBVZeroBubble",
     "ScheduleDualPipeV",
 )
-_AHEAD: Final = {True: 2, False: 1}  # receives posted in advance, where a wait blocks the host and where it does not
 
 
 class Takeover:
@@ -177,7 +175,7 @@ class Takeover:
         varies = self._options["variable_seq_lengths"]
         by_copies = self._options["p2p_transport"] == COPIES and group.size() > 1
         # Where shapes vary, a receive starts with a wait for its message's sizes. A slot needs no receive.
-        ahead = _AHEAD[on_host] if self._options["overlap_p2p_comm"] and not (varies or by_copies) else 0
+        ahead = AHEAD[on_host] if self._options["overlap_p2p_comm"] and not (varies or by_copies) else 0
         make = functools.partial(make_program, orders, placement, rank, shardings=_list_shardings(schedule, rank))
         program = make(ahead=ahead)
         settling = make(ahead=0) if ahead and not on_host else None
@@ -365,12 +363,8 @@ def _list_shardings(schedule: Any, rank: int) -> list[tuple[int, str, int]]:
 
 def _find_reason_against(schedule: Any, stages: Sequence[Any], group: dist.ProcessGroup) -> str:
     """Return why this rank cannot run the schedule, or ""."""
-    device = torch.device(stages[0].device)
-    backend = backend_name(group, device)
-    if backend not in SUPPORTED_BACKENDS:
-        return f"its messages travel by backend {backend}, not by gloo or nccl"
-    if group_store(group) is None:
-        return "its process group has no store, through which ranks would compare their settings"
+    if reason := find_group_reason(group, torch.device(stages[0].device)):
+        return reason
     if _custom_functions(schedule):
         return "register_custom_function() replaces computations"
     if not getattr(schedule, "_backward_requires_autograd", True):

@@ -30,6 +30,7 @@ from ovpatch.overlap.comm.group_state import (
 )
 from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
 from ovpatch.overlap.symm_mem import memory
+from ovpatch_plugins.pipeline.program import Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS
 
 if TYPE_CHECKING:
@@ -41,7 +42,20 @@ _MOST_DIMENSIONS: Final = 8
 _FIRST_TAG: Final = 1 << 20
 _TAGS: Final = 1 << 10
 
-SUPPORTED_BACKENDS: Final = ("gloo", "nccl")
+_SUPPORTED_BACKENDS: Final = ("gloo", "nccl")
+
+AHEAD: Final = {True: 2, False: 1}
+"""Receives posted in advance, where a wait blocks the host and where it does not."""
+
+
+def find_group_reason(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return why messages of a pipeline cannot travel over a group, or ""."""
+    backend = backend_name(group, device)
+    if backend not in _SUPPORTED_BACKENDS:
+        return f"its messages travel by backend {backend}, not by gloo or nccl"
+    if group_store(group) is None:
+        return "its process group has no store, through which ranks would compare their settings"
+    return ""
 
 
 def blocks_host(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -162,6 +176,45 @@ class PeerToPeer:
     def abandon(self) -> None:
         """Drop all messages, after an error of the transport."""
         self._sent.clear()
+
+
+class StepReceives:
+    """The receives of one step of a program: each is started once, in front of the computation that reads it.
+
+    Args:
+        transport: Carries the messages.
+
+    Attributes:
+        posted: Those that have been started.
+        arriving: Those of them that nobody has waited for, with their handles and buffers.
+    """
+
+    def __init__(self, transport: PeerToPeer) -> None:
+        self._transport = transport
+        self.posted: Final[set[Receive]] = set()
+        self.arriving: Final[dict[Receive, tuple[list[Work], list[Tensor]]]] = {}
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self.posted.clear()
+        self.arriving.clear()
+
+    def post(self, receive: Receive, make_buffers: Callable[[], list[Tensor]]) -> None:
+        """Start a receive into new buffers."""
+        self.posted.add(receive)
+        buffers = make_buffers()
+        self.arriving[receive] = self._transport.receive(buffers, receive.sender), buffers
+
+    def wait_for(self, receive: Receive) -> list[Tensor]:
+        """Wait for a message; return its tensors."""
+        works, buffers = self.arriving.pop(receive)
+        self._transport.wait_for(works)
+        return buffers
+
+    def release_sent(self, step: Step) -> None:
+        """Drop sent messages that were read before the one that ``step`` reads was made."""
+        for peer, left in step.kept.items():
+            self._transport.release(peer, left)
 
 
 class CopiedMessages(PeerToPeer):

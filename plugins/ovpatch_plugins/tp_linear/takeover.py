@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
+from ovpatch.overlap.tensors.param_state import find_owners, kept_values
 from ovpatch_plugins.tp_linear import layout, tp_group
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules import fused
@@ -47,24 +46,13 @@ class _RemovedHooks(NamedTuple):
     order: list[int]
 
 
-@dataclass
-class _TakenOver:
-    """The modules that the feature has taken over.
+# What is kept for the modules that the feature has taken over. Stock works first: it cuts the weights, and registers
+# hooks. Then these hooks are removed, and their places among the module's hooks are kept; the module's class changes.
+# Both are undone when the feature goes off.
+_REMOVED: Final = "tp_linear: removed hooks"  # of a linear: its forward pre-hooks and forward hooks
+_GATHERS: Final = "tp_linear: gathers"  # of a module with a SharedAllGather hook
 
-    Stock works first: it cuts the weights, and registers hooks. Then these hooks are removed, and
-    their places among the module's hooks are kept; the module's class changes. Both are undone when the feature goes
-    off.
-    """
-
-    # Linears, with their removed forward pre-hooks and forward hooks.
-    linears: weakref.WeakKeyDictionary[nn.Module, tuple[_RemovedHooks, _RemovedHooks]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-    gathers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # with a SharedAllGather hook
-    left: dict[str, str] = field(default_factory=dict)  # why stock computes a linear, by the name of its class
-
-
-_TAKEN: Final = _TakenOver()
+_left: dict[str, str] = {}  # why stock computes a linear, by the name of its class
 
 
 def apply_to_linear(apply: Callable[..., nn.Module], style: Style, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -88,9 +76,10 @@ def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[
     computes it.
     """
     if reason := find_unsupported_reason(style, linear, mesh.ndim):
-        _TAKEN.left[type(linear).__name__] = reason
+        _left[type(linear).__name__] = reason
         return None
-    _TAKEN.linears[linear] = _remove_hooks(linear._forward_pre_hooks, ours), _remove_hooks(linear._forward_hooks, ours)
+    removed = _remove_hooks(linear._forward_pre_hooks, ours), _remove_hooks(linear._forward_hooks, ours)
+    kept_values(linear)[_REMOVED] = removed
     parallel = TPLinear(isinstance(style, ColwiseParallel), mesh, style)
     object.__setattr__(linear, "_ovpatch_parallel", parallel)
     linear.__class__ = Linear
@@ -122,26 +111,26 @@ def take_over_gather(module: nn.Module, key: int, style: PrepareModuleInput, mes
     if overridden or several or mesh.ndim != 1 or style.use_local_output:
         return
     module._forward_pre_hooks[key] = SharedAllGather(module._forward_pre_hooks[key], style, mesh)
-    _TAKEN.gathers.add(module)
+    kept_values(module)[_GATHERS] = True
     COUNTERS.gathers += 1
 
 
 def give_back_modules() -> None:
     """Give all modules back to stock."""
-    for module, (pre, post) in list(_TAKEN.linears.items()):
+    for module, (pre, post) in find_owners(_REMOVED):
         if type(module) is not Linear:
             continue  # FSDP2 has derived a class from it; while the feature is off, its forward is stock's
         _restore_hooks(module._forward_pre_hooks, pre)
         _restore_hooks(module._forward_hooks, post)
         object.__setattr__(module, "__class__", nn.Linear)
         del module.__dict__["_ovpatch_parallel"]
-        del _TAKEN.linears[module]
-    for module in _TAKEN.gathers:
+        del kept_values(module)[_REMOVED]
+    for module, _ in find_owners(_GATHERS):
+        del kept_values(module)[_GATHERS]
         for key, hook in module._forward_pre_hooks.items():
             if isinstance(hook, SharedAllGather):
                 module._forward_pre_hooks[key] = hook.stock
-    _TAKEN.gathers.clear()
-    _TAKEN.left.clear()
+    _left.clear()
     layout.drop_specs()
     tp_group.drop_tp_groups()
     fused.drop_fused_support()
@@ -149,7 +138,7 @@ def give_back_modules() -> None:
 
 def list_left_linears() -> Mapping[str, str]:
     """Return why stock computes linears, by the name of their class."""
-    return dict(_TAKEN.left)
+    return dict(_left)
 
 
 def _layouts(style: PrepareModuleInput) -> Iterator[tuple[Any, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import nullcontext
 from typing import Any
 
@@ -45,16 +44,10 @@ class Block(nn.Module):
 
 
 def looked_at() -> list[Any]:
-    """Compile blocks one by one, as some do, and look what Dynamo does in a step once all is compiled."""
-    gc.collect()
-    gc.disable()  # a finaliser that runs inside of a compiled frame is compiled as well, and takes the next number
-    try:
-        return looked_at_without_collections()
-    finally:
-        gc.enable()
+    """Compile blocks one by one, as some do, and look what Dynamo does: frames in all, regions and look-ups in a step.
 
-
-def looked_at_without_collections() -> list[Any]:
+    While a block is called, parameters of the next ones may be in flight. Functions that wait are called in it then.
+    """
     model = nn.Sequential(*(Block() for _ in range(3)))
     for block in model:
         block.compile(backend="eager")
@@ -65,14 +58,18 @@ def looked_at_without_collections() -> list[Any]:
         with torch.profiler.profile() if step == 4 else nullcontext() as profile:
             wrapped(data(step, 4, 16)).square().mean().backward()
         optimizer.step()
+    frames = torch._dynamo.convert_frame.FRAME_COUNTER
     torch._dynamo.reset()
-    return sorted(event.name for event in profile.events() if "Dynamo" in event.name or "Compiled" in event.name)
+    names = sorted(event.name for event in profile.events() if "Dynamo" in event.name or "Compiled" in event.name)
+    return [frames, *names]
 
 
-def test_compiled_blocks_are_looked_up_as_often_as_under_stock(ranks):
-    for result in ranks(2)(both, looked_at, timeout=120):
-        assert result["counters"]["gathers_overlapped"] > 0
+@pytest.mark.parametrize("granularity", ["size", "layer"])
+def test_compiled_blocks_are_looked_up_as_often_as_under_stock(ranks, granularity):
+    for result in ranks(2)(both, looked_at, options={"gather_granularity": granularity}, timeout=120):
+        assert result["counters"]["gathers_overlapped"] == (5 if granularity == "size" else 15)
         assert result["stock"] == result["patched"]
+        assert result["stock"][0] == 1
         assert result["stock"].count("TorchDynamo Cache Lookup") == 3
 
 

@@ -286,7 +286,7 @@ def test_parameters_that_never_arrive_are_an_error_for_their_readers_only(ranks)
     assert not afterwards
 
 
-def dropped() -> tuple[bool, bool, bool]:
+def dropped(ending: str) -> tuple[bool, bool, bool]:
     """Drop model and optimizer right after a step; return whether parameters were pending, then, and are alive."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
         model, other = ddp(net()), ddp(net())
@@ -297,19 +297,25 @@ def dropped() -> tuple[bool, bool, bool]:
             opt.zero_grad()
         weight = weakref.ref(model.module[0].weight)
         was_pending = is_pending(model.module[0].weight)
+        if ending == "none, as all have been read":
+            model(data(0, 5, 6))
         del model, opt
         gc.collect()
         at_once = weight() is not None
-        other(data(0, 5, 6)).square().mean().backward()
-        others.step()
+        if ending == "step":
+            other(data(0, 5, 6)).square().mean().backward()
+            others.step()
+        elif ending == "destroy":
+            dist.destroy_process_group(dist.new_group())
         gc.collect()
         return was_pending, at_once, weight() is not None
 
 
-def test_parameters_whose_optimizer_is_gone_are_freed_at_the_next_step_of_any_other(ranks):
-    for was_pending, at_once, afterwards in ranks(2)(dropped):
+@pytest.mark.parametrize("ending", ["step", "destroy", "none, as all have been read"])
+def test_parameters_whose_optimizer_is_gone_are_freed_once_they_have_arrived(ranks, ending):
+    for was_pending, at_once, afterwards in ranks(2)(dropped, ending):
         assert was_pending
-        assert at_once  # or this would test nothing
+        assert at_once is not ending.startswith("none")  # or this would test nothing
         assert not afterwards
 
 

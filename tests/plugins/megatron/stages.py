@@ -48,6 +48,8 @@ class Case:
         per_token: Whether the loss is divided by the number of tokens of the whole step.
         sharded: Whether Megatron's distributed optimizer steps, whose parameters are gathered behind it.
         evaluates: Whether a forward without backward comes before each step.
+        growth: How many microbatches a step has more than the one before.
+        fails: Whether the end of the first step raises an error.
     """
 
     tp: int = 1
@@ -65,11 +67,17 @@ class Case:
     per_token: bool = False
     sharded: bool = False
     evaluates: bool = False
+    growth: int = 0
+    fails: bool = False
+
+    def count_microbatches(self, step: int) -> int:
+        """Return the number of microbatches in a step."""
+        return self.microbatches + step * self.growth
 
 
 def _data(case: Case, step: int, replica: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(100 * replica + step)
-    for number in range(case.microbatches):
+    for number in range(case.count_microbatches(case.steps)):
         length = case.lengths[number % len(case.lengths)]
         rows = torch.randint(VOCABULARY, (BATCH, length + 1), generator=generator)
         yield rows[:, :-1], rows[:, 1:]
@@ -130,12 +138,12 @@ def train(case: Case) -> list[dict[str, Any]]:
         given = {
             "forward_step_func": _make_forward(case),
             "model": [model],
-            "num_microbatches": case.microbatches,
             "seq_length": SEQUENCE,
             "micro_batch_size": BATCH,
         } | case.given
         for step in range(case.steps):
             row: dict[str, Any] = {}
+            given["num_microbatches"] = case.count_microbatches(step)
             if case.evaluates:
                 with torch.no_grad():
                     data = _data(case, 50 + step, state.get_data_parallel_rank())
@@ -143,6 +151,13 @@ def train(case: Case) -> list[dict[str, Any]]:
             if case.ddp is not None:
                 model.zero_grad_buffer()
             data = _data(case, step, state.get_data_parallel_rank())
+            if case.fails and step == 0:
+                failing = mock.patch.object(config, "finalize_model_grads_func", side_effect=ZeroDivisionError)
+                with failing, contextlib.suppress(ZeroDivisionError):
+                    run(data_iterator=data, forward_only=False, **given)
+                model.finish_grad_sync()  # a started reduction ends, or the next step has it
+                optimizer.zero_grad()
+                continue
             row["losses"] = run(data_iterator=data, forward_only=False, **given)
             for param in () if case.sharded else trained.values():
                 if hasattr(param, "main_grad"):

@@ -1,4 +1,4 @@
-"""Megatron's pipeline with delayed weight gradients: all bits are Megatron's."""
+"""Megatron's pipeline by the engine of ``pipeline``, with delayed weight gradients: all bits are Megatron's."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import contextlib
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 
-from ovpatch_plugins.megatron import takeover
-from ovpatch_plugins.megatron.pipeline import PipelinePatches, _Step
+import ovpatch
+from ovpatch_plugins.megatron import pipeline, takeover
+from ovpatch_plugins.megatron.pipeline import PipelinePatches
 from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
 from tests.plugins.megatron.models import SEQUENCE
-from tests.plugins.megatron.stages import Case, run_both
+from tests.plugins.megatron.stages import Case, run_both, train
 from tests.scripts.arms import needs
 
 pytestmark = needs("megatron")
@@ -40,9 +43,20 @@ CASES = {
     "fused, defer_embedding_wgrad_compute": Case(
         config=FUSED | {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 2}, prepare="defer_output_layer"
     ),
-    "read elsewhere": Case(prepare="read_elsewhere"),
+    "more microbatches in each step": Case(steps=3, growth=1),
+    "behind a step that failed": Case(steps=3, fails=True),
+    "read elsewhere": Case(prepare="read_elsewhere"),  # the last one: its remark stays
 }
 NOT_DELAYED = {"fused, defer_embedding_wgrad_compute": 1, "read elsewhere": 1}  # of the last stage's linears
+
+
+def expected_receives(case: Case, stage: int) -> int:
+    """Return how many receives start before the computation in front of their readers: all but a first F's."""
+    if case.config.get("variable_seq_lengths"):
+        return 0
+    steps = range(case.fails, case.steps)
+    microbatches = sum(map(case.count_microbatches, steps))
+    return microbatches * ((stage > 0) + (stage < case.pp - 1)) - len(steps) * (stage > 0)
 
 
 @pytest.mark.parametrize(
@@ -55,15 +69,17 @@ def test_all_bits_are_megatrons(ranks, schedule, names):
             assert not differing, (rank, name)
             key = name.rpartition(", ")[0]
             case, delayed = CASES[key], rank * (LINEARS + 1 - NOT_DELAYED.get(key, 0))
-            assert counters["weight_grads"] == delayed * case.microbatches * (case.steps - 1), name
-            assert counters["pipeline_steps"] == rank * case.steps, name
+            microbatches = list(map(case.count_microbatches, range(1 + case.fails, case.steps)))
+            assert counters["weight_grads"] == delayed * sum(microbatches), name
+            assert counters["pipeline_steps"] == case.steps - case.fails, name
             later = schedule == "zb-h1" and case.microbatches > 1  # the first microbatch's, behind the second send
-            assert counters["early_sends"] == rank * (case.microbatches - later) * (case.steps - 1), name
+            assert counters["early_sends"] == rank * (sum(microbatches) - later * len(microbatches)), name
+            assert counters["early_receives"] == expected_receives(case, rank), name
             assert any("read more than once" in text for text in remarks) == (key == "read elsewhere" and rank == 1)
 
 
 FOUR = {
-    "four stages": Case(pp=4, microbatches=6, steps=3),
+    "four stages": Case(pp=4, microbatches=6, steps=3, config={"deallocate_pipeline_outputs": True}),
     "four stages, two microbatches": Case(pp=4, microbatches=2, grad_sync=True, config={"batch_p2p_comm": True}),
     "two replicas, sharded": Case(sharded=True),
     "tensor parallel": Case(tp=2),
@@ -76,19 +92,87 @@ def test_all_bits_are_megatrons_on_four_ranks(ranks):
             assert not differing, (rank, name)
             case = FOUR[name.rpartition(", ")[0]]
             stage = rank // (4 // case.pp)
-            ahead = min(case.pp - 1 - stage, case.microbatches - 1) if stage else 0  # at the end of a step
-            assert counters["early_receives"] == ahead * case.steps, name
+            assert counters["early_receives"] == expected_receives(case, stage), name
             delayed = (stage > 0) * LINEARS + (stage == case.pp - 1)
             assert counters["weight_grads"] == delayed * case.microbatches * (case.steps - 1), name
 
 
-def test_auto_leaves_tensor_parallel_stages_to_megatron_and_says_so(ranks):
+def test_auto_leaves_weight_gradients_of_tensor_parallel_stages_to_megatron_and_says_so(ranks):
     for found in ranks(4)(run_both, {"tensor parallel": Case(tp=2, microbatches=1)}, ("auto",)):
         ((differing, counters, remarks),) = found.values()
         assert not differing
-        assert counters["pipeline_steps"] == counters["weight_grads"] == 0
+        assert counters["weight_grads"] == 0
+        assert counters["pipeline_steps"] == 2, "the messages are the engine's"
         assert counters["calls"], "the linears are still ours"
         assert any("auto keeps collectives" in text for text in remarks)
+
+
+def only_the_engine_sends() -> tuple[Any, Any]:
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    case = {"plain": Case()}
+    with mock.patch.object(
+        P2PCommunicator, "_communicate", autospec=True, side_effect=P2PCommunicator._communicate
+    ) as of:
+        stock = len([train(case["plain"]), *of.mock_calls]) - 1
+        of.reset_mock()
+        with ovpatch.applied("megatron"):
+            train(case["plain"])
+        return stock, len(of.mock_calls)
+
+
+def test_no_message_is_megatrons(ranks):
+    for stock, patched in ranks(2)(only_the_engine_sends):
+        assert stock > 0
+        assert patched == 0
+
+
+def one_rank_objects() -> Any:
+    from ovpatch_plugins.megatron import pipeline
+
+    reason = "a setting of one rank is on" if dist.get_rank() else ""
+    with mock.patch.object(pipeline, "_find_setting", return_value=reason):
+        return run_both({"plain": Case()}, ("1f1b",))
+
+
+def test_all_ranks_leave_the_schedule_to_megatron_if_one_does(ranks):
+    for found in ranks(2)(one_rank_objects):
+        ((differing, counters, remarks),) = found.values()
+        assert not differing
+        assert counters["pipeline_steps"] == 0
+        assert any("a setting of one rank is on (rank 1)" in text for text in remarks)
+
+
+class Timers:
+    """Stands for Megatron's, which need CUDA: the names of those that have run."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.seen: set[str] = set()
+
+    def __call__(self, name: str, **_: Any) -> Any:
+        return SimpleNamespace(start=lambda **_: self.running.append(name), stop=lambda: self._stop(name))
+
+    def _stop(self, name: str) -> None:
+        assert self.running.pop() == name
+        self.seen.add(name)
+
+
+def timed_messages() -> list[set[str]]:
+    found = []
+    for features in ((), ("megatron",)):
+        timers = Timers()
+        with ovpatch.applied(*features) if features else contextlib.nullcontext():
+            train(Case(config={"timers": timers, "barrier_with_L1_time": False}, ddp=None))
+        assert not timers.running
+        found.append({name for name in timers.seen if "send" in name or "recv" in name})
+    return found
+
+
+def test_megatrons_timers_run_as_before(ranks):
+    for stock, patched in ranks(2)(timed_messages):
+        assert stock
+        assert patched == stock
 
 
 class Replicated(torch.nn.Module):
@@ -111,18 +195,25 @@ class Elsewhere:
         ({}, {"p2p_communicator": Elsewhere()}, "messages are sent by Elsewhere"),
         ({}, {"pg_collection": Elsewhere()}, "its groups are given as Elsewhere"),
         ({}, {"model": torch.nn.Sequential(Replicated())}, "the model is in Replicated"),
+        ({}, {"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn is given"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_unknown_is_left_to_megatron_and_said(monkeypatch, changes, given, reason):
     given = dict(given)
     monkeypatch.setattr(takeover, "_LEFT", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     config = SimpleNamespace(tensor_model_parallel_size=1, **changes)
-    schedules = SimpleNamespace(get_model_config=lambda _model: config, P2PCommunicator=SimpleNamespace)
+    group = SimpleNamespace(size=lambda: 1)
+    state = SimpleNamespace(get_pipeline_model_parallel_group=lambda: group)
+    schedules = SimpleNamespace(
+        get_model_config=lambda _model: config, P2PCommunicator=SimpleNamespace, parallel_state=state
+    )
     monkeypatch.setitem(sys.modules, "megatron.core.pipeline_parallel.schedules", schedules)
+    monkeypatch.setattr(pipeline, "wait_limit_s", lambda *_: 1.0)
     patches = PipelinePatches({"pipeline_schedule": "1f1b"})
-    run = patches.wrap_schedule(lambda **given: patches.queue.is_active)
-    assert run(model=given.pop("model", torch.nn.Linear(1, 1)), num_microbatches=1, **given) is False
+    run = patches.wrap_schedule(lambda **given: patches._step)
+    assert run(model=given.pop("model", torch.nn.Linear(1, 1)), num_microbatches=1, **given) is None
     assert takeover.list_left() == [f"the pipeline's schedule: {reason}"]
 
 
@@ -133,64 +224,28 @@ def test_interleaving_is_left_to_megatron_and_said(monkeypatch):
     assert "the pipeline's schedule with interleaving" in takeover.list_left()[0]
 
 
-@pytest.mark.parametrize(
-    ("tensors", "left", "is_uniform", "expected"),
-    [
-        (1, 0, True, ["receive", "send", "W", "wait"]),
-        (1, 1, True, ["receive", "send", "receive", "W", "wait", "taken"]),
-        (1, 1, False, ["receive", "send", "W", "wait", "receive"]),
-        (2, 1, True, ["receive", "send", "wait", "send", "wait", "W", "receive"]),
-    ],
-    ids=["the last one", "one more", "of other shapes", "two tensors"],
-)
-def test_weight_gradients_are_computed_behind_the_start_of_the_last_messages(tensors, left, is_uniform, expected):
-    found: list[str] = []
-    memory: list[torch.Tensor] = []
+def another_loop() -> str:
+    from megatron.core.pipeline_parallel import schedules
 
-    def begin(*, tensor_send_prev: Any = None, tensor_recv_next: Any = None, tensor_recv_prev: Any = None) -> str:
-        found.append("send" if tensor_send_prev is not None else "receive")
-        memory.append(tensor_recv_next)
-        return f"works {len(memory)}"
+    def loop(*, model: Any, **_: Any) -> None:
+        config = schedules.get_model_config(model[0])
+        schedules.P2PCommunicator(schedules.parallel_state.get_pipeline_model_parallel_group(), config).recv_backward(
+            [(1,)], dist.get_rank() == 1
+        )
 
-    class Queue:
-        def __len__(self) -> int:
-            return 1
-
-        def compute(self, microbatches: int) -> int:
-            found.extend(["W"] * ("W" not in found))
-            return 1
-
-    patches = PipelinePatches({"pipeline_schedule": "1f1b"})
-    start = patches.wrap_start(begin)
-    send = patches.wrap_send(
-        lambda _self, grads: [(start(tensor_send_prev=grad), found.append("wait")) for grad in grads]
-    )
-    patches._step = _Step(Queue(), left, 0, contextlib.nullcontext, is_uniform=is_uniform)
-    start(tensor_recv_next=torch.zeros(2, requires_grad=True))
-    send(None, [torch.ones(2)] * tensors)
-    if left:
-        started, received = len(memory), torch.zeros(2, requires_grad=True)
-        works = start(tensor_recv_next=received)
-        if started == len(memory):
-            found.append("taken")
-            assert works == "works 3"
-            assert received.data_ptr() == memory[-1].data_ptr()
-    assert found == expected
+    with (
+        mock.patch.object(schedules, "forward_backward_pipelining_without_interleaving", loop),
+        ovpatch.applied("megatron"),
+        pytest.raises(RuntimeError) as caught,
+    ):
+        train(Case(steps=1))
+    return str(caught.value)
 
 
-def test_a_receive_that_megatron_does_not_ask_for_is_an_error():
-    patches = PipelinePatches({"pipeline_schedule": "1f1b"})
-    patches._step = step = _Step(WeightGradQueue(), 2, 0, contextlib.nullcontext, is_uniform=True)
-    start = patches.wrap_start(lambda **messages: [])
-    start(tensor_recv_next=torch.zeros(2))
-    with step.backward():
-        pass
-    patches.wrap_send(lambda _self, grad: start(tensor_send_prev=grad))(None, torch.ones(2))
-    for received in ({}, {"tensor_recv_next": torch.zeros(3)}):
-        with pytest.raises(RuntimeError, match="PIPELINE_SCHEDULE=stock"):
-            start(**received)
-    with pytest.raises(RuntimeError, match="PIPELINE_SCHEDULE=stock"), step.backward():
-        pass
+def test_a_loop_of_another_order_is_an_error(ranks):
+    for text in ranks(2)(another_loop):
+        assert "runs B where its order has" in text
+        assert "PIPELINE_SCHEDULE=stock" in text
 
 
 def plain_linear(
@@ -213,7 +268,6 @@ def test_a_linear_that_another_library_has_wrapped_is_called_and_said(monkeypatc
         called.append(args)
         return plain_linear(*args)
 
-    patches._step = object()
     weight = torch.nn.Parameter(torch.randn(3, 4))
     with patches.queue.running():
         patches.wrap_linear(wrapper)(x, weight, None, False, False, False)
@@ -226,7 +280,6 @@ def test_a_compiled_linear_is_megatrons_and_is_compiled_once():
     compiled = torch.compile(patches.wrap_linear(plain_linear), backend=counter, fullgraph=True)
     x, weight = torch.randn(2, 4, requires_grad=True), torch.nn.Parameter(torch.randn(3, 4))
     for _ in range(3):
-        patches._step = object()
         with patches.queue.running():
             assert compiled(x, weight, None, False, False, False).equal(x @ weight.t())
     assert counter.frame_count == 1

@@ -259,7 +259,7 @@ def _watch_receives() -> tuple[list[str], list[int], list[int]]:
         run(self, inputs)
 
     def _wait_for(self: Any, receive: Any) -> None:
-        started[-1].append(len(self._arriving))
+        started[-1].append(len(self._receives.arriving))
         wait(self, receive)
 
     with pytest.MonkeyPatch.context() as patch:
