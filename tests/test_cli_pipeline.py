@@ -82,6 +82,12 @@ def test_without_matplotlib_the_remedy_is_named_before_anything_is_solved(comman
     assert "ovpatch[plot]" in err
 
 
+def test_two_directions_come_with_what_runs_them(command):
+    code, out, _ = command("--what-if", "p=4,m=16,memory=2x,placement=bidirectional,f=1,b=1,w=1")
+    assert code == ExitCode.OK
+    assert "where cut(placement='bidirectional') made the schedule: OVPATCH_PIPELINE=1" in out
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -93,6 +99,7 @@ def test_without_matplotlib_the_remedy_is_named_before_anything_is_solved(comman
         ("p=2,m=2,f=0,b=0,w=0", "are all 0"),
         ("p=2,m=2,placement=vees", "placement=vees is unknown"),
         ("p=1000,m=1000", "Give a smaller m"),
+        ("p=3,m=7,placement=bidirectional", "p=3 and m=7 cannot be divided into two directions.*even numbers"),
     ],
 )
 def test_mistakes_are_named(text, message, command):

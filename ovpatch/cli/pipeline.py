@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from ovpatch.insight import variants
 
 _FEATURE: Final = "pipeline"
-_PLACEMENTS: Final = ("straight", "loop", "vee", "bidirectional")
+_BIDIRECTIONAL: Final = "bidirectional"
+_PLACEMENTS: Final = ("straight", "loop", "vee", _BIDIRECTIONAL)
 _MOST_ACTIONS: Final = 100_000
 # F, B and W of transformer blocks on one H200, and a transfer of their activations over NVLink.
 _COSTS: Final = {"f": ("forward", 1.0), "b": ("backward", 1.22), "w": ("weight", 1.04), "c": ("send", 0.02)}
@@ -202,6 +203,12 @@ def parse_question(text: str) -> dict[str, Any]:
                 f"--what-if: placement={placement} is unknown{suggest_name(placement, _PLACEMENTS)}. "
                 f"Write some of {'/'.join(_PLACEMENTS)}."
             )
+    odd = [f"{word}={question[name]}" for word, name in (("p", "ranks"), ("m", "microbatches")) if question[name] % 2]
+    if odd and _BIDIRECTIONAL in question["placements"]:
+        raise SettingsError(
+            f"--what-if: {' and '.join(odd)} cannot be divided into two directions, as placement={_BIDIRECTIONAL} has "
+            "them. Give even numbers, or leave that placement out."
+        )
     for word, (name, default) in _COSTS.items():
         question[name] = _number(word, words.get(word, str(default)), 0.0)
     if question["forward"] + question["backward"] + question["weight"] <= 0:
@@ -298,7 +305,9 @@ def format_answer(question: Mapping[str, Any], answer: Mapping[str, Any], *, col
     if settable:
         row = min(settable, key=lambda row: float(row["step"]))
         setting = " ".join(f"{name}={value}" for name, value in row["setting"].items())
-        lines += ["", f"to run {row['order']} where each rank has one stage: {setting}"]
+        is_cut = row["placement"] == _BIDIRECTIONAL
+        where = f"cut(placement={_BIDIRECTIONAL!r}) made the schedule" if is_cut else "each rank has one stage"
+        lines += ["", f"to run {row['order']} where {where}: {setting}"]
     return "\n".join(lines)
 
 

@@ -24,9 +24,13 @@ from ovpatch_plugins.pipeline.solver import Problem, Progress, find_lower_bound,
 
 _SOLVED: Final = "solved"
 _EARLY: Final = "1f1b, early sends"
+_ONE_BY_ONE: Final = "bidirectional"
+_DOUBLED: Final = "bidirectional, forwards doubled"
 _SETTINGS: Final = {
     _EARLY: {"OVPATCH_PIPELINE": "1"},
     **{name: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": name} for name in ("zb-h1", "zb-h2")},
+    _ONE_BY_ONE: {"OVPATCH_PIPELINE": "1"},
+    _DOUBLED: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_FORWARD_DOUBLING": "1"},
 }
 _LETTERS: Final = {Kind.F: "F", Kind.B: "B", Kind.W: "W", Kind.BW: "B"}
 
@@ -95,7 +99,7 @@ def _known(placement: str, ranks: int, microbatches: int) -> list[tuple[str, Sch
     if placement == "vee":
         return [("zb-v", build_vee_order(ranks=ranks, microbatches=microbatches))]
     if placement == "bidirectional":
-        names = {False: "bidirectional", True: "bidirectional, forwards doubled"}
+        names = {False: _ONE_BY_ONE, True: _DOUBLED}
         return [
             (name, split_backwards(build_bidirectional_order(ranks=ranks, microbatches=microbatches, doubles=doubles)))
             for doubles, name in names.items()
