@@ -7,8 +7,8 @@
 With several processes, arms alternate; each is built anew, warmed up and timed while its steps follow each other; the
 slowest rank counts. ``limit`` is m(F + B + W) by stock: all microbatches of a step one after the other, every rank
 alone with its own stage. Beside each order of the feature stands the time of a step that the simulator expects from the
-costs that the engine measured in the same steps; transfers cost nothing there. Arms whose names end with ``copies``
-have copy engines carry their messages; they are for GPUs of one host.
+costs that the engine measured in the same steps, and from the time of a message to and fro before them. Arms whose
+names end with ``copies`` have copy engines carry their messages; they are for GPUs of one host.
 
 With one process, a stage alone is timed: F, B and W with weight gradients deferred, and F and the backward as stock
 computes them; time of the device, time in which the host issues them, and memory.
@@ -39,10 +39,9 @@ from torch.utils.checkpoint import checkpoint
 import ovpatch
 from benchmarks.message_clock import time_steps
 from benchmarks.models import Block
-from benchmarks.runs import CUDA, add_timing, alternate, clocked, described, device, running, start, timed
-from ovpatch_plugins.pipeline.actions import Kind
+from benchmarks.runs import CUDA, add_timing, alternate, clocked, described, device, running, start
 from ovpatch_plugins.pipeline.clock import HostClock
-from ovpatch_plugins.pipeline.orders import build_order, convert_torch_order, split_backwards
+from ovpatch_plugins.pipeline.orders import Kind, build_order, convert_torch_order, split_backwards
 from ovpatch_plugins.pipeline.report import list_schedules
 from ovpatch_plugins.pipeline.simulator import Costs, simulate
 from ovpatch_plugins.pipeline.stage_run import list_stages
@@ -71,7 +70,8 @@ ARMS: dict[str, tuple[str, int, str | None]] = {
     "ZBVZeroBubble, auto": ("ScheduleZBVZeroBubble", 2, "auto"),
 }
 LIMIT = "limit"
-_STEPS_TO_CHOOSE = 23  # of schedule=auto: to measure, and to race one order against another
+_STEPS_TO_CHOOSE = 100  # of schedule=auto, at most: to measure, and to race one order against another
+_CHOOSING = ("races against the order as given", "while costs are measured")  # in what the report says until then
 STAGE_ARMS = ("stock", "deferred", "stock, checkpoint", "deferred, checkpoint")
 
 
@@ -164,18 +164,51 @@ def measure_schedule(args: argparse.Namespace, name: str) -> dict[str, Any]:
         def step() -> None:
             schedule.step(*inputs, target=rows, return_outputs=False)
 
+        send = measure_send(args)
         if arm[2] == "auto":
-            timed(step, _STEPS_TO_CHOOSE)
+            choose(step)
         found = clocked(step, args, chained)
         if arm[2] is not None and arm[2] != "auto":
-            found["predicted_ms"] = predict(schedule, arm)
+            found["predicted_ms"] = predict(schedule, arm, send)
         found["remarks"] = next((list(f.remarks) for f in ovpatch.report().features if f.name == "pipeline"), [])
         return found
     finally:
         ovpatch.revert()
 
 
-def predict(schedule: Any, arm: tuple[str, int, str | None]) -> float:
+def choose(step: Callable[[], object]) -> None:
+    """Run steps until ``schedule=auto`` has chosen: those of its race are not what a training run is like behind it."""
+    for _ in range(_STEPS_TO_CHOOSE):
+        step()
+        if not any(text in note for note in list_schedules()[-1].notes for text in _CHOOSING):
+            return
+    raise RuntimeError(f"schedule=auto has not chosen within {_STEPS_TO_CHOOSE} steps")
+
+
+def measure_send(args: argparse.Namespace) -> float:
+    """Return the seconds that a microbatch's activations take to the next rank; the slowest of all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    row, slowest = make_rows(args, 1), torch.zeros((), device=device())
+    for lower in range(size - 1):
+        if rank not in (lower, lower + 1):
+            continue
+        seconds = []
+        for _ in range(8):
+            if CUDA:
+                torch.cuda.synchronize()
+            begin = HostClock.read()
+            for sends in (rank == lower, rank != lower):
+                peer = lower + 1 if rank == lower else lower
+                dist.send(row, peer) if sends else dist.recv(row, peer)
+            if CUDA:
+                torch.cuda.synchronize()
+            seconds.append((HostClock.read() - begin) / 2)
+        slowest.fill_(max(slowest.item(), statistics.median(seconds)))
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def predict(schedule: Any, arm: tuple[str, int, str | None], send: float) -> float:
     """Return the ms of a step that the simulator expects from the costs of all ranks, which call this together."""
     times, stages = list_schedules()[-1].times, list_stages(schedule)
     mine = {}
@@ -183,8 +216,9 @@ def predict(schedule: Any, arm: tuple[str, int, str | None]) -> float:
         backward = times.mean(stage, Kind.B) or times.mean(stage, Kind.BW)
         mine[stage] = (times.mean(stage, Kind.F), backward, times.mean(stage, Kind.W))
     shared: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shared, mine)
-    costs = dict(sorted((stage, cost) for part in shared for stage, cost in part.items()))
+    dist.all_gather_object(shared, (mine, times.overhead))
+    costs = dict(sorted((stage, cost) for part, _ in shared for stage, cost in part.items()))
+    overhead = tuple(seconds for _, seconds in shared)
     forward, backward, weight = (tuple(column) for column in zip(*costs.values(), strict=True))
     if arm[1] == 1:
         own = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}[arm[0]]
@@ -194,7 +228,8 @@ def predict(schedule: Any, arm: tuple[str, int, str | None]) -> float:
         orders = convert_torch_order(schedule.pipeline_order)
     ranks = stages[0].stage_index_to_group_rank
     placement = [ranks[stage] for stage in range(len(costs))]
-    return 1000 * simulate(split_backwards(orders), placement, Costs(forward, backward, weight)).step
+    found = Costs(forward, backward, weight, send, overhead)
+    return 1000 * simulate(split_backwards(orders), placement, found).step
 
 
 def compare_schedules(args: argparse.Namespace) -> None:

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ovpatch.session.report import format_report, render_table
+from ovpatch.session.report import summarise_report
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -249,14 +249,6 @@ def show_runs(console: Console, stock: Run, patched: Run) -> None:
         console.print(line, highlight=False)
 
 
-def show_report(console: Console, report: Mapping[str, Any]) -> None:
-    """Print features, states and counters, then the patches, as the workers reported them."""
-    colour = console.is_terminal
-    rows = [(p["target"], p["feature"], p["kind"], p["state"], str(p["calls"])) for p in report["patches"]]
-    patches = render_table("patches", ("target", "feature", "kind", "state", "calls"), rows, colour=colour)
-    console.out(format_report(report, colour=colour), patches, sep="\n", highlight=False)
-
-
 def show_state(console: Console, report: Mapping[str, Any], nproc: int) -> None:
     """Print how much optimizer state a process keeps by parts, and how much stock keeps of the same."""
     counters = next(feature["counters"] for feature in report["features"] if feature["name"] == BY_PARTS)
@@ -325,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(runs) > 1:
         problems += check_report(report, nproc, by_parts=by_parts)
         if report.get("processes"):
-            show_report(console, report)
+            console.out(summarise_report(report, len(report["processes"])), highlight=False)
             if by_parts and not problems:
                 show_state(console, report, nproc)
     for problem in problems:

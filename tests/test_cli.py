@@ -309,6 +309,13 @@ def test_a_torch_that_is_too_old_is_a_problem_and_a_warning(command, monkeypatch
         ovpatch.apply()
 
 
+def test_without_torch_the_remedy_is_named(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, out, err = command("doctor")
+    assert (code, out) == (ExitCode.PROBLEM, "")
+    assert err.startswith(f"ovpatch doctor: {sys.executable} has no torch. Install torch 2.11 or later")
+
+
 def test_doctor_names_a_duplicate_that_was_left_out(command, site):
     site.announce("ddp", "fake_ddp", dist="impostor")
     code, out, _ = command("doctor", "--json")

@@ -8,12 +8,10 @@ import importlib
 import inspect
 import os
 import re
-import shlex
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +23,6 @@ from torch import nn
 
 import ovpatch
 from benchmarks import figures, tables
-from ovpatch.cli import main
 from ovpatch.session.plugins import Plugins, find_plugins
 from ovpatch.session.session import Session
 from ovpatch.settings.options import list_variables
@@ -210,6 +207,14 @@ def test_every_note_that_the_documentation_names_is_in_the_code():
         assert not named - notes
 
 
+def test_every_result_file_that_the_documentation_names_is_there():
+    named = {
+        name for page in PAGES for name in re.findall(r"`(?:\S+/)?(\w+\.jsonl)`", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5
+    assert not named - {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
+
+
 # --- docs/features ---
 
 
@@ -227,6 +232,13 @@ def test_the_options_table_is_the_codes(feature):
     assert docs_table.refresh_page(text, page.parent) == text, (
         "run python tools/docs_table.py docs/features/*-reference.md"
     )
+
+
+def test_the_versions_are_those_of_their_record():
+    page = ROOT / "docs" / "compatibility.md"
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<!-- begin: versions -->") == 1
+    assert docs_table.refresh_page(text, page.parent) == text, "run python tools/docs_table.py docs/compatibility.md"
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -471,55 +483,3 @@ def test_imports_in_docstrings_are_there():
     assert len(statements) >= 3
     for _, statement in statements:
         exec(statement, {})
-
-
-def commands() -> Iterator[tuple[str, list[str]]]:
-    """Yield each call of ovpatch in the documentation and in docstrings, as words, with the place."""
-    texts = [(page.name, line) for page in PAGES for block in fenced(page) for line in block.splitlines()]
-    texts += [(place, line) for place, text in docstrings() for line in text.splitlines() if line.startswith("    ")]
-    for place, line in texts:
-        match = re.match(r"\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(?:python3? -m )?ovpatch ([a-z].*)$", line)
-        if match and not re.match(r"(list|doctor|run|verify|bench|timeline)\S*:", match[1]):
-            yield place, shlex.split(match[1].replace("\\", ""), comments=True)
-
-
-def fenced(page: Path) -> list[str]:
-    """Return the blocks that are not Python."""
-    pieces = re.split(r"^```(\w*)\n", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return [text for language, text in zip(pieces[1::4], pieces[2::4], strict=False) if language != "python"]
-
-
-def test_every_command_line_in_the_documentation_is_understood():
-    found = [(place, words) for place, words in commands() if words[0] in main.COMMANDS]
-    assert {words[0] for _, words in found} == {*main.COMMANDS}
-    for place, words in found:
-        try:
-            main._parser(words[0]).parse_args(words)
-        except SystemExit:
-            pytest.fail(f"{place}: ovpatch {' '.join(words)}")
-
-
-def test_what_other_commands_name_is_there():
-    """Targets of make, scripts and their flags, modules, tests and extras, in code and in prose."""
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    extras = metadata("ovpatch").get_all("Provides-Extra")
-    seen = set()
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for target in re.findall(r"(?:`|^\$ )make ([a-z][a-z-]*)", text, re.MULTILINE):
-            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
-            seen.add("make")
-        for module in re.findall(r"python -m ((?:benchmarks|tests|tools)[\w.]*)", text):
-            path = ROOT / module.replace(".", "/")
-            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{page.name}: {module}"
-            seen.add("module")
-        for extra in re.findall(r"ovpatch\[(\w+)\]", text):
-            assert extra in extras, f"{page.name}: ovpatch[{extra}]"
-            seen.add("extra")
-        lines = "\n".join(fenced(page)).replace("\\\n", " ")
-        for script, rest in re.findall(r"\b(examples/\w+\.py)([^#\n]*)", lines):
-            source = (ROOT / script).read_text(encoding="utf-8")
-            for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", rest):
-                assert f'"{flag}"' in source, f"{page.name}: {script} {flag}"
-                seen.add("flag")
-    assert seen == {"make", "module", "extra", "flag"}

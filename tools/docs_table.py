@@ -93,7 +93,8 @@ def _generate(name: str, folder: Path) -> str:
     if name.startswith("options:"):
         return make_options_table(next(one for one in _shipped() if one.name == name.partition(":")[2]))
     if name == "versions":
-        return make_versions_table(json.loads((folder / "versions.json").read_text(encoding="utf-8")))
+        record = folder / "versions.json"
+        return make_versions_table(json.loads(record.read_text(encoding="utf-8"))) if record.exists() else ""
     path = folder / name
     return f"```{path.suffix.lstrip('.').replace('py', 'python')}\n{path.read_text(encoding='utf-8')}```\n"
 

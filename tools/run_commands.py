@@ -6,7 +6,8 @@
 
 Each block runs in a folder of its own, in which ``train.py`` is a small program with ``ovpatch.apply()`` and
 ``examples`` are those of the project. Where a page has eight ranks for ``train.py``, two run. What installs packages,
-needs containers or GPUs, or is a target of make or a test by itself is left out.
+needs containers, GPUs or traces, or is a target of make or a test by itself is left out. ``make test`` runs most of the
+others, with a launcher that costs less (``tests/test_docs_commands.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PAGES: Final = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LEFT_OUT: Final = ("pip ", "docker ", "make ", "pytest ", "python -m tests.", "-m benchmarks.", "clip_watch")
+LEFT_OUT: Final = (
+    "pip ",
+    "docker ",
+    "make ",
+    "pytest ",
+    "python -m tests.",
+    "-m benchmarks.",
+    "clip_watch",
+    "trace0.json",
+    "stock/",
+)
 LIMIT_S: Final = 600  # of a block
 
 TRAIN: Final = """
@@ -79,10 +90,15 @@ dist.destroy_process_group()
 def blocks() -> Iterator[tuple[str, list[str]]]:
     """Yield the commands of each console block, with the page that it is in."""
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for block in re.findall(r"^```console\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-            lines = re.sub(r"\\\n\s*>?", " ", block).splitlines()
-            yield page.relative_to(ROOT).as_posix(), [line[2:] for line in lines if line.startswith("$ ")]
+        for commands in console_blocks(page):
+            yield page.relative_to(ROOT).as_posix(), commands
+
+
+def console_blocks(page: Path) -> Iterator[list[str]]:
+    """Yield the commands of each console block of a page."""
+    for block in re.findall(r"^```console\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        lines = re.sub(r"\\\n\s*>?", " ", block).splitlines()
+        yield [line[2:] for line in lines if line.startswith("$ ")]
 
 
 def is_left_out(command: str) -> bool:

@@ -136,9 +136,14 @@ def _has(case: ElementTree.Element, *tags: str) -> bool:
 def add_row(row: Row, record: Path = RECORD) -> None:
     """Put a row in the record, in the place of an earlier one of the same versions."""
     rows = [Row(**one) for one in json.loads(record.read_text())] if record.exists() else []
-    rows = [one for one in rows if (one.torch, one.python) != (row.torch, row.python)] + [row]
-    rows.sort(key=lambda one: (Version(one.torch), Version(one.python)))
+    rows = [one for one in rows if _versions(one) != _versions(row)] + [row]
+    rows.sort(key=_versions)
     record.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+
+
+def _versions(row: Row) -> tuple[Version, Version]:
+    """Return what a row is found by. What could not be installed has no build such as ``+cpu`` in its name."""
+    return Version(Version(row.torch).public), Version(row.python)
 
 
 def main() -> int:

@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     number = command_line.make_int_parser
     add("--steps", type=number(MIN_STEPS), default=30, metavar="N", help="steps to measure in each run (30)")
-    add("--warmup", type=number(MIN_WARMUP), default=10, metavar="M", help="steps before that (10)")
+    add("--warmup", type=number(MIN_WARMUP), default=10, metavar="M", help="steps of warm-up before them (10)")
     add("--rounds", type=number(1), default=3, metavar="R", help="pairs of a stock and a patched run (3)")
     command_line.add_features(parser)
     add(
@@ -42,8 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="also run without each feature, to tell its part (default: if more than one did something)",
     )
     figure = command_line.parse_positive
-    add("--samples-per-step", type=figure, metavar="X", help="over all ranks (default: found out)")
-    add("--tokens-per-step", type=figure, metavar="X", help="over all ranks (default: found out)")
+    add("--samples-per-step", type=figure, metavar="X", help="samples of a step, over all ranks (default: found out)")
+    add("--tokens-per-step", type=figure, metavar="X", help="tokens of a step, over all ranks (default: found out)")
     add(
         "--peak-tflops",
         type=figure,
@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="peak TFLOP/s of one device, for MFU (default: for bf16, by the device's name)",
     )
     command_line.add_timeout(parser)
-    add("--out", type=Path, metavar="DIR", help="keep logs and raw files there; it must be empty")
+    add("--out", type=Path, metavar="DIR", help="keep logs and raw files there; it must be empty or new")
     add("--json", type=Path, metavar="FILE", help="write everything that was found as JSON")
     command_line.add_command(parser)
 

@@ -124,6 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.PROBLEM
     except Exception as error:  # an error without exit code is a defect of ovpatch, and is raised
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            remedy = "Install torch 2.11 or later, or use the Python that trains: python -m ovpatch."
+            print(f"ovpatch {parsed.subcommand}: {sys.executable} has no torch. {remedy}", file=sys.stderr)
+            return ExitCode.PROBLEM if parsed.subcommand in ("list", "doctor") else ExitCode.USAGE
         ending = get_exit_code(error)
         if ending is None:
             raise

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ovpatch.insight import variants
 
 _FEATURE: Final = "pipeline"
-_PLACEMENTS: Final = ("straight", "loop", "vee")
+_PLACEMENTS: Final = ("straight", "loop", "vee", "bidirectional")
 _MOST_ACTIONS: Final = 100_000
 # F, B and W of transformer blocks on one H200, and a transfer of their activations over NVLink.
 _COSTS: Final = {"f": ("forward", 1.0), "b": ("backward", 1.22), "w": ("weight", 1.04), "c": ("send", 0.02)}
@@ -45,8 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--what-if",
         metavar="p=8,m=32,…",
-        help="p ranks and m microbatches; memory=1x/1.5x/2x of 1F1B's, placement=straight/loop/vee; f, b, w: times of "
-        "forward, input gradient and weight gradient of a rank's share of the model; c: time of a transfer",
+        help="p ranks and m microbatches; memory=1x/1.5x/2x of 1F1B's, placement=straight/loop/vee/bidirectional; f, "
+        "b, w: times of forward, input gradient and weight gradient of a rank's share of the model; c: of a transfer",
     )
     add("--json", action="store_true", help="print JSON, with the best order's actions and their times")
     add(
@@ -57,7 +57,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw the best order to a PNG, SVG or PDF file; needs matplotlib",
     )
-    add("--out", type=Path, metavar="DIR", help="with a command: keep its log and raw files there; it must be empty")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="with a command: keep its log and raw files there; it must be empty or new",
+    )
     command_line.add_timeout(parser)
     command_line.add_command(parser)
 
@@ -143,7 +148,7 @@ def _explain(outcome: variants.Outcome) -> int:
             "the remarks above tell why one was left to stock."
         )
     else:
-        _say("the command ended before all orders were measured. Let it run for more steps, some 70.")
+        _say("the command ended before all orders were measured. Let it run for more steps, some 80.")
     return ExitCode.UNDECIDED
 
 
@@ -282,8 +287,9 @@ def format_answer(question: Mapping[str, Any], answer: Mapping[str, Any], *, col
         f"B {question['backward']:g}, W {question['weight']:g}, transfer {question['send']:g}",
         capture.get().rstrip(),
         "memory: of the fullest rank, in units of 1F1B's; step: in units of m(F+B+W), steps chain without a barrier",
-        "no order is below " + ", ".join(f"{bound:.3f} ({placement})" for placement, bound in answer["bounds"].items()),
     ]
+    bounds = ", ".join(f"{bound:.3f} ({placement})" for placement, bound in answer["bounds"].items())
+    lines += [f"no order is below {bounds}"] if bounds else []
     if answer["best"] is not None:
         best = answer["rows"][answer["best"]]
         lines += ["", f"{best['order']}, {best['placement']} (a dot: the rank waits):"]

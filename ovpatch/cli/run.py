@@ -71,7 +71,8 @@ def _conclude(code: int, directory: Path, file: Path | None, *, full: bool) -> i
     merged = workers.merge_reports(reports) if reports else None
     if merged is not None:
         if full:
-            _say(f"{len(reports)} process(es) reported\n{format_report(merged, colour=wants_colour(sys.stderr))}")
+            plural = "es" * (len(reports) != 1)
+            _say(f"{len(reports)} process{plural} reported\n{format_report(merged, colour=wants_colour(sys.stderr))}")
         else:
             print(summarise_report(merged, len(reports)), file=sys.stderr)
         if code == ExitCode.OK and not _did_anything(merged):

@@ -33,7 +33,7 @@ _ENDINGS: Final = (".json", ".json.gz")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ovpatch timeline``."""
     add = parser.add_argument
-    add("--step", type=int, default=5, metavar="K", help="first step to record, 2 at least (default: 5)")
+    add("--step", type=int, default=5, metavar="K", help="first step to record, at least 2 (default: 5)")
     add("--steps", type=int, default=3, metavar="N", help="how many steps to record (default: 3)")
     add("--compare", action="store_true", help="run the command stock too; with traces: give two folders, stock first")
     command_line.add_features(parser)

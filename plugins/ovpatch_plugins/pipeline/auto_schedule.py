@@ -24,8 +24,14 @@ from torch import Tensor
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values, wait_limit_s
 from ovpatch.overlap.comm.group_state import group_state
-from ovpatch_plugins.pipeline.actions import Schedule
-from ovpatch_plugins.pipeline.candidates import AS_GIVEN_NAME, Candidate, find_candidates, write_plan
+from ovpatch_plugins.pipeline.candidates import (
+    AS_GIVEN_NAME,
+    Candidate,
+    ChosenOrder,
+    ScheduleCache,
+    find_candidates,
+    write_plan,
+)
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
 from ovpatch_plugins.pipeline.measured_costs import (
     PipelineCosts,
@@ -36,12 +42,11 @@ from ovpatch_plugins.pipeline.measured_costs import (
     read_spare,
     read_times,
 )
-from ovpatch_plugins.pipeline.orders import Placement, ScheduleError, check_schedule
+from ovpatch_plugins.pipeline.orders import Kind, Placement, Schedule, ScheduleError, check_schedule, write_orders
 from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program
 from ovpatch_plugins.pipeline.race import Race, StepTimer, Turn, Verdict, judge, merge_ranks
 from ovpatch_plugins.pipeline.report import ScheduleReport
-from ovpatch_plugins.pipeline.schedule_cache import ChosenOrder, ScheduleCache, write_orders
 from ovpatch_plugins.pipeline.transport import PeerToPeer
 
 WARM_UP: Final = 2
@@ -86,15 +91,16 @@ class AutoSchedule:
     """Runs an engine's steps, and finds the order for it on the way.
 
     [Note: steps of schedule=auto] The order as given runs for :data:`WARM_UP` steps and :data:`MEASURED` more, of which
-    costs are taken. Then the first rank of the job solves, and tells the others. Orders run in turns, lap by lap, until
-    one is the fastest beyond noise, or the order as given stays. Ranks count calls, not successes: a rank that had
+    costs are taken. Then the first rank of the job solves, and tells the others. Orders run in turns, lap by lap, each
+    with weight gradients deferred as without a race, until it is sure that another one is clearly faster or that none
+    is. What it is not sure of does not replace the order as given. Ranks count calls, not successes: a rank that had
     finished a step before another one failed is at the same number.
 
     Args:
         engine: Runs the steps.
         transport: Its messages.
         pipeline: What is known of the pipeline.
-        make_program: Makes this rank's program of an order.
+        make_program: Makes this rank's program of an order other than the given one, or its settling program.
         report: Gets the choice.
         directory: The user's cache; None keeps nothing.
     """
@@ -104,7 +110,7 @@ class AutoSchedule:
         engine: Engine,
         transport: PeerToPeer,
         pipeline: Pipeline,
-        make_program: Callable[[Schedule], Program],
+        make_program: Callable[[Schedule, bool], Program | None],
         report: ScheduleReport,
         directory: Path | None,
     ) -> None:
@@ -112,6 +118,7 @@ class AutoSchedule:
         self.is_final = False
         self._transport, self._pipeline, self._make_program, self._report = transport, pipeline, make_program, report
         self._directory = directory
+        self._given = engine.program
         self._world: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
         number = next(group_state(self._world).get_or_create(("pipeline", "auto"), itertools.count))
         self._topic = f"pipeline: schedule=auto {number}"
@@ -120,6 +127,7 @@ class AutoSchedule:
         self._calls = 0
         self._candidates: list[Candidate] = []
         self._programs: list[Program] = []
+        self._settled: set[int] = set()  # candidates that have had a turn
         self._race: Race | None = None
         self._race_begins = 0
         self._measured: PipelineCosts | None = None
@@ -161,8 +169,24 @@ class AutoSchedule:
         if place == len(self._race.turns) and not self._race_on(self._race):
             return None
         turn = self._race.turns[place]
-        self.engine.program = self._programs[turn.candidate]
+        if not place or turn.candidate != self._race.turns[place - 1].candidate:
+            self._take_turn(turn.candidate)
         return turn if turn.is_timed else None
+
+    def _take_turn(self, candidate: int) -> None:
+        """Run another order from this step on."""
+        schedule = self._candidates[candidate].schedule
+        self.engine.program = self._programs[candidate]
+        self._split(schedule)
+        if candidate not in self._settled:
+            self._settled.add(candidate)
+            self.engine.settling = self._make_program(schedule, True)
+
+    def _split(self, schedule: Schedule) -> None:
+        """Defer weight gradients as an order needs it; the costs of the first steps are those of Ws by themselves."""
+        split = {action.stage for order in schedule for action in order if action.kind is Kind.W}
+        for index, stage in self.engine.stages.items():
+            stage.set_splits(index in split)
 
     # --- agreements ---
 
@@ -217,6 +241,7 @@ class AutoSchedule:
             memory=self._probe.read_footprints(),
             spare=read_spare(pipeline.device),
             sends=sends,
+            overhead=self.engine.times.overhead,
             draws=self._probe.draws and len(pipeline.placement) > len(pipeline.orders),
         )
         found = merge_costs([RankCosts(**one) for one in self._gather(mine.to_json())], pipeline.placement)
@@ -237,7 +262,7 @@ class AutoSchedule:
             return
         for candidate in self._candidates:
             self._check(candidate.schedule)
-        self._programs = [self._make_program(candidate.schedule) for candidate in self._candidates]
+        self._programs = [self._given, *(self._compile(one.schedule) for one in self._candidates[1:])]
         laps = {"rounds": PLAN_ROUNDS, "laps": 1} if self._plan_file else {}
         self._race = Race(len(self._candidates), pipeline.device, **laps)
         self._race_begins = self._calls
@@ -308,13 +333,24 @@ class AutoSchedule:
     def _settle(self, schedule: Schedule, name: str, notes: Sequence[str]) -> None:
         """Run an order from now on."""
         self.is_final = True
-        program, pipeline = self._make_program(schedule), self._pipeline
+        pipeline = self._pipeline
+        is_given = write_orders(schedule) == write_orders(pipeline.orders)
+        program = self._given if is_given else self._compile(schedule)
+        self._split(schedule)
+        if self._programs and pipeline.device.type == "cuda":
+            torch.cuda.empty_cache()  # else what only the other orders need stays allocated
+        self._programs, self._race = [], None
         self.engine.set_program(program, Prediction(pipeline.group, schedule, pipeline.placement))
         self.engine.times.clear()
         self._report.notes = list(notes)
         self._report.peak_activations = program.peak_activations
         if name != AS_GIVEN_NAME:
             self._report.order = name
+
+    def _compile(self, schedule: Schedule) -> Program:
+        program = self._make_program(schedule, False)
+        assert program is not None
+        return program
 
     def _check(self, schedule: Schedule) -> None:
         draws = self._measured is not None and self._measured.draws

@@ -1,26 +1,40 @@
-"""The orders that ``schedule=auto`` races, and the plan of ``ovpatch pipeline`` that is made of them."""
+"""The orders that ``schedule=auto`` races, the plan of ``ovpatch pipeline`` that is made of them, and what was chosen.
+
+Choices are files of the user's cache, one a pipeline. The first rank of a job reads and writes them, and tells the
+others. A file that cannot be read is written again.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ovpatch.overlap.autotune.measure import write_json
-from ovpatch_plugins.pipeline.actions import Schedule
+from ovpatch.overlap.autotune.measure import write_if_possible, write_json
 from ovpatch_plugins.pipeline.measured_costs import PipelineCosts, find_unit, make_problem
 from ovpatch_plugins.pipeline.options import MemoryLimit, read_memory_limit
-from ovpatch_plugins.pipeline.orders import ORDERS, Placement, ScheduleError, build_order, split_backwards
+from ovpatch_plugins.pipeline.orders import (
+    ORDERS,
+    Placement,
+    Schedule,
+    ScheduleError,
+    build_order,
+    read_orders,
+    split_backwards,
+    write_orders,
+)
 from ovpatch_plugins.pipeline.planning import draw_text
-from ovpatch_plugins.pipeline.schedule_cache import read_orders, write_orders
 from ovpatch_plugins.pipeline.simulator import Simulation, simulate
 from ovpatch_plugins.pipeline.solver import Solution, find_lower_bound, solve
 
 AS_GIVEN_NAME: Final = "as given"
 
 _GAIN: Final = 0.002  # by which an order is expected to be shorter before it is raced
+_FORMAT: Final = 1  # of the files
 _PLANNED: Final = ("1x", "1.5x", "2x")
 
 
@@ -171,3 +185,71 @@ def write_plan(
         "picture": draw_text(winner),
     }
     write_json(path, plan)
+
+
+# --- choices of earlier runs ---
+
+
+@dataclass(frozen=True)
+class ChosenOrder:
+    """An order that has won a race.
+
+    Attributes:
+        name: What it is called in the report.
+        schedule: Orders by rank.
+        steps: Measured seconds of a step of each order that ran, by name.
+    """
+
+    name: str
+    schedule: Schedule
+    steps: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON types."""
+        return {"name": self.name, "orders": write_orders(self.schedule), "steps": dict(self.steps)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> ChosenOrder:
+        """Return what :meth:`to_json` wrote.
+
+        Raises:
+            ScheduleError: It is something else.
+        """
+        try:
+            steps = {str(name): float(seconds) for name, seconds in data["steps"].items()}
+            return cls(str(data["name"]), read_orders(data["orders"]), steps)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ScheduleError(f"the kept order cannot be understood ({error!r}). Delete its file.") from error
+
+
+class ScheduleCache:
+    """The file of one pipeline.
+
+    Args:
+        directory: The user's cache; None keeps nothing.
+        key: What the choice depends on: the model's shapes, the pipeline, the options and the machine.
+    """
+
+    def __init__(self, directory: Path | None, key: Mapping[str, Any]) -> None:
+        text = json.dumps(key, sort_keys=True)
+        self._key = json.loads(text)
+        name = f"pipeline-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        self.path = None if directory is None else directory / "choices" / name
+
+    def read(self) -> ChosenOrder | None:
+        """Return the order that was kept; None without a file that can be used."""
+        if self.path is None:
+            return None
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            if data["format"] != _FORMAT or data["key"] != self._key:
+                return None
+            return ChosenOrder.from_json(data["choice"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # ScheduleError is a ValueError
+            return None
+
+    def write(self, choice: ChosenOrder) -> None:
+        """Keep an order if the file can be written. The write is atomic."""
+        if self.path is None:
+            return
+        write_if_possible(self.path, {"format": _FORMAT, "key": self._key, "choice": choice.to_json()})

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ovpatch_plugins.pipeline.actions import Kind
+from ovpatch_plugins.pipeline.orders import Kind
 from ovpatch_plugins.pipeline.report import StepTimes
 
 
@@ -35,6 +35,12 @@ class Clock(Protocol):
     def add_action(self, stage: int, kind: Kind, started: Any) -> None:
         """Take the time since ``started`` as that of a computation."""
 
+    def begin_wait(self) -> float:
+        """Return the start of a wait for other ranks."""
+
+    def end_wait(self, started: float) -> None:
+        """Take the time since ``started`` as that of a wait."""
+
 
 class HostClock:
     """The host's clock, where a computation has ended when its call returns.
@@ -50,15 +56,17 @@ class HostClock:
 
     def __init__(self, times: StepTimes) -> None:
         self._times = times
-        self._started = 0.0
+        self._started = self._counted = 0.0
 
     def start_step(self) -> None:
         """Start the time of a step."""
-        self._started = self.read()
+        self._started, self._counted = self.read(), 0.0
 
     def end_step(self) -> None:
-        """End the time of a step."""
-        self._times.add_step(self.read() - self._started)
+        """End the time of a step; what is no computation and no wait in it is what the engine takes."""
+        seconds = self.read() - self._started
+        self._times.add_step(seconds)
+        self._times.add_overhead(max(0.0, seconds - self._counted))
 
     def drop_step(self) -> None:
         """Do nothing: computations before the failure are as good as others."""
@@ -69,7 +77,17 @@ class HostClock:
 
     def add_action(self, stage: int, kind: Kind, started: float) -> None:
         """Take the time since ``started`` as that of a computation."""
-        self._times.add_action(stage, kind, self.read() - started)
+        seconds = self.read() - started
+        self._counted += seconds
+        self._times.add_action(stage, kind, seconds)
+
+    def begin_wait(self) -> float:
+        """Return the start of a wait for other ranks."""
+        return self.read()
+
+    def end_wait(self, started: float) -> None:
+        """Take the time since ``started`` as that of a wait."""
+        self._counted += self.read() - started
 
 
 class DeviceClock:
@@ -112,6 +130,13 @@ class DeviceClock:
     def add_action(self, stage: int, kind: Kind, started: Any) -> None:
         """Take the time since ``started`` as that of a computation."""
         self._measured.append((stage, kind, started, self.now()))
+
+    def begin_wait(self) -> float:
+        """Do nothing: the host's waits are no part of the device's time."""
+        return 0.0
+
+    def end_wait(self, started: float) -> None:
+        """Do nothing."""
 
     def _collect(self) -> None:
         """Add the durations of what has ended on the device."""

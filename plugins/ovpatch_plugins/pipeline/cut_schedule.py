@@ -25,7 +25,7 @@ from ovpatch_plugins.pipeline.block_stack import (
     prepared,
     trace_model,
 )
-from ovpatch_plugins.pipeline.orders import build_placement
+from ovpatch_plugins.pipeline.orders import Placement, build_placement, count_stages
 from ovpatch_plugins.pipeline.stage_module import (
     ARG,
     SharedParam,
@@ -38,6 +38,8 @@ from ovpatch_plugins.pipeline.stage_module import (
     select_output,
 )
 from ovpatch_plugins.pipeline.stage_run import list_stages
+
+BIDIRECTIONAL: Final = "bidirectional"
 
 _SCHEDULES: Final = {
     "straight": "Schedule1F1B",
@@ -85,9 +87,11 @@ def cut(
         n_microbatches: Microbatches in a step.
         loss_fn: Called with what the last stage returns and the microbatch's ``target``; the schedule's argument.
         placement: ``straight``, one stage per rank; ``loop``, stage ``s`` on rank ``s % ranks``; ``vee``, a rank has
-            stages ``r`` and ``2 * ranks - 1 - r``.
+            stages ``r`` and ``2 * ranks - 1 - r``; ``bidirectional``, two pipelines as in Chimera, one each way: a rank
+            has stage ``r`` of one and ``ranks - 1 - r`` of the other, and losses are on the last rank and on rank 0.
         chunks: Stages per rank, 2 for ``loop`` and ``vee`` by default.
-        schedule: A class of torch's schedules, or its name; by default 1F1B, interleaved 1F1B or ZBV.
+        schedule: A class of torch's schedules, or its name; by default 1F1B, interleaved 1F1B or ZBV. None for
+            ``bidirectional``.
         blocks: Name of the list of blocks; by default the largest list of modules of one class.
         balance: ``measured``, by time and memory of each block on this microbatch, where the model is; ``count``, by
             the number of blocks.
@@ -113,9 +117,12 @@ def cut(
     _check_model(model)
     group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
     chunks = _CHUNKS.get(placement, 1) if chunks is None else chunks
-    ranks = build_placement(placement, ranks=group.size(), chunks=chunks)
+    placed = build_placement(placement, ranks=group.size(), chunks=chunks)
+    ranks = placed[: count_stages(placed)]
     cls = _find_schedule(schedule, placement, chunks)
-    own = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
+    own = sorted({stage % len(ranks) for stage, rank in enumerate(placed) if rank == group.rank()})
+    if placement == BIDIRECTIONAL:
+        _check_buffers(model)
     stack = find_blocks(model, blocks)
     home = next(model.parameters()).device
     args, kwargs = (
@@ -146,11 +153,18 @@ def cut(
         parts.append(part)
         stages.append(_Stage(part, stage, len(ranks), where, group=group))
     is_single = issubclass(cls, schedules.PipelineScheduleSingle)
+    if placement == BIDIRECTIONAL and stages[0].stage_index != group.rank():
+        stages.reverse()  # the one of the pipeline that runs down is first
     owned = stages[0] if is_single else stages
     made = make_subclass(CutSchedule, cls)(owned, n_microbatches, loss_fn=loss_fn, **schedule_options)
     made.model_parts = parts
     made.block_ranges = _list_ranges(starts, len(stack.blocks))
-    made._shared_grads = [SharedGrads(one, ranks, group) for one in shared]
+    made._shared_grads = [SharedGrads(one, placed, group) for one in shared]
+    if placement == BIDIRECTIONAL:
+        from ovpatch_plugins.pipeline.bidirectional import ReplicaGrads
+
+        replicas = ReplicaGrads(parts, made.replicas, lambda: [param for one in shared for param in one.find_params()])
+        made._shared_grads.append(replicas)
     return made
 
 
@@ -180,7 +194,22 @@ def _check_model(model: nn.Module) -> None:
         raise CutError(f"{type(model).__name__} has no parameters. Cut a model that has blocks with parameters.")
 
 
+def _check_buffers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "track_running_stats", False):
+            raise CutError(
+                f"{name} has running statistics, and a bidirectional pipeline has two replicas of it that see half of "
+                "the microbatches each. Cut with placement='straight', or use a norm without statistics."
+            )
+
+
 def _find_schedule(schedule: str | type | None, placement: str, chunks: int) -> type[Any]:
+    if placement == BIDIRECTIONAL:
+        from ovpatch_plugins.pipeline.bidirectional import ScheduleBidirectional
+
+        if schedule is not None:
+            raise CutError(f"placement='bidirectional' has an order of its own, not {schedule!r}. Leave schedule out.")
+        return ScheduleBidirectional
     name = _SCHEDULES[placement] if schedule is None else schedule
     cls = getattr(schedules, name, None) if isinstance(name, str) else name
     if not (isinstance(cls, type) and issubclass(cls, schedules._PipelineSchedule)):
@@ -359,10 +388,13 @@ class SharedGrads:
         group: The pipeline's group.
     """
 
-    def __init__(self, param: SharedParam, placement: Sequence[int], group: dist.ProcessGroup) -> None:
+    def __init__(self, param: SharedParam, placement: Placement, group: dist.ProcessGroup) -> None:
         self._param = param
         self._kept: list[Tensor | None] = []
-        ranks = sorted({placement[stage] for stage in param.stages})
+        self._pipelines = len(placement) // count_stages(placement)
+        ranks = sorted(
+            {rank for stage, rank in enumerate(placement) if stage % count_stages(placement) in param.stages}
+        )
         self._group: dist.ProcessGroup | None = None
         if len(ranks) > 1 and group.rank() in ranks:
             names = [dist.get_global_rank(group, rank) for rank in ranks]
@@ -399,6 +431,8 @@ class SharedGrads:
                     total += param.grad
             if self._group is not None:
                 dist.all_reduce(total.to_local() if hasattr(total, "to_local") else total, group=self._group)
+            if scale != 1 and self._pipelines > 1:
+                total /= self._pipelines  # each has divided its own by its microbatches alone
             for index, (param, kept) in enumerate(zip(params, self._kept, strict=True)):
                 if kept is not None:
                     param.grad = kept.div_(scale).add_(total) if scale != 1 else kept.add_(total)
@@ -417,7 +451,7 @@ class CutSchedule:
 
     model_parts: list[nn.Module]
     block_ranges: list[range]
-    _shared_grads: list[SharedGrads]
+    _shared_grads: list[Any]
 
     def _step_microbatches(self, arg_mbs: Any = None, kwarg_mbs: Any = None, *rest: Any, **options: Any) -> None:
         schedule: Any = self

@@ -35,7 +35,13 @@ class LocalGradients:
 
     def __init__(self, objection: str = "", groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self.objection = objection
+        self._groups = list(groups)
         self.replicas = Replicas(groups)
+
+    def add_replicas(self, group: dist.ProcessGroup) -> None:
+        """Have the replicas in another group decide as well. All ranks of the group call this."""
+        self._groups.append(group)
+        self.replicas, self.has_replicas = Replicas(self._groups), True
 
     def accumulate(self) -> None:
         """Called after each W."""

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch_plugins.pipeline.actions import Kind
 from ovpatch_plugins.pipeline.clock import Clock
 from ovpatch_plugins.pipeline.failures import StepFailures
+from ovpatch_plugins.pipeline.orders import Kind
 from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS, StepTimes
@@ -74,7 +74,7 @@ class Engine:
         by_perform: Whether stock's step calls ``perform_reduce_grad`` at a stage's end.
 
     Attributes:
-        microbatches: Number of microbatches in a step.
+        microbatches: Number of microbatches of a stage in a step.
         program: What the rank runs.
         settling: What it runs instead in its next step, or None.
         times: Costs of the computations.
@@ -98,7 +98,7 @@ class Engine:
         self.stages: Final = dict(stages)
         self.program = program
         self.settling = settling
-        self.microbatches: int = schedule._n_microbatches
+        self.microbatches = 1 + max(step.action.microbatch for step in program.steps)
         self.times = times
         self._clock = clock
         self._group = group
@@ -150,7 +150,9 @@ class Engine:
                 self.stages[index].reshard()
             if self._defers_wait:
                 self._finish_reductions()
+            waits = self._clock.begin_wait()
             self._transport.finish()
+            self._clock.end_wait(waits)
             if len(self._decided) < len(self.stages):  # else all messages were read before the last decision
                 self._check_peers()
             self.schedule._update_losses([stage.stage for stage in self.stages.values()], inputs.losses)
@@ -205,15 +207,16 @@ class Engine:
 
     def _run_forward(self, step: Step, stage: StageRun, inputs: StepInputs) -> None:
         kind, index, microbatch = step.action
+        given = stage.first_input + microbatch
         with profiler_span(profiler_label("pipeline", "F", str(step.action))):
             started = self._clock.now()
-            args, kwargs = inputs.args[microbatch], inputs.kwargs[microbatch]
+            args, kwargs = inputs.args[given], inputs.kwargs[given]
             output = stage.run_forward(microbatch, args, kwargs, inputs.return_outputs)
             self._send(step, stage)
             if step.next_stage is not None:
                 stage.pass_forward(output, microbatch, self.stages[step.next_stage])
             extra = (inputs.loss_kwargs,) if self._takes_loss_kwargs else ()
-            self.schedule._maybe_compute_loss(stage.stage, output, inputs.targets, microbatch, *extra)
+            self.schedule._maybe_compute_loss(stage.stage, output, inputs.targets, given, *extra)
             stage.check_forward(self.schedule._internal_losses[-1] if stage.stage.is_last else output)
             self._clock.add_action(index, kind, started)
 
@@ -270,10 +273,12 @@ class Engine:
         return stage.make_inputs(microbatch, kind, sizes)
 
     def _wait_for(self, receive: Receive) -> None:
+        started = self._clock.begin_wait()
         try:
             self._receives.wait_for(receive)
         except RuntimeError as error:
             raise self._make_transport_error(receive.sender, error) from error
+        self._clock.end_wait(started)
 
     def _send(self, step: Step, stage: StageRun) -> None:
         if step.receiver is None:
@@ -316,7 +321,9 @@ class Engine:
         """Raise if any replica of a stage knows of a failure: zeros of a failed rank must not reach the others."""
         self._decided.add(index)
         self._transport.wait_for_arrivals()
+        started = self._clock.begin_wait()
         text = stage.data_parallel.replicas.decide(self._failures.read())
+        self._clock.end_wait(started)
         if text:
             raise _make_rank_error(text)
 

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ovpatch_plugins.pipeline.actions import Action, Kind, Schedule
-from ovpatch_plugins.pipeline.orders import Placement, find_source
+from ovpatch_plugins.pipeline.orders import Action, Kind, Placement, Schedule, find_source
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint
 
 Orders: TypeAlias = list[list[int]]
@@ -76,7 +75,7 @@ class Operations:
         self.needed = [-1] * len(number)
         self.sequence = [index // microbatches for index in range(len(number))]
         for index, action in enumerate(self.actions):
-            source = find_source(action, self.stages)
+            source = find_source(action, placement)
             if source is not None:
                 self.source[index] = number[source]
                 self.reader[number[source]] = index

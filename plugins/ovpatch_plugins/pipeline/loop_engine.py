@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch_plugins.pipeline.actions import Kind
-from ovpatch_plugins.pipeline.orders import build_order
+from ovpatch_plugins.pipeline.orders import Kind, build_order
 from ovpatch_plugins.pipeline.program import Program, Receive, make_program
 from ovpatch_plugins.pipeline.transport import AHEAD, PeerToPeer, StepReceives, blocks_host, close_edges
 

@@ -16,9 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ovpatch_plugins.pipeline.actions import Kind, Schedule
 from ovpatch_plugins.pipeline.options import MemoryLimit
-from ovpatch_plugins.pipeline.orders import Placement
+from ovpatch_plugins.pipeline.orders import Kind, Placement, Schedule
 from ovpatch_plugins.pipeline.report import StepTimes
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint, peak_memory
 from ovpatch_plugins.pipeline.solver import Problem
@@ -40,6 +39,7 @@ class RankCosts:
         memory: Bytes that a microbatch holds from F to B and from B to W, by stage; empty on a CPU.
         spare: Bytes that were free at the peak, less a margin; None on a CPU.
         sends: Seconds of a transfer, by edge as ``sender-receiver``.
+        overhead: Seconds of a step beside its computations and waits.
         draws: Whether an F draws random numbers.
     """
 
@@ -49,6 +49,7 @@ class RankCosts:
     memory: Mapping[str, Sequence[float]]
     spare: float | None
     sends: Mapping[str, float]
+    overhead: float
     draws: bool
 
     def to_json(self) -> dict[str, Any]:
@@ -249,17 +250,28 @@ def merge_costs(found: Sequence[RankCosts], placement: Placement) -> PipelineCos
         parts = [tuple(max(entry[k] for entry in entries) for entries in held) for k in range(2)]
         footprint = Footprint(parts[0], parts[1])
     return PipelineCosts(
-        Costs(tuple(forward), tuple(backward), tuple(weight), sends),
+        Costs(tuple(forward), tuple(backward), tuple(weight), sends, _merge_overheads(found, placement)),
         footprint,
         _merge_spare(found, placement),
         any(one.draws for one in found),
     )
 
 
+def _rank_of(one: RankCosts, placement: Placement) -> int:
+    return placement[int(next(iter(one.times)))]
+
+
+def _merge_overheads(found: Sequence[RankCosts], placement: Placement) -> tuple[float, ...]:
+    merged = [0.0] * (max(placement) + 1)
+    for one in found:
+        merged[_rank_of(one, placement)] = max(one.overhead, merged[_rank_of(one, placement)])
+    return tuple(merged)
+
+
 def _merge_spare(found: Sequence[RankCosts], placement: Placement) -> list[float]:
     merged = []
     for rank in range(max(placement) + 1):
-        own = [one.spare for one in found if placement[int(next(iter(one.times)))] == rank]
+        own = [one.spare for one in found if _rank_of(one, placement) == rank]
         known = [spare for spare in own if spare is not None]
         if not known:
             return []

@@ -118,6 +118,13 @@ OPTIONS: Final = (
         choices=("off", "pipedream"),
     ),
     Option(
+        "forward_doubling",
+        False,
+        "Chimera's: in a pipeline of cut(placement='bidirectional'), forwards of two microbatches stand side by side, "
+        "as long as a backward of the other direction. Less bubble, up to twice the memory of 1F1B. Other schedules "
+        "keep their order.",
+    ),
+    Option(
         "gradient_accumulation_fusion",
         False,
         "Add weight gradients into p.grad inside the product. This saves a pass over the gradients and rounds once "

@@ -1,16 +1,55 @@
-"""Orders of a pipeline: fixed ones, those of torch's classes, and the rules that each order keeps.
+"""Actions and orders of a pipeline: fixed orders, those of torch's classes, and the rules that each order keeps.
 
-A placement is a sequence with the rank of each stage, ``placement[stage] = rank``.
+An order is a list of actions of one rank. Orders hold computations alone; the engine and the simulator derive from
+them what a rank sends and receives, so an order can never name a transfer that its neighbour does not expect. A
+placement is a sequence with the rank of each stage, ``placement[stage] = rank``.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from ovpatch_plugins.pipeline.actions import Action, Kind, Schedule
+
+class Kind(enum.Enum):
+    """The computations of one microbatch on one stage, by the letters of the zero-bubble paper.
+
+    ``F`` is the forward, ``B`` the gradient of the stage's input alone, ``W`` the gradients of its weights that ``B``
+    left for later, and ``BW`` a full backward; torch calls the latter ``B``, and ``B`` ``I``.
+    """
+
+    F = "F"
+    B = "B"
+    W = "W"
+    BW = "BW"
+
+
+class Action(NamedTuple):
+    """One computation.
+
+    Attributes:
+        kind: What is computed.
+        stage: Index of the stage in the whole pipeline.
+        microbatch: Index of the microbatch in the step.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+Order: TypeAlias = Sequence[Action]
+"""The actions of one rank, in the order in which it runs them."""
+
+Schedule: TypeAlias = Sequence[Order]
+"""The orders of all ranks of a pipeline, by rank."""
 
 Placement: TypeAlias = Sequence[int]
 """The rank of each stage, by stage."""
@@ -18,9 +57,10 @@ Placement: TypeAlias = Sequence[int]
 ORDERS: Final = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 """The fixed orders of :func:`build_order`."""
 
-PLACEMENTS: Final = ("straight", "loop", "vee")
+PLACEMENTS: Final = ("straight", "loop", "vee", "bidirectional")
 """The placements of :func:`build_placement`."""
 
+_ACTION: Final = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
 _OF_TORCH: Final = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
 _OVERLAPPED: Final = "OVERLAP_F_B"
 # What a lowered order has beside computations; the engine derives it from the computations.
@@ -31,6 +71,24 @@ class ScheduleError(ValueError):
     """An order breaks a rule; the message names the rule, the rank and the action."""
 
 
+class BidirectionalPlacement(tuple[int, ...]):
+    """The placement of two pipelines that run through the same ranks, one down and one up.
+
+    Each has all stages of the model, so a rank holds one stage of each. With ``d`` ranks, stages ``0`` to ``d - 1`` go
+    down and ``d`` to ``2 * d - 1`` up; stage ``d + s`` is a replica of stage ``s``.
+    """
+
+    @classmethod
+    def of(cls, ranks: int) -> BidirectionalPlacement:
+        """Return the placement on a number of ranks."""
+        return cls((*range(ranks), *reversed(range(ranks))))
+
+
+def count_stages(placement: Placement) -> int:
+    """Return the stages of one pipeline."""
+    return len(placement) // 2 if isinstance(placement, BidirectionalPlacement) else len(placement)
+
+
 # --- fixed orders ---
 
 
@@ -38,8 +96,9 @@ def build_placement(name: str, *, ranks: int, chunks: int = 1) -> tuple[int, ...
     """Return the rank of each stage.
 
     Args:
-        name: ``straight`` (one stage per rank), ``loop`` (stage ``s`` on rank ``s % ranks``), or ``vee`` (every second
-            round of stages runs back, so a rank holds stages ``r`` and ``2 * ranks - 1 - r``).
+        name: ``straight`` (one stage per rank), ``loop`` (stage ``s`` on rank ``s % ranks``), ``vee`` (every second
+            round of stages runs back, so a rank holds stages ``r`` and ``2 * ranks - 1 - r``), or ``bidirectional``
+            (two pipelines, see :class:`BidirectionalPlacement`).
         ranks: Number of ranks.
         chunks: Stages per rank.
 
@@ -50,6 +109,9 @@ def build_placement(name: str, *, ranks: int, chunks: int = 1) -> tuple[int, ...
         raise ScheduleError(f"placement {name!r} is unknown. Choose one of {', '.join(PLACEMENTS)}.")
     if ranks < 1 or chunks < 1:
         raise ScheduleError(f"{ranks} ranks with {chunks} stages each make no pipeline. Give 1 or more of both.")
+    if name == "bidirectional":
+        _check_bidirectional(ranks, chunks)
+        return BidirectionalPlacement.of(ranks)
     if name == "straight" and chunks != 1:
         raise ScheduleError(f"placement straight has 1 stage per rank, not {chunks}. Choose loop or vee.")
     rounds = [range(ranks) if name != "vee" or number % 2 == 0 else range(ranks)[::-1] for number in range(chunks)]
@@ -186,6 +248,76 @@ def build_vee_blocks(name: str, *, ranks: int, microbatches: int) -> Schedule:
     return split_backwards(schedule)
 
 
+def _check_bidirectional(ranks: int, chunks: int) -> None:
+    if ranks % 2 or chunks != 1:
+        raise ScheduleError(
+            f"a bidirectional pipeline has an even number of ranks with 1 stage of each direction, not {ranks} ranks "
+            f"with {chunks}. Use an even number of ranks, or placement straight."
+        )
+
+
+def build_bidirectional_order(*, ranks: int, microbatches: int, doubles: bool = False) -> Schedule:
+    """Return an order of two pipelines in opposite directions, as in Chimera (Li and Hoefler, SC 2021).
+
+    Each direction has half of the microbatches, numbered from 0. A rank runs what can start first, a backward before a
+    forward, as if F, B and W took one time each; so the orders of ranks ``r`` and ``ranks - 1 - r`` mirror each other.
+    At most ``ranks + 1`` microbatches wait for their backward on a rank.
+
+    Args:
+        ranks: Number of ranks, even.
+        microbatches: Number of microbatches in a step, in both directions together; even.
+        doubles: *Forward doubling*: forwards of two microbatches stand side by side and count as one, since they take
+            about as long as the backward of one that runs the other way. Up to ``2 * ranks`` microbatches wait.
+
+    Raises:
+        ScheduleError: A number is odd, or below 2.
+    """
+    _check_bidirectional(ranks, 1)
+    if microbatches < 2 or microbatches % 2:
+        raise ScheduleError(f"{microbatches} microbatches do not divide into two directions. Give an even number.")
+    return _Bidirectional(ranks, microbatches // 2, 2 if doubles else 1).build()
+
+
+class _Bidirectional:
+    """Lists an order by simulating it; times are in those of an F, and a backward takes two."""
+
+    def __init__(self, ranks: int, microbatches: int, grouped: int) -> None:
+        self.placement = BidirectionalPlacement.of(ranks)
+        self.ranks, self.microbatches, self.grouped = ranks, microbatches, grouped
+        self.clocks = [0] * ranks
+        self.ends: dict[Action, int] = {}
+        self.done: dict[Kind, list[int]] = {kind: [0] * len(self.placement) for kind in (Kind.F, Kind.BW)}
+
+    def build(self) -> Schedule:
+        """Return the orders of all ranks."""
+        orders: list[list[Action]] = [[] for _ in range(self.ranks)]
+        while min(self.done[Kind.BW]) < self.microbatches:
+            start, *_, rank, action = min(entry for stage in range(len(self.placement)) for entry in self._list(stage))
+            self.clocks[rank] = end = start + (1 if action.kind is Kind.F else 2)
+            self.ends[action if action.kind is Kind.F else action._replace(kind=Kind.B)] = end
+            self.done[action.kind][action.stage] += 1
+            orders[rank].append(action)
+        return orders
+
+    def _list(self, stage: int) -> Iterator[tuple[int, int, int, int, int, Action]]:
+        """Return what a stage can run next: its start, and what decides among equals."""
+        rank, place = self.placement[stage], stage % self.ranks
+        forwards, backwards = self.done[Kind.F][stage], self.done[Kind.BW][stage]
+        continues = forwards % self.grouped != 0  # a group that has begun
+        most = min(self.ranks, 2 * (self.ranks - place) - 1) if self.grouped > 1 else self.ranks - place
+        due = [(Kind.BW, backwards, 1)] if backwards < forwards else []
+        if forwards < self.microbatches and (continues or forwards - backwards < most):
+            due.append((Kind.F, forwards, 0 if continues else 2))
+        for kind, number, turn in due:
+            action = Action(kind, stage, number)
+            source = find_source(action, self.placement)
+            if source is None and kind is Kind.BW:
+                source = action._replace(kind=Kind.F)
+            ready = 0 if source is None else self.ends.get(source)
+            if ready is not None:
+                yield max(ready, self.clocks[rank]), turn, number // self.grouped, -place, rank, action
+
+
 # --- conversion ---
 
 
@@ -247,6 +379,30 @@ def merge_backwards(schedule: Schedule) -> Schedule:
             else:
                 merged[-1].append(action)
     return merged
+
+
+# --- text ---
+
+
+def write_orders(schedule: Schedule) -> list[str]:
+    """Return orders as text, one line a rank."""
+    return [" ".join(map(str, order)) for order in schedule]
+
+
+def read_orders(lines: Sequence[str]) -> Schedule:
+    """Return the orders of lines that :func:`write_orders` made.
+
+    Raises:
+        ScheduleError: A word is no action.
+    """
+    return [[_read_action(word) for word in line.split()] for line in lines]
+
+
+def _read_action(word: str) -> Action:
+    found = _ACTION.fullmatch(word)
+    if found is None:
+        raise ScheduleError(f"{word} is no action. Write one as 0F3: stage, kind and microbatch.")
+    return Action(Kind(found[2]), int(found[1]), int(found[3]))
 
 
 # --- rules ---
@@ -361,13 +517,22 @@ def _sequences(schedule: Schedule) -> dict[tuple[int, int, Kind], list[int]]:
     return found
 
 
-def find_source(action: Action, stages: int) -> Action | None:
+def find_source(action: Action, placement: Placement) -> Action | None:
     """Return the computation of another stage whose result an action reads; its kind is F or B. None without one."""
-    if action.kind is Kind.F and action.stage > 0:
+    stages = count_stages(placement)
+    if action.kind is Kind.F and action.stage % stages > 0:
         return action._replace(stage=action.stage - 1)
-    if action.kind in (Kind.B, Kind.BW) and action.stage < stages - 1:
+    if action.kind in (Kind.B, Kind.BW) and action.stage % stages < stages - 1:
         return Action(Kind.B, action.stage + 1, action.microbatch)
     return None
+
+
+def find_target(action: Action, placement: Placement) -> int | None:
+    """Return the stage that reads the result of an action, None without one."""
+    stages = count_stages(placement)
+    target = action.stage + (1 if action.kind is Kind.F else -1)
+    is_there = action.kind is not Kind.W and 0 <= target < len(placement) and target // stages == action.stage // stages
+    return target if is_there else None
 
 
 def list_messages(schedule: Schedule, placement: Placement) -> dict[tuple[int, int], list[Action]]:
@@ -378,8 +543,8 @@ def list_messages(schedule: Schedule, placement: Placement) -> dict[tuple[int, i
     messages: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, order in enumerate(schedule):
         for action in order:
-            target = action.stage + (1 if action.kind is Kind.F else -1)
-            if action.kind is not Kind.W and 0 <= target < len(placement) and placement[target] != rank:
+            target = find_target(action, placement)
+            if target is not None and placement[target] != rank:
                 kind = Kind.F if action.kind is Kind.F else Kind.B
                 messages[rank, placement[target]].append(action._replace(kind=kind))
     return dict(messages)
@@ -398,7 +563,7 @@ def _check_progress(schedule: Schedule, placement: Placement, slots: int | None)
     first_unread: dict[tuple[int, int], int] = defaultdict(int)
 
     def arrives(action: Action) -> bool:
-        source = find_source(action, len(placement))
+        source = find_source(action, placement)
         if source is None or source not in made:
             return source is None
         if slots is None or source not in numbers:
@@ -416,7 +581,7 @@ def _check_progress(schedule: Schedule, placement: Placement, slots: int | None)
                 moved = True
                 if action.kind is not Kind.W:
                     made.add(action._replace(kind=Kind.B) if action.kind is Kind.BW else action)
-                source = find_source(action, len(placement))
+                source = find_source(action, placement)
                 if source in numbers:
                     edge, number = numbers[source]
                     read[edge].add(number)
@@ -425,7 +590,7 @@ def _check_progress(schedule: Schedule, placement: Placement, slots: int | None)
     for rank, order in enumerate(schedule):
         if positions[rank] < len(order):
             action = order[positions[rank]]
-            source = find_source(action, len(placement))
+            source = find_source(action, placement)
             known = slots is not None and source in made
             why = f"all {slots} slots of the edge hold later messages" if known else f"{source} waits as well"
             raise ScheduleError(
@@ -455,7 +620,7 @@ def _ends_with(schedule: Schedule, placement: Placement, slots: int) -> bool:
 
     def runs(action: Action) -> bool:
         """Take what an action reads, and tell whether it ends."""
-        source = find_source(action, len(placement))
+        source = find_source(action, placement)
         if source in numbers:
             edge, number = numbers[source]
             if sent[edge] <= number:

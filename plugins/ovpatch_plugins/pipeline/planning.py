@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ovpatch_plugins.pipeline.actions import Kind, Schedule
 from ovpatch_plugins.pipeline.orders import (
     ORDERS,
+    Kind,
+    Schedule,
     ScheduleError,
+    build_bidirectional_order,
     build_order,
     build_placement,
     build_vee_order,
+    count_stages,
     split_backwards,
 )
 from ovpatch_plugins.pipeline.simulator import Costs, Simulation, simulate
@@ -57,7 +60,7 @@ def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapp
     rows, bounds = [], {}
     solved, total = 0, len(memories) * len(question["placements"])
     for name in question["placements"]:
-        chunks = 1 if name == "straight" else 2
+        chunks = 2 if name in ("loop", "vee") else 1
         placement = build_placement(name, ranks=ranks, chunks=chunks)
         costs = Costs.uniform(
             len(placement),
@@ -68,6 +71,8 @@ def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapp
         )
         for order, schedule in _known(name, ranks, microbatches):
             rows.append(_Row(order, name, simulate(schedule, placement, costs)))
+        if count_stages(placement) < len(placement):
+            continue  # orders of two pipelines are not solved for
         bounds[name] = find_lower_bound(Problem(placement, microbatches, costs)) / unit
         for memory in memories:
             problem = Problem(placement, microbatches, costs, memory * whole)
@@ -89,6 +94,12 @@ def _tell_progress(progress: Callable[[float], None], solved: int, total: int, n
 def _known(placement: str, ranks: int, microbatches: int) -> list[tuple[str, Schedule]]:
     if placement == "vee":
         return [("zb-v", build_vee_order(ranks=ranks, microbatches=microbatches))]
+    if placement == "bidirectional":
+        names = {False: "bidirectional", True: "bidirectional, forwards doubled"}
+        return [
+            (name, split_backwards(build_bidirectional_order(ranks=ranks, microbatches=microbatches, doubles=doubles)))
+            for doubles, name in names.items()
+        ]
     if placement != "straight":
         return []
     known = [(name, build_order(name, ranks=ranks, microbatches=microbatches)) for name in ORDERS]

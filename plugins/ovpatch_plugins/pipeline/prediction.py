@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.group_state import group_state, group_store
-from ovpatch_plugins.pipeline.actions import Kind, Schedule
-from ovpatch_plugins.pipeline.orders import split_backwards
+from ovpatch_plugins.pipeline.orders import Kind, Schedule, split_backwards
 from ovpatch_plugins.pipeline.report import StepTimes
 from ovpatch_plugins.pipeline.simulator import Costs, simulate
 
@@ -43,19 +42,24 @@ class Prediction:
         if store is None:
             return
         if self._steps == _SHARED_AFTER:
+            overhead = times.overhead / max(1, len(times.stages()))
             for stage in times.stages():
-                forward, full = times.cost(stage, Kind.F), times.cost(stage, Kind.BW)
-                backward, weight = times.cost(stage, Kind.B), times.cost(stage, Kind.W)
-                costs = [forward, backward or full, weight]
+                forward, full = times.mean(stage, Kind.F), times.mean(stage, Kind.BW)
+                backward, weight = times.mean(stage, Kind.B), times.mean(stage, Kind.W)
+                costs = [forward, backward or full, weight, overhead]
                 store.set(self._key(stage), json.dumps(costs))
         keys = [self._key(stage) for stage in range(len(self._placement))]
         if store.check(keys):
             self._simulate([json.loads(store.get(key)) for key in keys])
 
     def _simulate(self, shared: Sequence[Sequence[float]]) -> None:
-        forward, backward, weight = (tuple(column) for column in zip(*shared, strict=True))
+        forward, backward, weight, parts = (tuple(column) for column in zip(*shared, strict=True))
+        overhead = [0.0] * len(self._schedule)
+        for rank, part in zip(self._placement, parts, strict=True):
+            overhead[rank] += part
+        costs = Costs(forward, backward, weight, overhead=tuple(overhead))
         # A stage that defers sends its input gradient before its weight gradients. Ws of others cost nothing.
-        found = simulate(split_backwards(self._schedule), self._placement, Costs(forward, backward, weight))
+        found = simulate(split_backwards(self._schedule), self._placement, costs)
         self.bubbles = [1 - busy / found.step if found.step else 0.0 for busy in found.busy]
 
     def _key(self, stage: int) -> str:

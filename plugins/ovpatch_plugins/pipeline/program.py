@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ovpatch_plugins.pipeline.actions import Action, Kind, Schedule
-from ovpatch_plugins.pipeline.orders import find_source, list_messages
+from ovpatch_plugins.pipeline.orders import Action, Kind, Schedule, find_source, find_target, list_messages
 
 
 @dataclass(frozen=True)
@@ -110,11 +109,11 @@ def _make_step(action: Action, placement: Sequence[int], rank: int) -> Step:
     step = Step(action)
     if action.kind is Kind.W:
         return step
-    source = find_source(action, len(placement))
+    source = find_source(action, placement)
     if source is not None and placement[source.stage] != rank:
         step.receive = Receive(_message_of(action), placement[source.stage])
-    target = action.stage + (1 if action.kind is Kind.F else -1)
-    if 0 <= target < len(placement):
+    target = find_target(action, placement)
+    if target is not None:
         if placement[target] == rank:
             step.next_stage = target
         else:
@@ -178,7 +177,7 @@ def _find_read(
     for step in steps:
         if step.receive is not None:
             peer = step.receive.sender
-            source = find_source(step.action, len(placement))
+            source = find_source(step.action, placement)
             assert source is not None
             until = made_at[_message_of(source)]
             first = next((i for i, at in enumerate(read_at[peer][: sent[peer]]) if at > until), sent[peer])

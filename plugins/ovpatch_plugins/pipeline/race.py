@@ -10,6 +10,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+SETTLING: Final = 2
+"""Steps of each order before the first turn, in which kernels are loaded and memory is allocated for it."""
+
 ROUNDS: Final = 4
 """How often each order has its turn in a lap of the race."""
 
@@ -22,6 +25,9 @@ LAPS: Final = 3
 TOLERATED: Final = 1.02
 """What an order may take in units of another one's time and still pass for as fast."""
 
+CLEAR: Final = 0.99
+"""What another order may take at most, in units of the time of the order as given, to be run instead of it."""
+
 Seconds = Sequence[Sequence[float | None]]
 """Seconds of a step by candidate and round; None where none of a turn's steps ended well."""
 
@@ -30,10 +36,10 @@ class Verdict(NamedTuple):
     """What a race has shown.
 
     Attributes:
-        best: The candidate that runs from now on: the fastest if that is sure, else the first, the order as given.
+        best: The candidate that runs from now on: one that is clearly faster than the order as given, or else that.
         fastest: The candidate with the least median.
         steps: Median seconds of a step of each candidate; infinite where none ended well.
-        is_sure: Whether the fastest is, beyond noise, at most 2% slower than each other one.
+        is_sure: Whether the best is, beyond noise, at most 2% slower than each other one.
     """
 
     best: int
@@ -67,16 +73,20 @@ class Race:
         self.turns: list[Turn] = []
         self._count, self._device, self._rounds, self._laps = count, device, rounds, laps
         self._timers: dict[tuple[int, int], list[StepTimer]] = {}
+        self._laps_so_far = 0
+        for candidate in range(count):
+            self.turns += [Turn(candidate, 0, False)] * SETTLING
         self.add_lap()
 
     @property
     def may_go_on(self) -> bool:
         """Whether another lap is allowed."""
-        return len(self.turns) < self._laps * self._rounds * self._count * (1 + TIMED)
+        return self._laps_so_far < self._laps
 
     def add_lap(self) -> None:
         """Line up another lap: every second round goes the other way, since a machine may get slower or faster."""
-        first = self.turns[-1].round + 1 if self.turns else 0
+        first = self._laps_so_far * self._rounds
+        self._laps_so_far += 1
         for number in range(first, first + self._rounds):
             turn = range(self._count) if number % 2 == 0 else reversed(range(self._count))
             for candidate in turn:
@@ -108,28 +118,38 @@ def merge_ranks(by_rank: Sequence[Seconds]) -> Seconds:
 def judge(seconds: Seconds) -> Verdict:
     """Tell which order runs on, and whether that is sure; the first candidate is the order as given.
 
-    Orders are compared round by round, as neighbours in time share what slows the machine down. It is sure if the
-    mean of the logarithms' differences, plus its two-sided 95% error, stays below 2% for each other order.
+    Orders are compared round by round, as neighbours in time share what slows the machine down. Another order runs on
+    if the mean of the logarithms' differences, plus its two-sided 95% error, is below that of :data:`CLEAR`. It is sure
+    that one is not slower than another if that sum is below the logarithm of :data:`TOLERATED`.
     """
     steps = [
         statistics.median(known) if (known := [one for one in row if one is not None]) else math.inf for row in seconds
     ]
     fastest = min(range(len(steps)), key=steps.__getitem__)
-    others = [index for index in range(len(steps)) if index != fastest]
-    is_sure = math.isfinite(steps[fastest]) and all(
-        not math.isfinite(steps[other]) or _is_no_slower(seconds[fastest], seconds[other]) for other in others
+    others = range(1, len(steps))
+    best = 0
+    if math.isfinite(steps[0]):
+        clear = [other for other in others if _is_below(seconds[other], seconds[0], CLEAR)]
+        best = min(clear, key=steps.__getitem__, default=0)
+    elif math.isfinite(steps[fastest]):
+        best = fastest
+    is_sure = math.isfinite(steps[best]) and all(
+        other == best or not math.isfinite(steps[other]) or _is_below(seconds[best], seconds[other], TOLERATED)
+        for other in range(len(steps))
     )
-    return Verdict(fastest if is_sure else 0, fastest, steps, is_sure)
+    return Verdict(best, fastest, steps, is_sure)
 
 
-def _is_no_slower(own: Sequence[float | None], other: Sequence[float | None]) -> bool:
+def _is_below(own: Sequence[float | None], other: Sequence[float | None], ratio: float) -> bool:
+    """Tell whether one order takes less than ``ratio`` of another one's time, beyond noise."""
     ratios = [math.log(a / b) for a, b in zip(own, other, strict=True) if a and b]
     count = len(ratios)
     if count < 3:
         return False
-    quantile = 2 + 4 / count  # of Student's distribution, from 3.3 for 3 rounds to 2.2 for 20
+    freedom = count - 1
+    quantile = 1.96 + 2.4 / freedom + 4.6 / freedom**2  # of Student's distribution: 4.3 for 3 rounds, 2.2 for 12
     error = quantile * statistics.stdev(ratios) / math.sqrt(count)
-    return statistics.fmean(ratios) + error <= math.log(TOLERATED)
+    return statistics.fmean(ratios) + error <= math.log(ratio)
 
 
 class StepTimer:

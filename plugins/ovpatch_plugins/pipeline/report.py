@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ovpatch.hookspecs import FeatureCounters
-from ovpatch_plugins.pipeline.actions import Kind
+from ovpatch_plugins.pipeline.orders import Kind
 
 
 @dataclass
@@ -114,6 +114,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._costs: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
         self._steps: list[float] = []
+        self._overheads: list[float] = []
 
     def add_action(self, stage: int, kind: Kind, seconds: float) -> None:
         """Add a computation."""
@@ -123,10 +124,20 @@ class StepTimes:
         """Add a step."""
         _append(self._steps, seconds)
 
+    def add_overhead(self, seconds: float) -> None:
+        """Add what a step took beside its computations and waits."""
+        _append(self._overheads, seconds)
+
+    @property
+    def overhead(self) -> float:
+        """Median of what a step takes beside its computations and waits; 0 where that is not known, as on a device."""
+        return statistics.median(self._overheads) if self._overheads else 0.0
+
     def clear(self) -> None:
         """Forget all durations."""
         self._costs.clear()
         self._steps.clear()
+        self._overheads.clear()
 
     def stages(self) -> set[int]:
         """Return the stages with costs."""

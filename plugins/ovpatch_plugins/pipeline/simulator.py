@@ -10,8 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from ovpatch_plugins.pipeline.actions import Action, Kind, Schedule
-from ovpatch_plugins.pipeline.orders import Placement, ScheduleError, find_source, list_messages
+from ovpatch_plugins.pipeline.orders import (
+    Action,
+    Kind,
+    Placement,
+    Schedule,
+    ScheduleError,
+    count_stages,
+    find_source,
+    list_messages,
+)
 
 _MOST_STEPS: Final = 32  # chained steps run alike after a few; a rare schedule alternates
 _SAME: Final = 1e-9  # relative difference of two sums of the same costs
@@ -26,12 +34,15 @@ class Costs:
         backward: Time of B, the gradient of the input alone, by stage.
         weight: Time of W, by stage. A full backward takes ``backward + weight``.
         send: Time of a transfer, of all edges or by edge ``(sender, receiver)``. Edges that are missing take none.
+        overhead: Time of a step beside computations and waits, by rank: calls of the engine, posting of messages, the
+            scaling of gradients. It is spread over the rank's actions. Ranks that are missing have none.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weight: tuple[float, ...]
     send: float | Mapping[tuple[int, int], float] = 0.0
+    overhead: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Check that all stages have costs."""
@@ -81,13 +92,14 @@ class Footprint:
 
     @classmethod
     def of_placement(cls, placement: Placement, deferred: float = 1.0) -> Footprint:
-        """Return the footprint of stages of one size: all stages of a rank together hold 1.
+        """Return the footprint of stages of one size: in all stages of its pipeline on a rank a microbatch holds 1.
 
         Args:
             placement: Rank of each stage.
             deferred: What is left after B, as a part of what F leaves.
         """
-        held = tuple(1.0 / list(placement).count(rank) for rank in placement)
+        pipelines = len(placement) // count_stages(placement)
+        held = tuple(pipelines / list(placement).count(rank) for rank in placement)
         return cls(held, tuple(part * deferred for part in held))
 
     def change(self, action: Action) -> float:
@@ -218,6 +230,8 @@ class _Run:
         self.timeline: list[list[Timed]] = []
         self._messages = list_messages(schedule, placement)
         self._edge_of = {message: edge for edge, messages in self._messages.items() for message in messages}
+        known = dict(enumerate(costs.overhead))
+        self._behind = [known.get(rank, 0.0) / max(1, len(order)) for rank, order in enumerate(schedule)]
         self._edges = {edge: _Edge(costs.send_time(*edge), slots) for edge in self._messages}
 
     def run_step(self) -> None:
@@ -248,13 +262,13 @@ class _Run:
             if len(self.timeline[rank]) < len(order):
                 action = order[len(self.timeline[rank])]
                 raise ScheduleError(
-                    f"rank {rank}: deadlock, {action} waits for {find_source(action, len(self.placement))}. "
+                    f"rank {rank}: deadlock, {action} waits for {find_source(action, self.placement)}. "
                     "check_schedule names the rule that is broken."
                 )
 
     def _arrival(self, action: Action, ends: Mapping[Action, float], numbers: Mapping[Action, int]) -> float | None:
         """Return when the input of an action is there; None as long as that is unknown."""
-        source = find_source(action, len(self.placement))
+        source = find_source(action, self.placement)
         if source is None:
             return 0.0
         edge = self._edge_of.get(source)
@@ -264,9 +278,9 @@ class _Run:
         self, rank: int, action: Action, start: float, ends: dict[Action, float], numbers: Mapping[Action, int]
     ) -> None:
         end = start + self.costs.time_of(action)
-        self.clocks[rank] = end
+        self.clocks[rank] = end + self._behind[rank]
         self.timeline[rank].append(Timed(action, start, end))
-        source = find_source(action, len(self.placement))
+        source = find_source(action, self.placement)
         if source in self._edge_of:
             self._edges[self._edge_of[source]].read(numbers[source], start)
         if action.kind is Kind.W:

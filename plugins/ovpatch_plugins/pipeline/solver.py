@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ovpatch_plugins.pipeline.actions import Action, Kind, Schedule
 from ovpatch_plugins.pipeline.greedy import (
     Choices,
     Operations,
@@ -27,7 +26,10 @@ from ovpatch_plugins.pipeline.greedy import (
 )
 from ovpatch_plugins.pipeline.orders import (
     ORDERS,
+    Action,
+    Kind,
     Placement,
+    Schedule,
     ScheduleError,
     build_order,
     build_vee_blocks,

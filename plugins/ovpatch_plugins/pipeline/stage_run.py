@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
-from ovpatch_plugins.pipeline.actions import Kind
 from ovpatch_plugins.pipeline.data_parallel import (
     FullyShardedGradients,
     LocalGradients,
     is_fsdp2,
     make_data_parallel,
 )
+from ovpatch_plugins.pipeline.orders import Kind
 from ovpatch_plugins.pipeline.report import StageReport
 from ovpatch_plugins.pipeline.torch_stage import (
     clear_states,
@@ -54,6 +54,7 @@ class StageRun:
         queue: Its deferred weight gradients; None where they are not deferred.
         varies: Whether messages may have other shapes than those of the first step.
         data_parallel: Its data parallelism.
+        first_input: The microbatch of the step that is number 0 of the stage.
         report: What the report says of it.
     """
 
@@ -69,18 +70,15 @@ class StageRun:
     ) -> None:
         self.stage = stage
         self.varies = varies
+        self.first_input = 0
         self.data_parallel = make_data_parallel(stage.submod)
-        self.objection = self.data_parallel.objection
-        if delay_wgrad_compute == "off":
-            self.objection = "delay_wgrad_compute is off"
-        elif delay_wgrad_compute == "auto" and not (sends or splits) and not self.objection:
-            self.objection = "no rank waits for the stage's input gradient"
-        is_local = type(self.data_parallel) is LocalGradients
-        self.report = StageReport(self.objection)
+        self.objection = ""
+        self.report = StageReport()
         self.queue: WeightGradQueue | None = None
-        if not self.objection:
-            takes_others = splits or delay_wgrad_compute == "on"
-            self.queue = WeightGradQueue(stage.submod, self.report, takes_others=takes_others, fuse=fuse and is_local)
+        self._sends, self._delay_wgrad_compute = sends, delay_wgrad_compute
+        self._fuses = fuse and type(self.data_parallel) is LocalGradients
+        self._queues: dict[bool, WeightGradQueue] = {}  # by whether they take linears of other features
+        self.set_splits(splits)
         self._inputs: dict[int, list[Tensor | None]] = {}
         self._grads: dict[int, list[Tensor | None]] = {}
         self._sent: dict[Kind, list[Tensor]] = {}
@@ -90,6 +88,22 @@ class StageRun:
         self._unshards: list[Any] = []
         self._finalizes = self._reshards = True
         self._reducing: int | None = None
+
+    def set_splits(self, splits: bool) -> None:
+        """Defer weight gradients from the next step on as an order with Ws for the stage needs it, or one without."""
+        delay = self._delay_wgrad_compute
+        self.objection, self.queue = self.data_parallel.objection, None
+        if delay == "off":
+            self.objection = "delay_wgrad_compute is off"
+        elif delay == "auto" and not (self._sends or splits) and not self.objection:
+            self.objection = "no rank waits for the stage's input gradient"
+        self.report.objection = self.objection
+        if not self.objection:
+            takes = splits or delay == "on"
+            if takes not in self._queues:
+                module, fuse = self.stage.submod, self._fuses
+                self._queues[takes] = WeightGradQueue(module, self.report, takes_others=takes, fuse=fuse)
+            self.queue = self._queues[takes]
 
     # --- a step ---
 

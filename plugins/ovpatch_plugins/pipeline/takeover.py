@@ -8,23 +8,33 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
 
 from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent
-from ovpatch_plugins.pipeline.actions import Kind, Order, Schedule
 from ovpatch_plugins.pipeline.clock import make_clock
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
 from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO, COPIES
-from ovpatch_plugins.pipeline.orders import ScheduleError, build_order, check_schedule, convert_torch_order, count_slots
+from ovpatch_plugins.pipeline.orders import (
+    Kind,
+    Order,
+    Placement,
+    Schedule,
+    ScheduleError,
+    build_bidirectional_order,
+    build_order,
+    check_schedule,
+    convert_torch_order,
+    count_slots,
+)
 from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, make_program
 from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, StepTimes, note_schedule, note_stock
 from ovpatch_plugins.pipeline.stage_run import StageRun, list_stages
-from ovpatch_plugins.pipeline.torch_stage import limits_sends
+from ovpatch_plugins.pipeline.torch_stage import initialize_stages, limits_sends
 from ovpatch_plugins.pipeline.transport import (
     AHEAD,
     CopiedMessages,
@@ -38,6 +48,7 @@ from ovpatch_plugins.pipeline.transport import (
 if TYPE_CHECKING:
     from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule
 
+BIDIRECTIONAL: Final = "ScheduleBidirectional"  # in place of a class of torch
 _SINGLE: Final = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
 _CHOSEN_FOR: Final = (
     *_SINGLE,
@@ -56,8 +67,12 @@ class Takeover:
         options: Resolved options of the feature.
     """
 
+    current: ClassVar[Takeover | None] = None
+    """The one that is on; schedules that are no classes of torch ask for it."""
+
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
+        Takeover.current = self
 
     def wrap_step(self, original: Callable[..., Any], owner: str) -> Callable[..., Any]:
         """Wrap ``_step_microbatches`` of the class ``owner``."""
@@ -65,20 +80,30 @@ class Takeover:
 
         @functools.wraps(original)
         def _step_microbatches(schedule: Any, *args: Any, **kwargs: Any) -> Any:
-            if not schedule._has_backward:
-                _give_buffers_back(schedule)
-                return original(schedule, *args, **kwargs)
-            engine = self._find_engine(schedule, owner)
-            if engine is None or _is_first_step_of_stock(schedule, engine):
-                COUNTERS.stock_steps += 1
-                _give_buffers_back(schedule)
-                return original(schedule, *args, **kwargs)
-            bound = signature.bind(schedule, *args, **kwargs)
-            bound.apply_defaults()
-            _records[schedule].run(_prepare_inputs(schedule, bound.arguments))
-            return None
+            run_stock = functools.partial(original, schedule, *args, **kwargs)
+            if getattr(schedule, "runs_stock", False):
+                return run_stock()
+            return self.run_step(schedule, owner, run_stock, signature.bind(schedule, *args, **kwargs))
 
         return _step_microbatches
+
+    def run_step(self, schedule: Any, owner: str, run_stock: Callable[[], Any], given: inspect.BoundArguments) -> Any:
+        """Run the microbatches of a step, by the engine or as stock does.
+
+        Args:
+            schedule: The schedule.
+            owner: Its class.
+            run_stock: Runs them as stock does.
+            given: The arguments of ``_step_microbatches``.
+        """
+        engine = self._find_engine(schedule, owner) if schedule._has_backward else None
+        if engine is None or _is_first_step_of_stock(schedule, engine):
+            COUNTERS.stock_steps += schedule._has_backward
+            _give_buffers_back(schedule)
+            return run_stock()
+        given.apply_defaults()
+        _records[schedule].run(_prepare_inputs(schedule, given.arguments))
+        return None
 
     def _find_engine(self, schedule: Any, owner: str) -> Engine | None:
         known = _records.get(schedule)
@@ -122,6 +147,12 @@ class Takeover:
         return self._build(schedule, owner, stages, group, name, orders)
 
     def _choose_order(self, schedule: Any, owner: str, stages: Sequence[Any]) -> tuple[str, Schedule]:
+        if owner == BIDIRECTIONAL:
+            doubles = self._options["forward_doubling"]
+            orders = build_bidirectional_order(
+                ranks=schedule.pp_group_size, microbatches=schedule._n_microbatches, doubles=doubles
+            )
+            return "bidirectional, forwards doubled" if doubles else "bidirectional", orders
         if owner not in _SINGLE:
             lowered = getattr(schedule, "pipeline_order_with_comms", None)
             return "its own order", convert_torch_order(lowered or schedule.pipeline_order)
@@ -153,7 +184,15 @@ class Takeover:
         sending = {
             step.action.stage for step in program.steps if step.action.kind is not Kind.F and step.receiver is not None
         }
-        runs = {stage.stage_index: self._make_run(stage, schedule, sending, split) for stage in stages}
+        numbers = _number_stages(schedule, stages)
+        runs = {
+            number: self._make_run(stage, schedule, number in sending, number in split)
+            for number, stage in numbers.items()
+        }
+        if owner == BIDIRECTIONAL:
+            for number, run in runs.items():
+                run.first_input = schedule.first_input(number)
+                run.data_parallel.add_replicas(schedule.replicas)
         transport: PeerToPeer
         if by_copies:
             check_copies(group, device, varies=varies)
@@ -171,13 +210,15 @@ class Takeover:
             name=type(schedule).__name__,
             order=name,
             rank=rank,
-            microbatches=schedule._n_microbatches,
+            microbatches=engine.microbatches,
             peak_activations=program.peak_activations,
             bubbles=lambda: engine.bubbles,
             stages={index: run.report for index, run in runs.items()},
             times=times,
             notes=["messages are carried by copy engines"] if by_copies else [],
         )
+        if self._options["forward_doubling"] and owner != BIDIRECTIONAL:
+            report.notes.append("forward_doubling has no effect: the pipeline runs in one direction")
         note_schedule(report)
         if not is_auto:
             return engine, None
@@ -186,16 +227,18 @@ class Takeover:
         is_sharded = bool(_list_shardings(schedule, rank))
         pipeline = Pipeline(report.name, orders, placement, schedule._n_microbatches, group, device, self._options)
 
-        def make_other_program(other: Schedule) -> Program:
+        def make_other_program(other: Schedule, settles: bool) -> Program | None:
+            if settles and settling is None:
+                return None
             shardings = _unshard_all(other[rank]) if is_sharded else ()
             if isinstance(transport, CopiedMessages):
                 transport.reserve(_count_slots(other, placement))
-            return make_program(other, placement, rank, ahead=ahead, shardings=shardings)
+            return make_program(other, placement, rank, ahead=0 if settles else ahead, shardings=shardings)
 
         auto = AutoSchedule(engine, transport, pipeline, make_other_program, report, cache_dir())
         return engine, auto
 
-    def _make_run(self, stage: Any, schedule: Any, sending: set[int], split: set[int]) -> StageRun:
+    def _make_run(self, stage: Any, schedule: Any, sends: bool, splits: bool) -> StageRun:
         varies = self._options["variable_seq_lengths"]
         if self._options["weight_stash"] != "off":
             from ovpatch_plugins.pipeline.weight_stash import StashedStageRun
@@ -203,8 +246,8 @@ class Takeover:
             return StashedStageRun(stage, schedule, varies=varies)
         return StageRun(
             stage,
-            sends=stage.stage_index in sending,
-            splits=stage.stage_index in split,
+            sends=sends,
+            splits=splits,
             delay_wgrad_compute=self._options["delay_wgrad_compute"],
             fuse=self._options["gradient_accumulation_fusion"],
             varies=varies,
@@ -249,6 +292,7 @@ def release_all() -> None:
     for schedule in list(_records):
         _give_buffers_back(schedule)
     _records.clear()
+    Takeover.current = None
     close_edges()
 
 
@@ -265,7 +309,18 @@ def _facts_of(schedule: Any, owner: str) -> tuple[Any, ...]:
     )
 
 
-def _placement_of(schedule: Any, stages: Sequence[Any]) -> list[int]:
+def _number_stages(schedule: Any, stages: Sequence[Any]) -> dict[int, Any]:
+    """Return the rank's stages by their index among those of all ranks."""
+    if hasattr(schedule, "number_stages"):
+        numbers: dict[int, Any] = schedule.number_stages()
+        return numbers
+    return {stage.stage_index: stage for stage in stages}
+
+
+def _placement_of(schedule: Any, stages: Sequence[Any]) -> Placement:
+    if hasattr(schedule, "placement"):
+        placement: Placement = schedule.placement
+        return placement
     ranks = stages[0].stage_index_to_group_rank
     return [ranks[stage] for stage in range(schedule._num_stages)]
 
@@ -358,9 +413,7 @@ def _prepare_inputs(schedule: Any, given: Mapping[str, Any]) -> StepInputs:
     losses, targets = given["losses"], given["target_mbs"]
     args, kwargs = schedule._check_inputs(given["arg_mbs"], given["kwarg_mbs"], targets, losses)
     loss_kwargs = given.get("loss_kwargs")
-    initialize = schedule._initialize_stages if hasattr(schedule, "_initialize_stages") else schedule._initialize_stage
-    extra = (None if targets is None else targets[0], loss_kwargs)
-    initialize(args[0], kwargs[0], *extra[: len(inspect.signature(initialize).parameters) - 2])
+    initialize_stages(schedule, args[0], kwargs[0], None if targets is None else targets[0], loss_kwargs)
     return StepInputs(args, kwargs, targets, losses, given["return_outputs"], loss_kwargs)
 
 

@@ -7,6 +7,7 @@ stage behind its send, and the backward starts from its edge. FSDP2 starts its r
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -129,6 +130,14 @@ def reset_fsdp(root: Any, modules: Sequence[Any]) -> None:
 
 
 # --- schedules ---
+
+
+def initialize_stages(schedule: Any, args: Any, kwargs: Any, target: Any, loss_kwargs: Any) -> None:
+    """Initialise the stages of a schedule with the first microbatch, as its own step does first."""
+    has_many = hasattr(schedule, "_initialize_stages")
+    initialize = schedule._initialize_stages if has_many else schedule._initialize_stage
+    taken = len(inspect.signature(initialize).parameters)  # torch 2.11 takes no target
+    initialize(*(args, kwargs, target, loss_kwargs)[:taken])
 
 
 def finalizes_gradients(schedule: Any) -> bool:

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch_plugins.recompute.block_inputs import BlockInputs, find_tensors
-from ovpatch_plugins.recompute.forward_state import Autocast, Buffers, Params, RandomState
+from ovpatch_plugins.recompute.forward_state import Autocast, BlockInputs, Buffers, Params, RandomState, find_tensors
 from ovpatch_plugins.recompute.report import COUNTERS
 from ovpatch_plugins.recompute.selective import Contexts
 

@@ -7,18 +7,21 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import ovpatch
 from ovpatch_plugins.pipeline import race
 from ovpatch_plugins.pipeline.auto_schedule import MEASURED, WARM_UP
-from ovpatch_plugins.pipeline.race import LAPS, ROUNDS, TIMED, judge, merge_ranks
+from ovpatch_plugins.pipeline.race import LAPS, ROUNDS, SETTLING, TIMED, judge, merge_ranks
+from ovpatch_plugins.pipeline.report import list_schedules
 from tests.plugins.pipeline.cases import Case, Outcome, differences, feature_report, train, train_both
 from tests.plugins.pipeline.models import Block, Part
 from tests.plugins.pipeline.test_data_parallel import SETTINGS
 
 LAP = ROUNDS * 2 * (1 + TIMED)
-STEPS = WARM_UP + MEASURED + LAP + 3
+RACE = WARM_UP + MEASURED + 2 * SETTLING
+STEPS = RACE + LAP + 3
 EIGHT: dict[str, Any] = {"microbatches": 8, "chunks": 2, "steps": STEPS}
 CASES = {
     "Schedule1F1B": Case(steps=STEPS, microbatches=8),
@@ -65,6 +68,44 @@ def test_the_order_as_given_stays_where_it_is_faster(ranks: Any, tmp_path: Path)
         assert "Schedule1F1B runs as 1f1b" in text, text
 
 
+def _look_at_what_stays(cache: str) -> tuple[list[str], list[str], list[set[bool]]]:
+    """Train as given, and until that has won a race; return why stage 0 does not defer, and whether it did in turns."""
+    patch, turns = pytest.MonkeyPatch(), list[set[bool]]([set(), set()])
+    patch.setenv("OVPATCH_CACHE_DIR", cache)
+    patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 1.0 + candidate)
+    patch.setattr("ovpatch_plugins.pipeline.candidates._GAIN", -9.0)
+    patch.setattr(  # planted costs of F, B and W, with which the solved order is another one
+        "ovpatch_plugins.pipeline.auto_schedule.read_times",
+        lambda _times, stages: {str(index): [1.0, 1.0, 1.0] for index in stages},
+    )
+    add_time = race.Race.add_time
+
+    def look(self: race.Race, turn: race.Turn, timer: Any) -> None:
+        add_time(self, turn, timer)
+        turns[turn.candidate].add(any(stage.objection for stage in list_schedules()[-1].stages.values()))
+
+    patch.setattr(race.Race, "add_time", look)
+    try:
+        found = []
+        for order in ("as-given", "auto"):
+            outcome = train_both(CASES["Schedule1F1B"], order, memory_limit="1.5x")
+            found.append([line for line in outcome.remarks if line.startswith("stage 0: weight gradients")])
+        return found[0], found[1], turns
+    finally:
+        patch.undo()
+
+
+def test_an_order_defers_in_the_race_and_behind_it_as_without(ranks: Any, tmp_path: Path) -> None:
+    """Rank 0 sends no input gradient: as given it defers nothing, and the solved order defers Ws."""
+    (given, auto, turns), _ = ranks(2)(_look_at_what_stays, str(tmp_path), timeout=120)
+    assert (
+        given
+        == auto
+        == ["stage 0: weight gradients stay in the backward: no rank waits for the stage's input gradient"]
+    )
+    assert turns == [{True}, {False}]
+
+
 def _run_twice(cache: str) -> list[Outcome]:
     return [_run(["Schedule1F1B"], cache, 1)["Schedule1F1B"] for _ in range(2)]
 
@@ -84,7 +125,7 @@ def test_a_later_run_takes_the_order_that_was_chosen(ranks: Any, tmp_path: Path)
 
 def _run_undecided(cache: str) -> tuple[Outcome, Outcome, list[str]]:
     """Train twice where turns of both orders take longer and shorter at random, and then where one is faster."""
-    case = Case(steps=WARM_UP + MEASURED + LAPS * LAP + 3, microbatches=8)
+    case = Case(steps=RACE + LAPS * LAP + 3, microbatches=8)
     patch = pytest.MonkeyPatch()
     patch.setenv("OVPATCH_CACHE_DIR", cache)
     patch.setattr("ovpatch_plugins.pipeline.candidates._GAIN", -9.0)
@@ -153,6 +194,30 @@ def test_what_is_kept_is_not_slower_by_more_than_two_percent(ratio: float, noise
     assert all(one.best == 0 for one in verdicts if not one.is_sure)
     if noise < 0.01:
         assert all(one.is_sure and one.best == (ratio < 1) for one in verdicts if ratio != 1.0)
+
+
+@pytest.mark.parametrize("ratio", [0.993, 0.999, 1.001])
+def test_an_order_that_is_not_clearly_faster_does_not_replace_the_given_one(ratio: float) -> None:
+    assert all(_simulate(ratio, 0.002, seed).best == 0 for seed in range(100))
+    assert sum(_simulate(ratio, 0.1, seed).best for seed in range(100)) <= 5
+
+
+def test_one_turn_that_took_long_decides_nothing() -> None:
+    given, other = [1.0, 1.0, 5.0, 1.0], [1.01, 1.01, 1.01, 1.01]
+    assert judge([given, other]).best == 0
+    assert judge([[1.0] * 4, [0.95, 0.95, 5.0, 0.95]]).best == 0
+    assert judge([[1.0] * 4, [0.95] * 4]).best == 1
+
+
+def test_each_order_has_the_same_turns() -> None:
+    found = race.Race(2, torch.device("cpu"))
+    found.add_lap()
+    for candidate in range(2):
+        own = [turn for turn in found.turns if turn.candidate == candidate]
+        assert [turn.is_timed for turn in own] == [False] * SETTLING + [False, True, True] * 2 * ROUNDS
+    assert found.may_go_on
+    found.add_lap()
+    assert not found.may_go_on
 
 
 def test_turns_that_failed_do_not_count() -> None:

@@ -1,11 +1,11 @@
-"""Costs on a device are those between its events, read once they have passed."""
+"""Costs on a device are those between its events, read once they have passed; on a host also what is none of them."""
 
 from __future__ import annotations
 
 import torch
 
-from ovpatch_plugins.pipeline.actions import Kind
-from ovpatch_plugins.pipeline.clock import DeviceClock
+from ovpatch_plugins.pipeline.clock import DeviceClock, HostClock
+from ovpatch_plugins.pipeline.orders import Kind
 from ovpatch_plugins.pipeline.report import StepTimes
 
 
@@ -65,3 +65,18 @@ def test_events_are_used_again() -> None:
         device.passed = device.recorded
     assert device.made <= 5
     assert times.bubble(1) == 1 - 1 / 3
+
+
+def test_what_is_no_computation_and_no_wait_is_the_engines() -> None:
+    times, read = StepTimes(), iter([10.0, 11.0, 13.0, 14.0, 18.0, 19.0, 20.0, 22.0])
+    clock = HostClock(times)
+    clock.read = lambda: next(read)  # type: ignore[method-assign]
+    assert times.overhead == 0
+    clock.start_step()  # at 10
+    clock.add_action(0, Kind.F, clock.now())  # 11 to 13
+    clock.end_wait(clock.begin_wait())  # 14 to 18
+    clock.add_action(0, Kind.B, clock.now())  # 19 to 20
+    clock.end_step()  # at 22
+    assert times.overhead == 12 - 2 - 4 - 1
+    times.clear()
+    assert times.overhead == 0

@@ -6,9 +6,10 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
-from ovpatch_plugins.pipeline.actions import Action, Kind
 from ovpatch_plugins.pipeline.orders import (
     ORDERS,
+    Action,
+    Kind,
     ScheduleError,
     build_order,
     build_placement,

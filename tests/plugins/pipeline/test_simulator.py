@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from ovpatch_plugins.pipeline.actions import Action, Kind
-from ovpatch_plugins.pipeline.orders import ScheduleError, build_order, build_placement, split_backwards
+from ovpatch_plugins.pipeline.orders import Action, Kind, ScheduleError, build_order, build_placement, split_backwards
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint, peak_memory, simulate
 from tests.plugins.pipeline.torch_orders import torch_order
 
@@ -135,6 +136,16 @@ def test_costs_of_edges():
 def forward_starts(orders, costs, slots=None):
     line = simulate(orders, (0, 1), costs, slots=slots, chained=False).timeline[1]
     return [start for action, start, _ in line if action.kind is F]
+
+
+def test_what_a_rank_takes_beside_its_computations_is_spread_over_them():
+    orders = build_order("1f1b", ranks=2, microbatches=4)
+    costs = Costs.uniform(2, forward=1, backward=1, weight=1)
+    plain = simulate(orders, (0, 1), costs, chained=False)
+    slower = simulate(orders, (0, 1), replace(costs, overhead=(0.0, 0.8)), chained=False)
+    assert slower.busy == plain.busy
+    # A tenth behind each of the eight computations of rank 1; the last one keeps nobody waiting but the next step.
+    assert slower.step == pytest.approx(plain.step + 0.7)
 
 
 def test_an_edge_carries_one_message_at_a_time():

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ovpatch_plugins.pipeline.actions import Kind
 from ovpatch_plugins.pipeline.greedy import Choices, Operations, build_zero_bubble
-from ovpatch_plugins.pipeline.orders import ScheduleError, build_order, build_placement, check_schedule
+from ovpatch_plugins.pipeline.orders import Kind, ScheduleError, build_order, build_placement, check_schedule
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint, simulate
 from ovpatch_plugins.pipeline.solver import Problem, find_lower_bound, solve
 from tests.plugins.pipeline.torch_orders import PLACEMENT_OF, torch_order

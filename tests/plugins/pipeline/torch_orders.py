@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from ovpatch_plugins.pipeline.actions import Schedule
-from ovpatch_plugins.pipeline.orders import build_placement, convert_torch_order
+from ovpatch_plugins.pipeline.orders import Schedule, build_placement, convert_torch_order
 
 PLACEMENT_OF = {
     "LoopedBFS": "loop",
