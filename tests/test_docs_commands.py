@@ -19,11 +19,8 @@ from tests.test_docs import PAGES, ROOT, docstrings
 from tools.run_commands import TRAIN, as_here, console_blocks
 
 SMALL = "--layers=1 --width=32 --context=16 --batch-size=2 --device=cpu --steps=2"
-RUN = "tests/test_run.py::test_torchrun_workers_of_an_unmodified_script_over_a_restart"
 TIMELINE = "tests/insight/test_timeline_command.py"
 EXAMPLES = "tests/examples/test_"
-TEMPLATE = "tests/test_cli.py::test_the_plugin_template_installs_works_and_is_listed"
-GPUS, INDEX, LONG = "needs several GPUs", "installs packages from an index", "takes minutes; part of a release"
 
 #: Where a command runs: here, the test that runs its program or subcommand, or the reason why none does. Comments are
 #: left out, and train.py has two ranks, as in tools/run_commands.py.
@@ -52,7 +49,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "OVPATCH=0 torchrun --nproc-per-node 2 examples/train_tp.py",
         "OVPATCH=-tp_linear torchrun --nproc-per-node 2 examples/train_tp.py",
     ),
-    RUN: (
+    "tests/test_run.py::test_torchrun_workers_of_an_unmodified_script_over_a_restart": (
         "ovpatch run -- torchrun --nproc-per-node 2 train.py",
         "ovpatch run -- torchrun --nproc-per-node 2 examples/train_tp.py",
         "OVPATCH=+dist_optimizer ovpatch run -- torchrun --nproc-per-node 2 train.py",
@@ -111,7 +108,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "OVPATCH=+pipeline torchrun --nproc-per-node 8 examples/three_d.py",
         "ovpatch verify --features pipeline -- torchrun --nproc-per-node 8 examples/three_d.py",
     ),
-    TEMPLATE: (
+    "tests/test_cli.py::test_the_plugin_template_installs_works_and_is_listed": (
         "pip install ./examples/plugin_template",
         "OVPATCH_CLIP_WATCH_COUNT_CLIPPED=1 ovpatch run -- torchrun --nproc-per-node 2 train.py",
         "OVPATCH=-clip_watch ovpatch list",
@@ -123,12 +120,12 @@ PLACES: dict[str, tuple[str, ...]] = {
     "tests/scripts/test_compatibility.py::test_the_page_is_up_to_date": ("python -m tests.scripts.compatibility",),
     "tests/torch_suite/test_torch_suite.py::test_passes_patched": (
         "python -m tests.torch_suite --json results.json",
-        "python -m tests.torch_suite --only static_graph join --arms ddp",
+        "python -m tests.torch_suite --only static_graph join --variants ddp",
     ),
     "tests/test_benchmarks.py::test_one_rank_of_eight_is_measured_alone": (
         "python -m benchmarks.zero_alone --world 8 --size 3.8b",
     ),
-    GPUS: (
+    "needs several GPUs": (
         "docker run --gpus all -e OVPATCH_AUTO=1 image torchrun --nproc-per-node 2 train.py",
         "torchrun --nproc-per-node 2 -m benchmarks.megatron_step --linear",
         "torchrun --nproc-per-node 8 -m benchmarks.megatron_step --tp 2 --pp 4",
@@ -136,15 +133,14 @@ PLACES: dict[str, tuple[str, ...]] = {
         'make test PYTEST_ARGS="-m gpu"',
         'make test PYTEST_ARGS="-m gpu --share-gpu --hard-limit 1500"',
     ),
-    INDEX: ("pip install 'ovpatch[megatron]'", "make setup", "make docs"),
-    LONG: (
+    "installs packages from an index": ("pip install 'ovpatch[megatron]'", "make setup", "make docs"),
+    "takes two minutes": (
         "make demo",
         "make demo DEMO_ARGS=--quick",
         'make demo DEMO_ARGS="--nproc 3 --steps 50"',
         "make demo DEMO_ARGS=--features=+dist_optimizer",
-        "make test",
-        "make lint",
     ),
+    "runs these tests": ("make test", "make lint"),
 }
 PLACE = {command: place for place, commands in PLACES.items() for command in commands}
 

@@ -1,6 +1,6 @@
 """Runs torch's own distributed tests stock and patched: what passes stock has to pass patched.
 
-python -m tests.torch_suite                      # all tests of what we patch, each in three arms, on two gloo ranks
+python -m tests.torch_suite                      # all tests of what we patch, each in three variants, on two gloo ranks
 python -m tests.torch_suite --only no_sync join  # those with one of these words in their names
 """
 
@@ -91,7 +91,7 @@ def main() -> int:
     """Run, write the results, and list what fails patched alone."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="words of which names have one")
-    parser.add_argument("--arms", nargs="+", default=[arm for arm in ARMS if arm != "stock"], choices=list(ARMS))
+    parser.add_argument("--variants", nargs="+", default=[arm for arm in ARMS if arm != "stock"], choices=list(ARMS))
     parser.add_argument("--timeout", type=float, default=40, help="seconds a test may take")
     parser.add_argument("--json", type=Path, help="where the results go")
     options = parser.parse_args()
@@ -99,7 +99,7 @@ def main() -> int:
     chosen = [name for name in names() if any(word in name for word in options.only)]
     pool = Pool(grace=1)
     try:
-        results = run(pool, chosen, options.arms, timeout=options.timeout)
+        results = run(pool, chosen, options.variants, timeout=options.timeout)
     finally:
         pool.close()
     if options.json:
