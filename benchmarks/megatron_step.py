@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 2 -m benchmarks.megatron_step --linear
 
 The model is that of ``examples/train_megatron.py``: the local specification, since Transformer Engine's linears are not
-the feature's. Arms alternate, and each is built anew; a schedule of linears runs with Megatron's own pipeline, and one
-of the pipeline with ``bulk``. ``--linear`` takes tiny activations, so that the host is the limit, and also counts the
-Python functions and the C functions that Python calls in forward and backward.
+the feature's. Arms alternate, and each is built anew, with weights that the device draws: on the CPU, as the example
+has it, that takes longer than all steps of an arm. A schedule of linears runs with Megatron's own pipeline, and one of
+the pipeline with ``bulk``. ``--arms stock bulk`` runs a part. ``--linear`` takes tiny activations, so that the host is
+the limit, and also counts the Python functions and the C functions that Python calls in forward and backward.
 """
 
 from __future__ import annotations
@@ -50,14 +51,21 @@ def load_example() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     del os.environ["OVPATCH"]
+    module.TransformerConfig = functools.partial(module.TransformerConfig, perform_initialization=False)
     return module
+
+
+def tell(begin: float, what: str) -> None:
+    """Print on rank 0 what is done, with the seconds since ``begin``."""
+    if not dist.get_rank():
+        print(f"{time.perf_counter() - begin:6.1f} s  {what}", flush=True)
 
 
 def apply(arm: str) -> None:
     """Turn the feature on as an arm has it."""
     options = ARMS[arm]
     if options is not None:
-        ovpatch.apply("megatron", options={"megatron": options})
+        ovpatch.apply("megatron", options={"megatron": {"min_linear_gflop": 0} | options})
 
 
 def build(args: argparse.Namespace) -> Callable[[], None]:
@@ -65,6 +73,10 @@ def build(args: argparse.Namespace) -> Callable[[], None]:
     example = load_example()
     torch.manual_seed(0)
     model = example.make_model(args)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() > 1:  # others have their values: ones and zeros
+                param.normal_(std=0.02)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=CUDA)
     forward_backward, data = example.get_forward_backward_func(), example.batches(args)
 
@@ -174,14 +186,15 @@ def measure_linears(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def report_linears(args: argparse.Namespace) -> None:
-    """Measure linears, print a table, and append the result to ``args.json``."""
-    rows = list(measure_linears(args))
-    if dist.get_rank():
-        return
-    print(f"{'linear':10}{'arm':10}{'µs':>10}{'calls':>10}{'C calls':>10}")
-    for row in rows:
-        print(f"{row['linear']:10}{row['arm']:10}{row['us']:>10}{row['python']:>10}{row['c']:>10}")
-    if args.json:
+    """Measure linears, print each as it comes, and append the result to ``args.json``."""
+    rows, shows = [], not dist.get_rank()
+    if shows:
+        print(f"{'linear':10}{'arm':10}{'µs':>10}{'calls':>10}{'C calls':>10}")
+    for row in measure_linears(args):
+        rows.append(row)
+        if shows:
+            print(f"{row['linear']:10}{row['arm']:10}{row['us']:>10}{row['python']:>10}{row['c']:>10}", flush=True)
+    if shows and args.json:
         given = {key: value for key, value in vars(args).items() if key not in ("json", "arms")}
         with args.json.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**described("megatron_linear", given), "rows": rows}) + "\n")
@@ -192,7 +205,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--tp", type=int, default=2, help="ranks that share each layer")
     made.add_argument("--pp", type=int, default=1, help="stages of the pipeline")
-    made.add_argument("--layers", type=int, default=8 if CUDA else 2)
+    made.add_argument("--layers", type=int, default=4 if CUDA else 2)
     made.add_argument("--width", type=int, default=4096 if CUDA else 64)
     made.add_argument("--context", type=int, default=2048 if CUDA else 32)
     made.add_argument("--batch-size", type=int, default=1, help="sequences of a microbatch")
@@ -201,22 +214,27 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--linear", action="store_true", help="measure one linear alone")
     made.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    add_timing(made, rounds=3)
+    add_timing(made, rounds=2)
+    made.set_defaults(warmup=2)
     return made
 
 
 def main() -> None:
     """Measure steps, or linears alone."""
+    begin = time.perf_counter()
     args = parser().parse_args()
     args.device = device().type
     start()
+    tell(begin, "process group")
     example = load_example()
+    tell(begin, "Megatron-Core is imported")
     if not CUDA:
         example.answer_for_the_cpu()
     if args.linear:
         args.tp = dist.get_world_size()
     example.parallel_state.initialize_model_parallel(args.tp, args.pp)
     example.random.initialize_rng_tracker(inference_rng_tracker=True)
+    tell(begin, "groups of ranks")
     if args.linear:
         report_linears(args)
     else:

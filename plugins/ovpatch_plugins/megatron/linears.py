@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -49,23 +50,25 @@ class LinearPatches:
         self._queue = queue if options["schedule"] in _KEEPING else None
         self._how = {name: options[name] for name in ("schedule", "chunks")}
         self._regather: bool = options["regather"]
+        self._least_flop: float = options["min_linear_gflop"] * 1e9
         self._terms = dict(options)
         self._agreed: Callable[[], Any] = lambda: None  # the last group, whose ranks have agreed; held weakly
         self._found: tuple[list[Any], str] = ([], "")  # what stands in the place of Megatron's functions, and why not
 
     def wrap_column(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap a function of :data:`_COLUMN`."""
-        return wrap_function(original, functools.partial(self._compute_column, original))
+        return wrap_function(original, functools.partial(self._compute_column, find_wrapped(original)))
 
     def wrap_row(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``RowParallelLinear.forward``, where the product and the scatter behind it meet."""
+        foreign = find_wrapped(original)
 
         @functools.wraps(original)
         def forward(self_: Any, input_: Tensor) -> Any:
             scatters = self_.sequence_parallel and self_.input_is_parallel and not self_.explicit_expert_comm
             if not scatters or torch.compiler.is_compiling():
                 return original(self_, input_)
-            output = self._compute_row(original, self_, input_)
+            output = self._compute_row(foreign, self_, input_)
             if output is None:
                 return original(self_, input_)
             if self_.skip_bias_add:
@@ -76,7 +79,7 @@ class LinearPatches:
 
     def _compute_column(
         self,
-        original: Callable[..., Tensor],
+        foreign: str,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -88,7 +91,7 @@ class LinearPatches:
         """Return the output ``[world * s, b, n]`` of ``x``, ``[s, b, k]``; None if Megatron has to compute it."""
         if not sequence_parallel or torch.compiler.is_compiling():
             return None
-        group, reason = further.get("tp_group"), find_wrapped(original)
+        group, reason = further.get("tp_group"), foreign
         if group is None:
             group = _layers().get_tensor_model_parallel_group_if_none(None)
         for name, value in further.items():
@@ -102,10 +105,10 @@ class LinearPatches:
         (output,) = all_gather_linear(x, [weight], group, regather=self._regather, weight_grad=compute, **self._how)
         return output if bias is None else output + bias
 
-    def _compute_row(self, original: Callable[..., Any], linear: Any, x: Tensor) -> Tensor | None:
+    def _compute_row(self, foreign: str, linear: Any, x: Tensor) -> Tensor | None:
         """Return the output ``[s / world, b, n]`` of ``x``, ``[s, b, k]``; None if Megatron has to compute it."""
         weight, fuse, group = linear.weight, linear.gradient_accumulation_fusion, linear.tp_group
-        reason = find_wrapped(original) or self._find_replacement(linear)
+        reason = foreign or self._find_replacement(linear)
         if group.size() > 1 and x.shape[0] % group.size():
             reason = "its sequence does not divide by the number of ranks"
         offloading = linear.config._cpu_offloading_context
@@ -130,6 +133,10 @@ class LinearPatches:
         if type(weight) is not torch.nn.Parameter:
             wait_for_param(weight)
         reason = reason or find_unsupported(x, weight, fuse)
+        delays = self._queue is not None and self._queue.is_active
+        if x.is_cuda and not reason and not delays:
+            rows = x.numel() // x.shape[-1] * (group.size() if kind == "column" else 1)
+            reason = _find_nil_gain(self._how["schedule"], 2 * rows * weight.numel(), self._least_flop)
         if reason:
             note_left(f"a {kind}-parallel linear: {reason}")
             COUNTERS.stock_calls += 1
@@ -193,6 +200,19 @@ def find_unsupported(x: Tensor, weight: Any, fuse: bool) -> str:
     if fuse and weight.requires_grad and getattr(weight, "main_grad", None) is None:
         return "gradient_accumulation_fusion without main_grad"
     return "" if x.numel() else "its input is empty"
+
+
+def _find_nil_gain(schedule: str, flop: int, least_flop: float) -> str:
+    """Return why Megatron's own linear is as fast on a GPU, or ""; the host takes longer for ours.
+
+    Args:
+        schedule: The option's.
+        flop: Operations of the product on this rank.
+        least_flop: The option's limit.
+    """
+    if schedule == "bulk" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        return "with CUDA_DEVICE_MAX_CONNECTIONS=1 it hides what schedule bulk hides"
+    return "its product is below min_linear_gflop" if flop < least_flop else ""
 
 
 def _find_replacement(linear: Any) -> str:

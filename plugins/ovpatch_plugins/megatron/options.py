@@ -16,6 +16,12 @@ def _parse_chunks(text: str) -> int:
     return int(text)
 
 
+def _parse_gflop(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise ValueError("expected a number of billions of operations, 0 or more")
+    return int(text)
+
+
 OPTIONS: Final = (
     Option(
         "linears",
@@ -26,8 +32,15 @@ OPTIONS: Final = (
         "schedule",
         "bulk",
         "Order of products and collectives in these linears, one of the schedules of feature tp_linear. bulk sums as "
-        "Megatron does.",
+        "Megatron does; on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1, where Megatron hides as much, it is Megatron's.",
         choices=SCHEDULES,
+    ),
+    Option(
+        "min_linear_gflop",
+        128,
+        "On GPUs, leave linears to Megatron whose product has fewer billions of operations on a rank, unless their "
+        "weight gradients are delayed: the host takes longer for ours. 0: none.",
+        parse=_parse_gflop,
     ),
     Option(
         "chunks",

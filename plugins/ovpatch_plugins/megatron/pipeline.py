@@ -52,8 +52,7 @@ _REMEDY: Final = (
     "OVPATCH variables; OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock on all ranks leaves pipelines to Megatron."
 )
 
-
-_ENGINES: Final[weakref.WeakSet[LoopEngine]] = weakref.WeakSet()
+_ENGINES: Final[weakref.WeakSet[LoopEngine]] = weakref.WeakSet()  # that have communicators
 
 
 def close_all() -> None:
@@ -235,11 +234,11 @@ class PipelinePatches:
 
     def wrap_linear(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap ``linear_with_grad_accumulation_and_async_allreduce``."""
-        return wrap_function(original, functools.partial(self._compute, original))
+        return wrap_function(original, functools.partial(self._compute, find_wrapped(original)))
 
     def _compute(
         self,
-        original: Callable[..., Tensor],
+        foreign: str,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -255,7 +254,7 @@ class PipelinePatches:
             return None
         if type(weight) is not torch.nn.Parameter:
             wait_for_param(weight)
-        reason = find_wrapped(original) or find_unsupported(x, weight, fuse)
+        reason = foreign or find_unsupported(x, weight, fuse)
         if reason:
             note_left(f"the weight gradient of a linear, which stays in the backward: {reason}")
             return None

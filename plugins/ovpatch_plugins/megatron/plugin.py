@@ -117,18 +117,18 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     if options["ordered_grad_reduce"]:
         patch(
             f"{_GROUP}.register_grad_ready",
-            "grad_sync",
+            "takeover",
             "wrap_register",
             "counts a gradient, and starts the reduction of a complete group",
         )
         patch(
             f"{_GROUP}.start_grad_sync",
-            "grad_sync",
+            "takeover",
             "wrap_start",
             "starts the reduction of a group, whose place in the order is known by then",
         )
-        patch(f"{_GROUP}.finish_grad_sync", "grad_sync", "wrap_finish", "is where a step's reductions end")
-        patch(f"{_GROUP}.reset", "grad_sync", "wrap_reset", "is where a step begins, also after a backward that failed")
+        patch(f"{_GROUP}.finish_grad_sync", "takeover", "wrap_finish", "is where a step's reductions end")
+        patch(f"{_GROUP}.reset", "takeover", "wrap_reset", "is where a step begins, also after a backward that failed")
     if options["early_param_gather"]:
         patch(
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.step_with_ready_grads",

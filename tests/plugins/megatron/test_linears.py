@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 import ovpatch
 from ovpatch.insight.equality import Verdict, compare
+from ovpatch_plugins.megatron import linears, takeover
+from ovpatch_plugins.megatron.weight_grads import WeightGradQueue
 from tests.plugins.megatron import models
 from tests.plugins.megatron.models import train_gpt
 from tests.scripts.arms import needs
@@ -168,12 +170,13 @@ def of_0_17(
     return tp_group
 
 
-def called_as_in_0_17() -> list[bool]:
-    from ovpatch_plugins.megatron import linears
+OPTIONS = {"schedule": "bulk", "chunks": 4, "regather": True, "min_linear_gflop": 1.0}
 
-    options = {"schedule": "bulk", "chunks": 4, "regather": True}
-    linear, group = linears.LinearPatches(options).wrap_column(of_0_17), dist.group.WORLD
-    with models.parallel(tp=2), mock.patch.object(linears, "find_wrapped", return_value=""):
+
+def called_as_in_0_17() -> list[bool]:
+    with mock.patch.object(linears, "find_wrapped", return_value=""):
+        linear, group = linears.LinearPatches(OPTIONS).wrap_column(of_0_17), dist.group.WORLD
+    with models.parallel(tp=2):
         x, weight = torch.randn(2, 1, 4), torch.nn.Parameter(torch.randn(3, 4))
         found = linear(x, weight, None, False, False, True, None, 0, group)
         whole = [torch.empty_like(x) for _ in range(2)]
@@ -201,3 +204,41 @@ def test_ranks_that_differ_are_named(ranks):
     for text in ranks(2)(with_a_schedule_of_each_rank):
         assert 'ranks disagree on \'megatron\': schedule is "bulk" on rank 0 but "ring" on rank 1' in text
         assert "OVPATCH_MEGATRON_LINEARS=0" in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "connections", "schedule", "reason"),
+    [
+        (4, None, "bulk", "its product is below min_linear_gflop"),
+        (4, None, "ring", "its product is below min_linear_gflop"),
+        (1 << 28, "1", "bulk", "with CUDA_DEVICE_MAX_CONNECTIONS=1 it hides what schedule bulk hides"),
+        (1 << 28, "1", "ring", ""),
+        (1 << 28, "8", "bulk", ""),
+    ],
+)
+def test_on_a_gpu_linears_without_a_gain_are_megatrons(monkeypatch, rows, connections, schedule, reason):
+    monkeypatch.setattr(takeover, "_LEFT", {})
+    monkeypatch.setattr(linears, "check_consistent_once", lambda *_, **__: None)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if connections is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    x = mock.Mock(is_cuda=True, dtype=torch.float32, shape=(rows, 4), device=torch.device("cpu"))
+    x.numel.return_value = 4 * rows
+    group, weight = mock.Mock(), torch.nn.Parameter(torch.zeros(3, 4))
+    group.size.return_value = 2
+    patches = linears.LinearPatches(OPTIONS | {"schedule": schedule})
+    for kind in ("column", "row"):
+        takeover._LEFT.clear()
+        entering = patches._enter(x, weight, False, group, kind, "")
+        assert (entering is None) == bool(reason)
+        assert takeover.list_left() == ([f"a {kind}-parallel linear: {reason}"] if reason else [])
+
+
+def test_linears_whose_weight_gradients_are_delayed_are_ours_on_a_gpu_too(monkeypatch):
+    monkeypatch.setattr(linears, "check_consistent_once", lambda *_, **__: None)
+    x, group, queue = mock.Mock(is_cuda=True, dtype=torch.float32, shape=(4, 4)), mock.Mock(), WeightGradQueue()
+    x.device, x.numel.return_value, group.size.return_value = torch.device("cpu"), 16, 2
+    patches, weight = linears.LinearPatches(OPTIONS, queue), torch.nn.Parameter(torch.zeros(3, 4))
+    assert patches._enter(x, weight, False, group, "row", "") is None
+    with queue.running():
+        assert patches._enter(x, weight, False, group, "row", "") is not None
