@@ -43,8 +43,8 @@ from benchmarks.decoders import SIZES, Decoder, Shape, alone, cut, flops_per_ste
 from benchmarks.peaks import PEAK_TFLOPS
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, merged, running, start
 from ovpatch.overlap import autotune
-from ovpatch.overlap.comm.group_state import drop_values
-from ovpatch.overlap.peer_rpc.shutdown import Kept
+from ovpatch.overlap.comm.kept_state import drop_values
+from ovpatch.overlap.peer_rpc.rpc import Kept
 
 Step = Callable[[], Tensor]
 LR = 1e-4

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.runs import CUDA, add_timing, alternate, device, running, start, timed
-from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter
-from ovpatch.overlap.comm.work import Work
+from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter, Work
 from ovpatch.overlap.copy_engine.collectives import Engine
 
 _ROWS = _FEATURES = 4096 if CUDA else 64

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, start, timed
 from ovpatch_plugins.pipe_experts import MoEConfig, expert_parallel_ffn
+from ovpatch_plugins.pipe_experts.all_to_all import get_transport, list_unsupported_reasons
 from ovpatch_plugins.pipe_experts.experts import swiglu
 from ovpatch_plugins.pipe_experts.grouped_gemm import GroupSizes, grouped_linear
-from ovpatch_plugins.pipe_experts.symm_all_to_all import get_transport, list_unsupported_reasons
 
 SHAPES = {  # tokens of a rank, experts of a token, features, those between, experts of a rank
     "mixtral": (4096, 2, 4096, 14336, 1),

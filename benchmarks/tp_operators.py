@@ -65,9 +65,9 @@ class Linear:
 
     def kernels(self, tiles: Any) -> Tensor:
         """Compute by the kernels of ``fused``, with tiles as given."""
-        from ovpatch.overlap.symm_mem import workspace
+        from ovpatch.overlap.symm_mem import memory
 
-        found = self.launch(workspace.workspace_for(self.group, device()), tiles)
+        found = self.launch(memory.workspace_for(self.group, device()), tiles)
         if found is None:
             raise RuntimeError("the workspace cannot be made")
         return found
@@ -119,7 +119,7 @@ class Gather(Linear):
 
     def launch(self, workspace: Any, tiles: Any) -> Tensor | None:
         """Launch the kernels of ``fused``."""
-        from ovpatch_plugins.tp_linear.kernels import launch
+        from ovpatch_plugins.tp_linear import triton_launch as launch
 
         found = launch.gather_linear(workspace, self.x, [self.weight], [None], tiles=tiles)
         return None if found is None else found[0][0]
@@ -172,7 +172,7 @@ class Scatter(Linear):
 
     def launch(self, workspace: Any, tiles: Any) -> Tensor | None:
         """Launch the kernels of ``fused``."""
-        from ovpatch_plugins.tp_linear.kernels import launch
+        from ovpatch_plugins.tp_linear import triton_launch as launch
 
         return launch.linear_scatter(workspace, [self.x], [self.weight], tiles=tiles)
 
@@ -184,7 +184,7 @@ def variants(operator: Any) -> dict[str, Any]:
     """Return the tile settings of the kernels to try."""
     if not CUDA:
         return {}
-    from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
+    from ovpatch_plugins.tp_linear.triton_launch import Tiles
 
     found = {"128x128": Tiles(columns=128, stages=4), "128x256 in halves": Tiles(split=True, stages=4)}
     found |= {f"groups of {n}": Tiles(group=n) for n in (1, 16)}

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from benchmarks.models import GPT, SIZES, flops_per_step
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, running, start
-from ovpatch.overlap.comm.group_state import drop_values
-from ovpatch.overlap.peer_rpc.shutdown import Kept
+from ovpatch.overlap.comm.kept_state import drop_values
+from ovpatch.overlap.peer_rpc.rpc import Kept
 
 Step = Callable[[], None]
 LR = 1e-4

@@ -426,7 +426,7 @@ def test_python_in_the_documentation_runs(tmp_path):
         env={**clean(os.environ), **alone},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

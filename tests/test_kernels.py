@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ovpatch.overlap.data_parallel.fp32_accumulation import refresh_fp32
 from ovpatch_plugins.dist_optimizer import triton_main_params
-from ovpatch_plugins.pipe_experts import routing, triton_combine
+from ovpatch_plugins.pipe_experts import routing, triton_kernels
 from ovpatch_plugins.pipe_experts.chunks import Splits, make_plan
 from ovpatch_plugins.pipe_experts.routing import Route
 from tests.support.interpreter import interpreted
@@ -56,7 +56,7 @@ def run(route: Route, rows: Tensor, weights: Tensor, grad: Tensor, dtype: torch.
 
 def put_together() -> list[str]:
     """Return which results of the kernels that put tokens together are not those of torch's operations."""
-    triton_combine._BLOCK, wrong = 8, []
+    triton_kernels._BLOCK, wrong = 8, []
     for tokens, top_k, features, dropped in CASES:
         for of_rows, of_weights, dtype in DTYPES:
             route = made(tokens, top_k, dropped)
@@ -79,8 +79,8 @@ def in_fp32() -> list[list[float]]:
     route = Route(torch.tensor([1, 0, 3]), 6, 2, route.splits, route.plan)
     rows = torch.tensor([[1.0], [256.0], [torch.inf]]).bfloat16()
     weights = torch.tensor([[1, 1], [torch.nan, 0.5], [1, 1]])
-    sums = triton_combine.weighted_sum(rows, weights[:1].expand(3, 2).contiguous(), route.row_of_slot, 2, torch.float32)
-    rounded = triton_combine.weighted_sum(rows, None, route.row_of_slot, 2, torch.bfloat16)
+    sums = triton_kernels.weighted_sum(rows, weights[:1].expand(3, 2).contiguous(), route.row_of_slot, 2, torch.float32)
+    rounded = triton_kernels.weighted_sum(rows, None, route.row_of_slot, 2, torch.bfloat16)
     return [sums.flatten().tolist(), rounded.flatten().tolist()]
 
 

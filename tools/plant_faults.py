@@ -110,14 +110,14 @@ FAULTS: Final = (
     ),
     Fault(
         "a shard ends one element early",
-        "ovpatch/overlap/tensors/shard.py",
+        "ovpatch/overlap/tensors/memory.py",
         "min((rank + 1) * size, numel)",
         "min((rank + 1) * size - 1, numel)",
         (_SHARDING_TESTS + "test_loops.py",),
     ),
     Fault(
         "the hook of the first parameter does not fire",
-        _REDUCTION + "grad_hooks.py",
+        _REDUCTION + "reducer.py",
         "if listener is not None and not listener.quiet:",
         "if index and listener is not None and not listener.quiet:",
         (_DDP_TESTS + "test_loops.py",),
@@ -166,7 +166,7 @@ FAULTS: Final = (
     ),
     Fault(
         "norms of half precision are computed in half precision",
-        _SHARDING + "shard_peers.py",
+        _SHARDING + "sharded_bucket.py",
         "[shard.to(wide) for shard in shards]",
         "list(shards)",
         (_SHARDING_TESTS + "test_clipping.py",),
@@ -187,7 +187,7 @@ FAULTS: Final = (
     ),
     Fault(
         "shards are put together in another order",
-        "ovpatch/overlap/tensors/shard.py",
+        "ovpatch/overlap/tensors/memory.py",
         "own = ranges[rank]",
         "own = ranges[-1 - rank]",
         (_SHARDING_TESTS + "test_reads_of_gradients.py",),

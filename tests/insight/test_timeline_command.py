@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ovpatch.cli import main, perfetto
+from ovpatch.cli import main
+from ovpatch.cli import timeline as command
 from ovpatch.insight.timeline import output
 from ovpatch.insight.timeline.trace import read_trace
 from tests.insight.programs import ALONE, FORKED, ROOT, TORCHRUN, address
@@ -128,7 +129,7 @@ class Browser:
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 urllib.request.urlopen(address.rpartition("/")[0] + "/summary.json", timeout=10)
             with urllib.request.urlopen(urllib.request.Request(address, method="OPTIONS"), timeout=10) as answer:
-                assert answer.headers["Access-Control-Allow-Origin"] == perfetto.PAGE
+                assert answer.headers["Access-Control-Allow-Origin"] == command.PAGE
             with urllib.request.urlopen(address, timeout=10) as answer:
                 self.fetched = answer.read()
 
@@ -138,8 +139,8 @@ class Browser:
 
 def test_a_trace_is_shown_in_the_browser(timeline, monkeypatch, tmp_path):
     browser = Browser()
-    monkeypatch.setattr(perfetto, "PORT", 0)
-    monkeypatch.setattr(perfetto.webbrowser, "get", lambda: browser)
+    monkeypatch.setattr(command, "PORT", 0)
+    monkeypatch.setattr(command.webbrowser, "get", lambda: browser)
     code, _, err = timeline("--no-picture", "--open", recorded("stock")[0])
     browser.thread.join(10)
     assert (code, browser.fetched) == (0, (tmp_path / "ovpatch-timeline" / "timeline.json.gz").read_bytes())
@@ -148,9 +149,9 @@ def test_a_trace_is_shown_in_the_browser(timeline, monkeypatch, tmp_path):
 
 def test_without_a_browser_the_file_is_named(timeline, monkeypatch):
     def get():
-        raise perfetto.webbrowser.Error
+        raise command.webbrowser.Error
 
-    monkeypatch.setattr(perfetto.webbrowser, "get", get)
+    monkeypatch.setattr(command.webbrowser, "get", get)
     code, _, err = timeline("--no-picture", "--open", recorded("stock")[0])
     assert code == 0
     assert "there is no browser here; open ovpatch-timeline/timeline.json.gz at https://ui.perfetto.dev by hand" in err

@@ -10,8 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ovpatch.overlap.tensors.pending_param import is_pending, mark_pending, mark_ready, without_modes
-from ovpatch.overlap.tensors.read_hooks import APPLIES_IN_C, READ_HOOKS, ContextHook
+from ovpatch.overlap.tensors.pending_param import (
+    APPLIES_IN_C,
+    READ_HOOKS,
+    ContextHook,
+    is_pending,
+    mark_pending,
+    mark_ready,
+    without_modes,
+)
 from ovpatch.patching import PatchManager
 
 GARBAGE = 1e4

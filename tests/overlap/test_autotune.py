@@ -18,11 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ovpatch.overlap.autotune import Autotuner, Tuning, TuningBudget, autotuner_for, report_lines
 from ovpatch.overlap.autotune import autotuner as autotuner_module
-from ovpatch.overlap.autotune.autotuner import run_in_own_thread
-from ovpatch.overlap.autotune.measure import Choice, TuningCache, pick_fastest
+from ovpatch.overlap.autotune.autotuner import Choice, TuningCache, pick_fastest, run_in_own_thread
 from ovpatch.overlap.comm.consensus import RankMismatchError
 from ovpatch.overlap.copy_engine import selection
-from ovpatch.overlap.copy_engine.registry import Chosen
+from ovpatch.overlap.copy_engine.selection import Chosen
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {"device": "a", "ranks": "2"}

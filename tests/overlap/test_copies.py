@@ -19,15 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.autotune import autotuner, report_lines
-from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter
-from ovpatch.overlap.comm.group_state import group_state
-from ovpatch.overlap.comm.work import WorkGroup
-from ovpatch.overlap.copy_engine import registry, selection
+from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter, WorkGroup
+from ovpatch.overlap.comm.kept_state import group_state
+from ovpatch.overlap.copy_engine import selection
 from ovpatch.overlap.copy_engine.collectives import Engine
-from ovpatch.overlap.copy_engine.driver import Addend, Span
-from ovpatch.overlap.copy_engine.registry import attend
-from ovpatch.overlap.copy_engine.selection import choose
-from ovpatch.overlap.copy_engine.window import rounds
+from ovpatch.overlap.copy_engine.selection import attend, choose
+from ovpatch.overlap.copy_engine.window import Addend, Span, rounds
 from ovpatch.overlap.symm_mem import memory
 from tests.support import windows
 from tests.support.interpreter import interpreted
@@ -123,8 +120,8 @@ def test_what_does_not_lie_as_addresses_say_is_refused(ranks):
 
 def instead_of_the_backend() -> dict[str, Any]:
     group, rank = dist.group.WORLD, dist.get_rank()
-    before = registry.gathering(group, CPU), registry.scattering(group, CPU)
-    chosen = registry.chosen_for(group, CPU)
+    before = selection.gathering(group, CPU), selection.scattering(group, CPU)
+    chosen = selection.chosen_for(group, CPU)
     chosen.engine = Engine(group, CPU, allocate=windows.allocate, slot_bytes=SLOT)
     chosen.gathers = chosen.scatters = True
     whole, part = torch.zeros(6), torch.empty(3, dtype=torch.complex64)
@@ -137,8 +134,8 @@ def instead_of_the_backend() -> dict[str, Any]:
     integers = torch.empty(1, dtype=torch.int32)
     for work in ReduceScatter(group, CPU)([integers], [torch.tensor([1, 2], dtype=torch.int32)]):
         work.wait()
-    registry.forget()
-    after = registry.gathering(group, CPU), registry.scattering(group, CPU)
+    selection.forget()
+    after = selection.gathering(group, CPU), selection.scattering(group, CPU)
     return {"whole": whole, "part": part, "integers": integers.tolist(), "none": [*before, *after]}
 
 
@@ -173,8 +170,8 @@ def test_behind_copies_comes_one_collective_that_the_backend_watches(monkeypatch
     both: Any = Recorded()
     attend(both, CPU)
     assert both.calls == [], "nothing is copied"
-    chosen = registry.Chosen(engine=both, **what)
-    monkeypatch.setitem(group_state(both).values, (registry.Chosen, CPU), chosen)
+    chosen = selection.Chosen(engine=both, **what)
+    monkeypatch.setitem(group_state(both).values, (selection.Chosen, CPU), chosen)
     attend(both, CPU)
     assert both.calls == (["behind", "all-reduce", "end"] if what else [])
 
@@ -201,16 +198,16 @@ def choices() -> list[Any]:
         ("off", lambda device: "", windows.allocate),
         ("on", lambda device: "", windows.allocate),
     ):
-        registry.forget()
+        selection.forget()
         autotuner._report_lines.pop("test", None)
         memory.memory_unsupported_reason = against
         try:
             choose(group, CPU, mode, feature="test", directory=None, allocate=allocate)
         finally:
             memory.memory_unsupported_reason = before
-        chosen = registry.chosen_for(group, CPU)
+        chosen = selection.chosen_for(group, CPU)
         found.append((chosen.gathers, chosen.scatters, chosen.final, report_lines("test")))
-    registry.forget()
+    selection.forget()
     autotuner._report_lines.pop("test", None)
     return found
 
@@ -316,25 +313,25 @@ class Lasting:
 
 
 def test_one_group_is_forgotten_and_memory_that_is_in_use_is_kept(monkeypatch, caplog):
-    monkeypatch.setattr(registry, "_stuck", [])
+    monkeypatch.setattr(selection, "_stuck", [])
     one, other = Group(), Group()
     engines = Lasting(False), Lasting(True)
     for group, engine in zip((one, other), engines, strict=True):
-        registry.chosen_for(group, CPU).engine = engine
-        registry.chosen_for(group, CPU).gathers = True
-    registry.forget(one)
+        selection.chosen_for(group, CPU).engine = engine
+        selection.chosen_for(group, CPU).gathers = True
+    selection.forget(one)
     assert "one of which may have died" in caplog.text
-    assert registry._stuck == [engines[0]]
-    assert registry.gathering(one, CPU) is None
-    assert registry.gathering(other, CPU) is engines[1]
+    assert selection._stuck == [engines[0]]
+    assert selection.gathering(one, CPU) is None
+    assert selection.gathering(other, CPU) is engines[1]
     assert engines[1].asked == 0
-    registry.forget()
-    assert (registry.gathering(other, CPU), engines[1].asked, registry._stuck) == (None, 1, [engines[0]])
+    selection.forget()
+    assert (selection.gathering(other, CPU), engines[1].asked, selection._stuck) == (None, 1, [engines[0]])
 
 
 def ends(pipe: Any, error: bool) -> None:
     group = Group()
-    engine = registry.chosen_for(group, CPU).engine = Lasting(True)
+    engine = selection.chosen_for(group, CPU).engine = Lasting(True)
     engine.drain = lambda timeout_s: pipe.send("drained") or True
     multiprocessing.util.Finalize(None, pipe.send, args=("end",), exitpriority=-1)
     multiprocessing.util.Finalize(None, lambda kept: None, args=(group,), exitpriority=-1)
@@ -380,7 +377,7 @@ def in_backward() -> tuple[int, bool]:
         choose(dist.group.WORLD, torch.device("cuda", 0), "auto", feature="test", directory=None)
     finally:
         memory.unsupported_reason, torch.cuda.is_current_stream_capturing = before
-        registry.forget()
+        selection.forget()
         autotuner._report_lines.pop("test", None)
     return within, len(asked) == 1
 

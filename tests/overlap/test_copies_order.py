@@ -23,9 +23,8 @@ from torch import Tensor
 
 from ovpatch.overlap.copy_engine import collectives, point_to_point, window
 from ovpatch.overlap.copy_engine.collectives import Engine
-from ovpatch.overlap.copy_engine.driver import Addend, Batch, Span
 from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
-from ovpatch.overlap.copy_engine.window import BYTES, StreamBarrier, Window
+from ovpatch.overlap.copy_engine.window import BYTES, Addend, Batch, Span, StreamBarrier, Window
 from tests.support import windows
 
 SLOT = 2 * 128 * 2  # bytes: some elements more than a piece, so there are many rounds

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.overlap.tensors import pending_param
+from ovpatch.overlap.tensors.memory import flat_view, shard_range
 from ovpatch.overlap.tensors.pending_param import any_pending, is_pending, unsupported_reason, wait_for_all
-from ovpatch.overlap.tensors.shard import flat_view, shard_range
 from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
 from tests.overlap.reading import READERS
 from tests.overlap.stale import GARBAGE, entrances, same, tensors

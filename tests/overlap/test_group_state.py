@@ -1,4 +1,4 @@
-"""What is kept for a process group ends with it, and a fork knows that it is no rank."""
+"""What is kept for a process group or another object ends with it, and a fork knows that it is no rank."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ import weakref
 
 import torch.distributed as dist
 
+from ovpatch.overlap.comm import kept_state
 from ovpatch.overlap.comm.consensus import agree_on_name, check_consistent_once, gather_values
-from ovpatch.overlap.comm.group_state import drop_values, group_state, group_values, is_destroyed
+from ovpatch.overlap.comm.kept_state import (
+    call_in_children,
+    drop_values,
+    find_owners,
+    group_state,
+    group_values,
+    is_destroyed,
+    kept_values,
+)
 
 
 class Kept:
@@ -38,6 +47,41 @@ def lives() -> list[bool]:
 def test_values_end_with_their_group(ranks):
     for found in ranks(2)(lives):
         assert found == [True] * 7
+
+
+class Unhashable:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+def test_values_end_with_their_object_whatever_it_is_equal_to():
+    one, other = Unhashable(), Unhashable()
+    before = len(kept_state._kept)
+    kept_values(one)["name"] = 1
+    kept_values(other)["name"] = 2
+    kept_values(other)["other name"] = 3
+    assert kept_values(one) == {"name": 1}
+    assert [(owner is one, value) for owner, value in find_owners("name")] == [(True, 1), (False, 2)]
+    del one
+    assert [value for _, value in find_owners("name")] == [2]
+    assert len(kept_state._kept) == before + 1
+    del other
+    assert (find_owners("other name"), len(kept_state._kept)) == ([], before)
+
+
+def test_a_forked_child_calls_what_is_to_be_called_there_for_objects_that_exist():
+    reader, writer = os.pipe()
+    kept, gone = Kept(), Kept()
+    call_in_children(gone, lambda _: os.write(writer, b"gone"))
+    call_in_children(kept, lambda found: os.write(writer, b"kept" if found is kept else b"other"))
+    del gone
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 16) == b"kept"
+    os.close(reader)
+    os.close(writer)
 
 
 def forked() -> list[bool]:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ovpatch.overlap.data_parallel.bucket import GradBucket
-from ovpatch.overlap.data_parallel.grad_hooks import accumulate_products
-from ovpatch.overlap.tensors.ownership import (
+from ovpatch.overlap.data_parallel.reducer import accumulate_products
+from ovpatch.overlap.tensors.memory import (
     contiguous_strides,
     is_dense,
     references_of_one,

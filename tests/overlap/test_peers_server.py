@@ -13,13 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm import group_state
-from ovpatch.overlap.peer_rpc import rendezvous
-from ovpatch.overlap.peer_rpc.client import Request
-from ovpatch.overlap.peer_rpc.rendezvous import Endpoint, Endpoints
-from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
+from ovpatch.overlap.comm import kept_state
+from ovpatch.overlap.peer_rpc import client
+from ovpatch.overlap.peer_rpc.client import Endpoint, Endpoints, Request
+from ovpatch.overlap.peer_rpc.rpc import KeepAlive, PeerError, PeerRpc
 from ovpatch.overlap.peer_rpc.server import Server
-from ovpatch.overlap.peer_rpc.shutdown import KeepAlive
 from ovpatch.overlap.peer_rpc.versioned import VersionedTensors
 from ovpatch.overlap.peer_rpc.wire import Connection, pack
 from ovpatch.overlap.tensors import lazy_tensor
@@ -46,7 +44,7 @@ class Group:
 @pytest.fixture
 def directory(monkeypatch):
     group, store = Group(), dist.HashStore()
-    monkeypatch.setattr(rendezvous, "group_store", lambda found: store)
+    monkeypatch.setattr(client, "group_store", lambda found: store)
     found = Endpoints(group)
     found.group = group  # it holds it weakly
     return found
@@ -198,12 +196,12 @@ def test_the_loopback_device_serves_the_same_machine_and_only_that():
     assert here.addresses_to_try() == ["127.0.0.1", "::1", "10.0.0.5"]
     assert replace(here, host="elsewhere").addresses_to_try() == ["10.0.0.5"]
     assert replace(here, host="elsewhere", addresses=()).addresses_to_try() == ["127.0.0.1", "::1"]
-    assert not any(address.startswith("127.") for address in rendezvous.own_addresses(None))
+    assert not any(address.startswith("127.") for address in client.own_addresses(None))
 
 
 def test_a_card_is_plain_text_in_the_store(server, directory):
     directory.publish(1, server.endpoint)
-    assert json.loads(rendezvous.group_store(None).get("ovpatch/peers/2/1"))["port"] == asdict(server.endpoint)["port"]
+    assert json.loads(client.group_store(None).get("ovpatch/peers/2/1"))["port"] == asdict(server.endpoint)["port"]
     assert directory.look_up(0) is None
 
 
@@ -269,14 +267,14 @@ def test_a_fork_is_no_rank_and_leaves_its_parent_alone(ranks, for_forks):
 def test_ranks_are_looked_up_for_forks_once_all_are_there(directory, monkeypatch, tmp_path, in_file):
     store = dist.FileStore(str(tmp_path / "store"), 2) if in_file else dist.HashStore()
     assert store.has_extended_api() is not in_file
-    monkeypatch.setattr(rendezvous, "group_store", lambda found: store)
+    monkeypatch.setattr(client, "group_store", lambda found: store)
     endpoints = [Endpoint("00", "here", (), port) for port in (1, 2)]
     directory.publish(0, endpoints[0])
     directory.look_up_for_forks()
     assert not directory._for_forks
     directory.publish(1, endpoints[1])
     directory.look_up_for_forks()
-    monkeypatch.setattr(rendezvous, "group_store", lambda found: pytest.fail("all are known"))
+    monkeypatch.setattr(client, "group_store", lambda found: pytest.fail("all are known"))
     directory.look_up_for_forks()
     directory._pid += 1  # as in a child
     assert [directory.look_up(rank) for rank in range(2)] == endpoints
@@ -287,7 +285,7 @@ def test_a_fork_renews_locks_that_another_thread_holds(server):
     held, release, versions = threading.Event(), threading.Event(), VersionedTensors(torch.device("cpu"))
 
     def hold() -> None:
-        with lazy_tensor._lock, group_state._lock, server._changed, versions._changed:
+        with lazy_tensor._lock, kept_state._lock, server._changed, versions._changed:
             held.set()
             release.wait()
 
@@ -297,7 +295,7 @@ def test_a_fork_renews_locks_that_another_thread_holds(server):
     try:
         pid = os.fork()
         if pid == 0:
-            locks = lazy_tensor._lock, group_state._lock, server._changed, versions._changed
+            locks = lazy_tensor._lock, kept_state._lock, server._changed, versions._changed
             os._exit(0 if all(lock.acquire(blocking=False) for lock in locks) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert not lazy_tensor._lock.acquire(blocking=False), "the parent's are as before"

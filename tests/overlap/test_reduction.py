@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ovpatch.overlap.data_parallel.bucket import GradBucket, SparseBucket
-from ovpatch.overlap.data_parallel.grad_sync import Bucket, GradSync
+from ovpatch.overlap.data_parallel.bucket import Bucket, GradBucket, SparseBucket
+from ovpatch.overlap.data_parallel.grad_sync import GradSync
 from tests.overlap.gradients import backward, params
 
 LAYOUT = ((4, 5), (2, 3), (0, 1))  # the buckets' indices: gradients come from the last parameter to the first

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ovpatch.overlap.comm import side_streams as module
-from ovpatch.overlap.comm.side_streams import (
+from ovpatch.overlap.comm import streams as module
+from ovpatch.overlap.comm.streams import (
     SideStreams,
     quietly_on,
     record_numbered_switches,

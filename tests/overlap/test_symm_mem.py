@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.group_state import group_values
-from ovpatch.overlap.symm_mem import memory, workspace
+from ovpatch.overlap.comm.kept_state import group_values
+from ovpatch.overlap.symm_mem import memory
 from ovpatch.overlap.symm_mem.memory import Memory
 
 CPU = torch.device("cpu")
@@ -84,12 +84,12 @@ def test_a_workspace_grows_and_starts_counting_anew():
         made.append(own)
         return Memory(own, [own.data_ptr()])
 
-    space = workspace.Workspace(Group(), CPU, allocate)
+    space = memory.Workspace(Group(), CPU, allocate)
     assert space.begin_operator(1000, 10)
     first = space.half_bytes
     assert first >= 1000
     assert first % 512 == 0, "halves have to be aligned as descriptors want them"
-    assert not made[0][: workspace.HEADER].any(), "nobody may take for a signal what was there before"
+    assert not made[0][: memory.HEADER].any(), "nobody may take for a signal what was there before"
     space.state[0] = 7
     assert space.begin_operator(first, 1024)
     assert len(made) == 1
@@ -108,14 +108,14 @@ def test_groups_that_are_gone_are_forgotten(ranks):
 
 def regrouped() -> bool:
     first = dist.new_group([0, 1])
-    one = workspace.workspace_for(first, CPU)
-    again = workspace.workspace_for(first, CPU) is one
+    one = memory.workspace_for(first, CPU)
+    again = memory.workspace_for(first, CPU) is one
     dist.destroy_process_group(first)
     second = dist.new_group([0, 1])
-    other = workspace.workspace_for(second, CPU)
-    kept = [found for _, found in group_values(workspace.Workspace)]
-    workspace.drop_workspaces()
-    return again and other is not one and kept == [other] and not group_values(workspace.Workspace)
+    other = memory.workspace_for(second, CPU)
+    kept = [found for _, found in group_values(memory.Workspace)]
+    memory.drop_workspaces()
+    return again and other is not one and kept == [other] and not group_values(memory.Workspace)
 
 
 def allocations(lacking: dict[int, int]) -> tuple[list[str], str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ovpatch.overlap.symm_mem import workspace as order
+from ovpatch.overlap.symm_mem import memory as order
 
 DEVICE = torch.device("cuda", 0)
 

@@ -11,10 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm import gloo
-from ovpatch.overlap.comm.collectives import AllGather, AllReduce, ReduceScatter
-from ovpatch.overlap.comm.gloo import BufferPool, _by_size
-from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
+from ovpatch.overlap.comm import collectives
+from ovpatch.overlap.comm.collectives import (
+    AllGather,
+    AllReduce,
+    BufferPool,
+    ReduceScatter,
+    Work,
+    WorkWithEpilogue,
+    _by_size,
+)
 from tests.overlap.test_collectives import for_each, group
 
 CPU = torch.device("cpu")
@@ -40,7 +46,7 @@ def three_times(sizes: list[int], dtype: torch.dtype) -> list[dict[str, Any]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     wholes = [size * world for size in sizes]
     found = []
-    with mock.patch.object(gloo, "_LARGE", 200 * world * dtype.itemsize):
+    with mock.patch.object(collectives, "_LARGE", 200 * world * dtype.itemsize):
         all_reduce, scatter, gather = AllReduce(group(), CPU), ReduceScatter(group(), CPU), AllGather(group(), CPU)
         for _ in range(3):
             summed = [drawn(rank, size, dtype) for size in wholes]
@@ -87,7 +93,7 @@ def test_memory_is_used_again_when_it_has_been_given_back():
     assert spare.get(5, like).numel() == 5
     for numel in range(100, 200):
         spare.put(torch.empty(numel))
-    assert len(spare._idle) == gloo._POOL_SIZE, "sizes may change from step to step"
+    assert len(spare._idle) == collectives._POOL_SIZE, "sizes may change from step to step"
     assert spare.get(4, like.double()).dtype == torch.float64
 
 

@@ -3,8 +3,8 @@
 Two threads of a gloo group write the name of what they have completed into one string without a lock. Names of more
 than 15 letters, as those of tensor parallelism's all-gathers and of sums of sparse tensors, are on the heap. In the end
 both threads free the same memory, and the process aborts, there or wherever it uses that memory next
-(``ovpatch/overlap/comm/gloo.py``, *[Note: one tensor on gloo]*). It happens to collectives that follow one another,
-too: a thread writes the name when the caller goes on already. So groups of tests have one thread.
+(``ovpatch/overlap/comm/collectives.py``, *[Note: one tensor on gloo]*). It happens to collectives that follow one
+another, too: a thread writes the name when the caller goes on already. So groups of tests have one thread.
 
 The last reference to a group joins its threads with the interpreter's lock held, and a thread may still want that lock,
 to free the context of a backward that torch's reducer has reduced: both wait for ever.

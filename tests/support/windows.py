@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.copy_engine.driver import Batch
-from ovpatch.overlap.copy_engine.window import Window
+from ovpatch.overlap.copy_engine.window import Batch, Window
 
 
 def allocate(size: int, group: Any, device: torch.device) -> Window:
@@ -31,7 +30,7 @@ def allocate(size: int, group: Any, device: torch.device) -> Window:
 
 
 class HostDriver:
-    """What :class:`ovpatch.overlap.copy_engine.driver.Driver` has streams do, done at once by the host.
+    """What :class:`ovpatch.overlap.copy_engine.window.Driver` has streams do, done at once by the host.
 
     Attributes:
         writes_to_peers: Whether numbers are written to other ranks' memory, or copied.

@@ -6,7 +6,14 @@ which measures once per key and keeps the times in ``OVPATCH_CACHE_DIR``.
 
 from __future__ import annotations
 
-from ovpatch.overlap.autotune.autotuner import Autotuner, TuningBudget, autotuner_for, report_lines
-from ovpatch.overlap.autotune.measure import Candidates, Choice, Tuning
+from ovpatch.overlap.autotune.autotuner import (
+    Autotuner,
+    Candidates,
+    Choice,
+    Tuning,
+    TuningBudget,
+    autotuner_for,
+    report_lines,
+)
 
 __all__ = ["Autotuner", "Candidates", "Choice", "Tuning", "TuningBudget", "autotuner_for", "report_lines"]

@@ -3,22 +3,293 @@
 The checks of ``torch.distributed.all_reduce`` cost a backward with many buckets noticeable time. Stock DDP, too, calls
 the process group itself.
 
-Backends that cannot group launches get other collectives: :mod:`ovpatch.overlap.comm.gloo`. A transport, such as the
-GPUs' copy engines, may carry a group's all-gathers and reduce-scatters instead of its backend: :func:`set_transports`.
+Backends that launch each tensor separately, such as gloo, get collectives of their own. A transport, such as the GPUs'
+copy engines, may carry a group's all-gathers and reduce-scatters instead of its backend: :func:`set_transports`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.gloo import GlooAllGather, GlooAllReduce, GlooReduceScatter
-from ovpatch.overlap.comm.work import Work
+from ovpatch.overlap.comm.consensus import agree_on_name
+from ovpatch.overlap.comm.kept_state import (
+    group_state,
+    group_store,
+    group_timeout_s,
+    group_values,
+    is_exiting_by_error,
+)
+
+
+class Work(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> Any:
+        """Make the current stream (the host, without streams) wait for the result."""
+
+
+class WorkGroup:
+    """Several collectives in flight; it keeps the tensors that they read until :meth:`wait`."""
+
+    __slots__ = ("_inputs", "_works")
+
+    def __init__(self, works: Sequence[Work], inputs: tuple[Tensor, ...] = ()) -> None:
+        self._works, self._inputs = works, inputs
+
+    def wait(self) -> None:
+        """Make the current stream (the host, without streams) wait for the results, and drop the inputs."""
+        for work in self._works:
+            work.wait()
+        self._works = self._inputs = ()
+
+
+def without_grad(function: Callable[..., object], *args: Any) -> None:
+    """Call a function outside of autograd, without the seven calls of ``torch.no_grad()``."""
+    enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        function(*args)
+    finally:
+        torch._C._set_grad_enabled(enabled)
+
+
+class WorkWithEpilogue:
+    """Collectives in flight, and a function that copies their results to the outputs.
+
+    ``unpack`` is called again if a signal handler waits while it runs.
+    """
+
+    def __init__(self, works: Sequence[Work], unpack: Callable[[], object]) -> None:
+        self._works, self._unpack = works, unpack
+
+    def wait_for_results(self) -> None:
+        """Wait for the collectives only; the outputs are not written yet."""
+        for work in self._works:
+            work.wait()
+
+    def wait(self) -> None:
+        """Wait for the collectives and write the outputs, once: later content of the outputs is not ours."""
+        self.wait_for_results()
+        without_grad(self._unpack)
+        self._unpack = lambda: None
+
+
+_POOL_SIZE = 16  # idle tensors for one collective of one group
+
+# Bytes. Below, a launch takes longer than the copies that it saves. From there on, the copies would cost more than
+# their time: the C library returns large memory to the system when it is freed, and each new page costs a fault.
+_LARGE = 1024 * 1024
+
+
+class BufferPool:
+    """Flat CPU tensors that are reused, since fresh memory is slow there. Elsewhere torch caches memory.
+
+    The last used ones are kept, since sizes may change from step to step.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[Tensor] = []
+
+    def get(self, numel: int, like: Tensor) -> Tensor:
+        """Return a flat tensor of ``numel`` elements with undefined content."""
+        for i, idle in enumerate(self._idle):
+            if idle.numel() == numel and idle.dtype == like.dtype:
+                return self._idle.pop(i)
+        with torch.inference_mode(False):
+            return like.new_empty(numel)
+
+    def put(self, flat: Tensor) -> None:
+        """Return a tensor that is not referenced elsewhere any more. A second call for it does nothing."""
+        if flat.device.type == "cpu" and id(flat) not in map(id, self._idle):
+            self._idle.append(flat)
+            del self._idle[:-_POOL_SIZE]
+
+
+class GlooAllReduce:
+    """See :class:`ovpatch.overlap.comm.collectives.AllReduce`.
+
+    [Note: one tensor on gloo] Each launch costs gloo a fraction of a millisecond, so small tensors travel in one flat
+    copy. Gloo's coalesced collectives do the same, but must not be used: gloo's two threads write the name of a
+    completed collective into one string without a lock, and names of more than 15 letters, such as
+    "ALLREDUCE_COALESCED", live on the heap. Sooner or later both threads free the same memory.
+
+    ``options`` are those of each sum.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, options: dist.AllreduceOptions) -> None:
+        self._group, self._options = group, options
+        self._pool = BufferPool()
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Work]:
+        """Start the sums of contiguous real tensors of one dtype, in place."""
+        alone, small = _by_size(tensors)
+        works: list[Work] = [self._group.allreduce([tensors[i]], self._options) for i in alone]
+        if small:
+            works.append(self._coalesced([tensors[i] for i in small]))
+        return works
+
+    def _coalesced(self, tensors: list[Tensor]) -> Work:
+        flat = self._pool.get(sum(tensor.numel() for tensor in tensors), tensors[0])
+        views = [
+            view.view(tensor.shape)
+            for view, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
+        ]
+        _copy(views, tensors)
+
+        def unpack() -> None:
+            _copy(tensors, views)
+            self._pool.put(flat)
+
+        return WorkWithEpilogue([self._group.allreduce([flat], self._options)], unpack)
+
+
+class GlooAllGather:
+    """See :class:`ovpatch.overlap.comm.collectives.AllGather`. Each rank broadcasts its shard, gloo's fastest way."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._world, self._rank = group, group.size(), group.rank()
+        self._pool = BufferPool()
+        self._options = []
+        for rank in range(self._world):
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor, options.asyncOp = rank, 0, True
+            self._options.append(options)
+
+    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+        """Start gathering contiguous real tensors of one dtype."""
+        rows, places, shards = [], [], []
+        for output, shard in zip(outputs, inputs, strict=True):
+            parts = output.view(self._world, -1).unbind()
+            rows.append(parts)
+            if parts[self._rank].data_ptr() != shard.data_ptr():
+                places.append(parts[self._rank])
+                shards.append(shard.view(-1))
+        if places:
+            without_grad(torch._foreach_copy_, places, shards)
+        alone, small = _by_size(outputs)
+        works: list[Work] = []
+        for i in alone:
+            works += self._broadcast(rows[i])
+        if small:
+            works.append(self._coalesced([rows[i] for i in small]))
+        return works
+
+    def _broadcast(self, rows: Sequence[Tensor]) -> list[Work]:
+        works: list[Work] = []
+        for row, options in zip(rows, self._options, strict=True):
+            works.append(self._group.broadcast([row], options))
+        return works
+
+    def _coalesced(self, full: list[Sequence[Tensor]]) -> Work:
+        sizes = [len(rows[0]) for rows in full]
+        flat = self._pool.get(self._world * sum(sizes), full[0][0])
+        places = list(zip(*(row.split(sizes) for row in flat.view(self._world, -1)), strict=True))
+        _copy([place[self._rank] for place in places], [rows[self._rank] for rows in full])
+
+        def unpack() -> None:
+            others = [rank for rank in range(self._world) if rank != self._rank]
+            targets = [rows[rank] for rows in full for rank in others]
+            _copy(targets, [place[rank] for place in places for rank in others])
+            self._pool.put(flat)
+
+        return WorkWithEpilogue(self._broadcast(flat.view(self._world, -1).unbind()), unpack)
+
+
+class GlooReduceScatter:
+    """See :class:`ovpatch.overlap.comm.collectives.ReduceScatter`; sums only.
+
+    Two ranks exchange shards and add them. More ranks all-reduce: sums of exchanged shards would round otherwise than
+    stock's, in half precision visibly so.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._world, self._rank = group.size(), group.rank()
+        options = dist.AllreduceOptions()
+        options.asyncOp = True
+        self._exchange = Exchange(group) if self._world == 2 else None
+        self._all_reduce = GlooAllReduce(group, options)
+
+    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+        """Start summing contiguous real tensors of one dtype; each output gets this rank's shard."""
+        shards, rows = [shard.view(-1) for shard in outputs], [full.view(self._world, -1) for full in inputs]
+        if self._exchange is not None:
+            return self._exchange(shards, rows)
+        works = self._all_reduce(inputs)
+        return [WorkWithEpilogue(works, lambda: _copy(shards, [row[self._rank] for row in rows]))]
+
+
+class Exchange:
+    """Reduce-scatter by all-to-all: each rank adds up its own shard."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._world = group, group.size()
+        self._pool = BufferPool()
+        self._options = dist.AllToAllOptions()
+        self._options.asyncOp = True
+
+    def __call__(self, shards: Sequence[Tensor], full: Sequence[Tensor]) -> Sequence[Work]:
+        """Start the sums.
+
+        Args:
+            shards: This rank's sums, ``[size]`` each.
+            full: This rank's terms, ``[world, size]`` each; row r is sent to rank r.
+        """
+        alone, small = _by_size(full)
+        works = []
+        for i in alone:
+            works.append(self._sum_rows(full[i], [shards[i]], ()))
+        if small:
+            works.append(self._coalesced([shards[i] for i in small], [full[i] for i in small]))
+        return works
+
+    def _coalesced(self, shards: list[Tensor], full: list[Tensor]) -> Work:
+        sizes = [len(shard) for shard in shards]
+        flat = self._pool.get(self._world * sum(sizes), full[0])
+        rows = flat.view(self._world, -1)
+        _copy(rows.split(sizes, dim=1), full)
+        return self._sum_rows(rows, shards, [flat])
+
+    def _sum_rows(self, rows: Tensor, shards: Sequence[Tensor], used: Iterable[Tensor]) -> Work:
+        """Send row r to rank r; write the sum of the received rows to the shards, one after the other."""
+        received = self._pool.get(rows.numel(), rows)
+        work = self._group.alltoall_base(received, rows.reshape(-1), [], [], self._options)
+
+        def unpack() -> None:
+            total = shards[0] if len(shards) == 1 else self._pool.get(rows.shape[1], rows)
+            # In one call: a signal handler that waits here, too, must not find half a sum.
+            torch.sum(received.view(self._world, -1), 0, dtype=total.dtype, out=total)
+            if len(shards) > 1:
+                _copy(shards, total.split([len(shard) for shard in shards]))
+                self._pool.put(total)
+            for flat in (received, *used):
+                self._pool.put(flat)
+
+        return WorkWithEpilogue([work], unpack)
+
+
+def _by_size(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Return the indices of tensors that travel in place, and of those that travel in a flat copy."""
+    if len(tensors) == 1:
+        return [0], []
+    alone: list[int] = []
+    small: list[int] = []
+    for i, tensor in enumerate(tensors):  # once: there may be tens of thousands
+        (small if tensor.nbytes < _LARGE else alone).append(i)
+    if len(small) == 1:
+        return list(range(len(tensors))), []
+    return alone, small
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    without_grad(torch._foreach_copy_, list(targets), list(sources))
+
 
 # Backends that launch the collectives of several tensors as one.
 _GROUPING = ("nccl",)
@@ -218,3 +489,101 @@ def _as_reals(tensors: Sequence[Tensor]) -> list[Tensor]:
         if tensor.is_complex():
             return [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
     return list(tensors)
+
+
+_TUNED = ("cga_cluster_size", "min_ctas", "max_ctas")  # fields of NCCL's configuration that users set
+
+
+def step_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Return the communicator of a group for collectives in steps; made once.
+
+    Every rank of the group makes the first call at the same place, which connects them.
+
+    [Note: beside the script's collectives] A communicator pairs collectives in the order in which hosts issue them.
+    Where stock issues none, a script's thread may issue one on the model's process group, before ours on one rank and
+    after it on another: a hang, or wrong numbers. So ours have a communicator of their own; those of a backward stay
+    on the group, where stock issues them, too. Torch does not register it: a registered group would change the names
+    of later groups, which have to be the same on ranks that are no members.
+
+    Args:
+        group: The process group of the model.
+        device: Where the tensors are.
+
+    Returns:
+        A process group over the same ranks. ``group`` itself for a backend that is neither gloo nor NCCL; a script must
+        then issue no collectives on it beside a step.
+    """
+    made = group_state(group).values.get(_Communicators)
+    if made is None or device.type not in made:
+        made = group_state(group).get_or_create(_Communicators, _Communicators)
+        made[device.type] = _make_communicator(group, device)
+    found = made[device.type]
+    return group if found is None else found
+
+
+def close_step_communicators(group: dist.ProcessGroup | None = None) -> None:
+    """Shut down the communicators of one group, or all, after their collectives. All ranks call this.
+
+    Collectives in which a rank is known to be missing are aborted (:func:`abandon_step_communicators`).
+    Does nothing if an exception ends this process: collectives in flight may wait for peers that are gone.
+
+    Args:
+        group: The model's process group; all by default.
+    """
+    if is_exiting_by_error():
+        return
+    for _, made in group_values(_Communicators, group):
+        for device, communicator in made.items():
+            if communicator is not None:
+                # Gloo cannot abort, and has no collective that waits on a device.
+                (communicator.abort if made.is_abandoned and device == "cuda" else communicator.shutdown)()
+        made.clear()
+
+
+def abandon_step_communicators(group: dist.ProcessGroup) -> None:
+    """Have a group's communicators closed without a wait for collectives, as a rank of the group joins one no more."""
+    made = group_state(group).values.get(_Communicators)
+    if made is not None:
+        made.is_abandoned = True
+
+
+class _Communicators(dict[str, "dist.ProcessGroup | None"]):
+    """The communicators of one group, by type of device; None where the group itself is used."""
+
+    is_abandoned = False
+
+
+def _make_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
+    backend: Any = group._get_backend(device)
+    backend = getattr(backend, "wrapped_pg", backend)  # wrapped under TORCH_DISTRIBUTED_DEBUG=DETAIL
+    # Backends of other classes may need more than a store.
+    is_nccl = type(backend) is getattr(dist, "ProcessGroupNCCL", None)
+    is_known = is_nccl or type(backend) is getattr(dist, "ProcessGroupGloo", None)
+    store = group_store(group)
+    if group.size() == 1 or not is_known or store is None:
+        return None
+    name = f"ovpatch/communicator/{agree_on_name(group, 'communicator', timeout_s=group_timeout_s(group))}"
+    own_store = dist.PrefixStore(name, store)
+    rank, size = group.rank(), group.size()
+    if is_nccl:
+        kind = dist.ProcessGroup.BackendType.NCCL
+        made: Any = dist.ProcessGroupNCCL(own_store, rank, size, _nccl_options(group, backend.options, name))
+    else:
+        kind = dist.ProcessGroup.BackendType.GLOO
+        made = dist.ProcessGroupGloo(own_store, rank, size, timeout=timedelta(seconds=group_timeout_s(group)))
+    found = dist.ProcessGroup(own_store, rank, size)
+    found._set_default_backend(kind)
+    found._register_backend(torch.device(device.type), kind, made)
+    return found
+
+
+def _nccl_options(group: dist.ProcessGroup, script_options: Any, name: str) -> Any:
+    """Return the options of the script's communicator. NCCL connects at the first collective."""
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = script_options._timeout
+    options.is_high_priority_stream = script_options.is_high_priority_stream
+    for tuned in _TUNED:
+        setattr(options.config, tuned, getattr(script_options.config, tuned))
+    options.global_ranks_in_group = dist.get_process_group_ranks(group)
+    options.group_name = name
+    return options

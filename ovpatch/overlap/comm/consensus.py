@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ovpatch.overlap.comm.group_state import group_state, group_timeout_s
+from ovpatch.overlap.comm.kept_state import group_state, group_timeout_s
 
 # Seconds to wait for ranks that may load or build their models at different speeds.
 LATE_START_S = 300.0

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.collectives import AllReduce
-from ovpatch.overlap.comm.side_streams import quietly_on
-from ovpatch.overlap.comm.streams import is_capturing, profiler_label, profiler_span
-from ovpatch.overlap.comm.work import Work
+from ovpatch.overlap.comm.collectives import AllReduce, Work
+from ovpatch.overlap.comm.streams import is_capturing, profiler_label, profiler_span, quietly_on
 
 # Steps per all-reduce, once the first steps are over.
 PERIOD = 16

@@ -1,15 +1,19 @@
-"""Streams on which work was produced, so that a collective starts after all of it.
+"""CUDA streams: those on which work was produced, so that a collective starts after all of it, and the script's own.
 
 The autograd engine runs a gradient's hook on the stream of the forward operation. A collective launched from one hook
-is ordered behind that hook's stream only; gradients of the same bucket that came from other streams need a wait.
+is ordered behind that hook's stream only; gradients of the same bucket that came from other streams need a wait. A
+side stream of the script may read parameters that another stream has waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -72,3 +76,187 @@ class ProducerStreams:
     def clear(self) -> None:
         """Drop all recorded streams."""
         self._streams.clear()
+
+
+# --- the script's own streams ---
+
+
+class Arriving(Protocol):
+    """A transfer that some stream has waited for, and that may still be in flight."""
+
+    def follow(self, stream: Any) -> bool:
+        """Make one more stream wait; return whether it waits now."""
+
+
+class _OfThread:
+    """The streams that a thread has made current, by the device's index; on other devices it has the default one."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Any] = {}
+
+
+class _OfDevice:
+    """The transfers to a device, and the streams that follow them."""
+
+    def __init__(self) -> None:
+        self.arriving: weakref.WeakValueDictionary[int, Arriving] = weakref.WeakValueDictionary()
+        self.count = 0  # of transfers so far; not less than any count in `seen`
+        self.streams: dict[int, Any] = {}  # by handle
+        self.seen: dict[int, int] = {}  # the count at a stream's last switch, by handle
+
+
+class SideStreams:
+    """The streams that are current in some thread.
+
+    [Note: streams that have not waited] Under stock, parameters are complete for all work after a step. Here the step's
+    stream goes on while all-gathers run, and a pending parameter becomes a plain one as soon as one stream has waited
+    for it; another stream, ordered behind the step alone, would read it too early. A stream that reads is the current
+    one of some thread. So all current streams wait when a parameter becomes a plain one, and a stream that is made
+    current later waits then. Our own streams on which no parameters are read do not (:class:`quietly_on`): peers'
+    calls are answered on one, and an all-gather may wait for such an answer.
+    """
+
+    def __init__(self) -> None:
+        # Whether record_switch() is called for every switch; otherwise unknown streams may be in use.
+        self.watched = False
+        self._local = threading.local()
+        self._threads: weakref.WeakValueDictionary[int, _OfThread] = weakref.WeakValueDictionary()
+        self._devices: dict[int, _OfDevice] = {}
+
+    def record_switch(self, device: int) -> None:
+        """Record that this thread has another current stream, and make that stream wait for transfers in flight."""
+        if self.quiet:
+            return
+        known, handle = self._devices.setdefault(device, _OfDevice()), torch._C._cuda_getCurrentRawStream(device)
+        stream = known.streams.get(handle)
+        if stream is None:
+            stream = known.streams[handle] = torch.cuda.current_stream(device)
+        own = getattr(self._local, "own", None)
+        if own is None:
+            own = self._local.own = self._threads[threading.get_ident()] = _OfThread()
+        own.streams[device] = stream  # first: a transfer that is added now sees it, or is seen below
+        count = known.count
+        if known.seen.get(handle) != count:
+            arriving = [reference() for reference in known.arriving.valuerefs()]  # a list: other threads add to it
+            followed = [one.follow(stream) for one in arriving if one is not None]
+            if all(followed):
+                known.seen[handle] = count
+
+    def add_transfer(self, one: Arriving, launched: Any) -> list[Any]:
+        """Make streams that become current from now on follow a transfer, which the stream ``launched`` has waited for.
+
+        It is referenced weakly, until :meth:`remove_transfer`. Returns the streams that are current now, which the
+        caller makes follow.
+        """
+        device = launched.device_index
+        known = self._devices.setdefault(device, _OfDevice())
+        known.arriving[id(one)] = one
+        known.count += 1  # last: a thread that sees the count sees the transfer
+        threads = [reference() for reference in self._threads.valuerefs()]
+        found = [own.streams[device] for own in threads if own is not None and device in own.streams]
+        if launched.stream_id:
+            found.append(torch.cuda.default_stream(device))  # of threads that have not switched
+        return found
+
+    def remove_transfer(self, one: Arriving, device: int) -> None:
+        """Undo :meth:`add_transfer`."""
+        if device in self._devices:
+            self._devices[device].arriving.pop(id(one), None)
+
+    def is_used(self, device: torch.device) -> bool:
+        """Return whether tensors may have been allocated on another stream than the default one."""
+        if device.type != "cuda" or not self.watched:
+            return device.type == "cuda"
+        known = self._devices.get(device.index)
+        return known is not None and any(known.streams)  # whose handle is not 0
+
+    @property
+    def quiet(self) -> bool:
+        """Whether this thread's switches are not recorded, since it reads no parameters."""
+        return getattr(self._local, "quiet", False)
+
+    @quiet.setter
+    def quiet(self, value: bool) -> None:
+        self._local.quiet = value
+
+
+side_streams = SideStreams()
+
+
+class quietly_on:  # used like a function
+    """Run a block with a current stream on which no parameters are read, and which follows no all-gather."""
+
+    __slots__ = ("_before", "_context")
+
+    def __init__(self, stream: Any) -> None:
+        self._context = torch.cuda.stream(stream)
+
+    def __enter__(self) -> None:
+        """Make the stream current."""
+        self._before, side_streams.quiet = side_streams.quiet, True
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Make the previous stream current."""
+        self._context.__exit__(*error)
+        side_streams.quiet = self._before
+
+
+def record_streams(tensors: Iterable[Tensor | None], device: torch.device) -> None:
+    """Keep the memory of tensors that are about to be dropped until the current stream's work so far is done.
+
+    The allocator returns memory to the stream that it was allocated on as soon as the host drops it. That may be the
+    stream of a forward, which has not waited for the collectives that read its gradients; the device's current stream
+    has. Only plain tensors own memory.
+    """
+    if side_streams.is_used(device):
+        stream = torch.cuda.current_stream(device)
+        for tensor in tensors:
+            if type(tensor) is Tensor:
+                tensor.record_stream(stream)
+
+
+def record_numbered_switches(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a function that makes a stream current and takes the stream as numbers."""
+    side_streams.watched = True
+
+    def switch(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        side_streams.record_switch(kwargs["device_index"] if "device_index" in kwargs else args[1])
+
+    return switch
+
+
+def record_switches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that makes its first argument, a stream, current or makes it current no longer."""
+
+    def switch(stream: Any, *args: Any) -> Any:
+        result = original(stream, *args)
+        if stream.device.type == "cuda":
+            side_streams.record_switch(stream.device_index)
+        return result
+
+    return switch
+
+
+# --- work under a backward's waits ---
+
+
+@dataclass
+class BackwardWaits:
+    """What may be launched under a communication that a backward waits for.
+
+    Features that communicate in backward call these slots between the start of a transfer and its wait; a feature that
+    has work which needs nothing of that transfer fills them. An empty slot costs the test for None. Ranks call them in
+    one order, as the work may communicate itself.
+
+    Attributes:
+        launch_inside: Called inside a backward, before it waits for a collective.
+        launch_before: Called with the autograd nodes of a graph's outputs, before their gradients are waited for.
+    """
+
+    launch_inside: Callable[[], None] | None = None
+    launch_before: Callable[[Sequence[Any]], None] | None = None
+
+
+BACKWARD_WAITS: Final = BackwardWaits()

@@ -12,9 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.work import Work
-from ovpatch.overlap.copy_engine.driver import Addend, Batch, Span
-from ovpatch.overlap.copy_engine.window import SLOT_BYTES, Allocate, Piece, Window, allocate, copy_streams_for, rounds
+from ovpatch.overlap.comm.collectives import Work
+from ovpatch.overlap.copy_engine.window import (
+    SLOT_BYTES,
+    Addend,
+    Allocate,
+    Batch,
+    Piece,
+    Span,
+    Window,
+    allocate,
+    copy_streams_for,
+    rounds,
+)
 
 # --- sums ---
 
@@ -146,7 +156,7 @@ class Engine:
 
     @functools.cached_property
     def number(self) -> Tensor:
-        """The tensor of the collective behind copies; see :func:`.registry.attend`."""
+        """The tensor of the collective behind copies; see :func:`.selection.attend`."""
         return torch.zeros(1, dtype=torch.int32, device=self._device)
 
     def behind(self) -> AbstractContextManager[None]:

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.work import Work, WorkGroup
-from ovpatch.overlap.copy_engine.driver import Batch
-from ovpatch.overlap.copy_engine.window import Allocate, Window, allocate, rounds, tell
+from ovpatch.overlap.comm.collectives import Work, WorkGroup
+from ovpatch.overlap.copy_engine.window import Allocate, Batch, Window, allocate, rounds, tell
 
 _GRAIN: Final = 128  # bytes; pieces begin at multiples, and numbers are as far apart
 _WRAP: Final = 0xFFFFFFFF

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ovpatch.overlap.comm.side_streams import quietly_on
-from ovpatch.overlap.copy_engine.driver import Addend, Span
+from ovpatch.overlap.comm.streams import quietly_on
+from ovpatch.overlap.copy_engine.window import Addend, Span
 
 _BLOCK: Final = 8192
 _GRID: Final = (64, 1, 1)  # few programs: they are bound by memory and share the GPU with products

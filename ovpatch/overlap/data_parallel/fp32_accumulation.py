@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.tensors.param_state import drop_entry
+from ovpatch.overlap.comm.kept_state import drop_entry
 
 #: Dtypes of half precision.
 HALVES: Final = (torch.bfloat16, torch.float16)

@@ -16,18 +16,16 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.collectives import Collectives
+from ovpatch.overlap.comm.collectives import Collectives, Work, WorkWithEpilogue
+from ovpatch.overlap.comm.kept_state import find_param_state, param_state
 from ovpatch.overlap.comm.streams import ProducerStreams, profiler_label, profiler_span
-from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
-from ovpatch.overlap.data_parallel.bucket import GradBucket, SparseBucket
-from ovpatch.overlap.tensors.metadata_ops import grad_of
-from ovpatch.overlap.tensors.param_state import find_param_state, param_state
+from ovpatch.overlap.data_parallel.bucket import Bucket, GradBucket, grad_of
 
 
 class SurplusGradientError(RuntimeError):
@@ -103,9 +101,6 @@ def mark_gradient(param: torch.nn.Parameter, key: str) -> None:
     """
     for reducer, index in _find(param):
         reducer.mark_contribution(index, key)
-
-
-Bucket: TypeAlias = GradBucket | SparseBucket
 
 
 class GradSync:

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ovpatch.overlap.comm.group_state import renew_in_children
-from ovpatch.overlap.peer_rpc.rendezvous import Endpoint
+from ovpatch.overlap.comm.kept_state import renew_in_children
+from ovpatch.overlap.peer_rpc.client import Endpoint
 from ovpatch.overlap.peer_rpc.wire import Connection, Message, close_in_children, pack
 
 # Maps a call's arguments, JSON values, to a header in JSON and tensors.

@@ -15,9 +15,8 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.group_state import renew_in_children
-from ovpatch.overlap.comm.side_streams import quietly_on
-from ovpatch.overlap.comm.streams import is_capturing
+from ovpatch.overlap.comm.kept_state import renew_in_children
+from ovpatch.overlap.comm.streams import is_capturing, quietly_on
 
 _BYTES: Final = 32 * 1024 * 1024
 

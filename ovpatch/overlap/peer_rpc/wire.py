@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.group_state import call_in_children
+from ovpatch.overlap.comm.kept_state import call_in_children
 
 # Bytes of a nonce, and of a signature.
 _NONCE = 32

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from ovpatch.overlap.data_parallel.grad_sync import Bucket
-from ovpatch_plugins.ddp import errors
+from ovpatch.overlap.data_parallel.bucket import Bucket
+from ovpatch_plugins.ddp import report
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -65,7 +65,7 @@ def needs_stock(name: str) -> Callable[..., NoReturn]:
     """Return a method for which ``DistributedDataParallel`` brings the stock reducer back first; its error says so."""
 
     def method(_self: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise RuntimeError(errors.needs_stock(name))
+        raise RuntimeError(report.needs_stock(name))
 
     method.__name__ = method.__qualname__ = name
     return method
@@ -77,7 +77,7 @@ class StockFace:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(errors.unknown_to_reducer(name))
+            raise AttributeError(report.unknown_to_reducer(name))
 
 
 class StockOnly(StockFace):

@@ -1,32 +1,125 @@
-"""The gradient reducer that takes the place of torch's C++ ``Reducer`` inside ``DistributedDataParallel``."""
+"""The gradient reducer that takes the place of torch's C++ ``Reducer`` inside ``DistributedDataParallel``.
+
+It reduces on a communicator of the process group's ranks; what that can do is asked here, too.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.collectives import AllReduce
-from ovpatch.overlap.comm.group_state import group_timeout_s
+from ovpatch.overlap.comm.collectives import AllReduce, Work, backend_name
+from ovpatch.overlap.comm.consensus import check_consistent
+from ovpatch.overlap.comm.kept_state import group_state, group_timeout_s
 from ovpatch.overlap.comm.step_flags import StepFlags
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch.overlap.comm.work import Work
-from ovpatch.overlap.data_parallel.bucket_assignment import BucketAssignment
-from ovpatch.overlap.data_parallel.grad_hooks import GradHooks, find_executed, watch_outputs, will_accumulate
+from ovpatch.overlap.data_parallel.bucket import Bucket, BucketAssignment
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder, make_grad_sharder
-from ovpatch.overlap.data_parallel.grad_sync import ANY, Bucket, GradSync, SurplusGradientError, register_reducer
-from ovpatch.overlap.data_parallel.reducer import BackwardReducer, ReducerState
-from ovpatch_plugins.ddp import errors
-from ovpatch_plugins.ddp.foreign_hooks import ForeignHooks
+from ovpatch.overlap.data_parallel.grad_sync import ANY, GradSync, SurplusGradientError, register_reducer
+from ovpatch.overlap.data_parallel.reducer import (
+    BackwardReducer,
+    ForeignHooks,
+    GradHooks,
+    ReducerState,
+    find_executed,
+    watch_outputs,
+    will_accumulate,
+)
+from ovpatch_plugins.ddp import report
 from ovpatch_plugins.ddp.logger import ReducerLogger, StepTimes, StockOnly
 from ovpatch_plugins.ddp.options import ReducerConfig
-from ovpatch_plugins.ddp.process_group import budgeted_group, wait_for_late_backward
 from ovpatch_plugins.ddp.report import COUNTERS, warn_of_create_graph
+
+# --- the communicator ---
+
+
+def averages(
+    group: dist.ProcessGroup, device: torch.device, wanted: bool | None, dtypes: Collection[torch.dtype] = ()
+) -> bool:
+    """Return whether the collective is to divide by the number of ranks.
+
+    Args:
+        group: The process group.
+        device: Where the gradients are.
+        wanted: The option; ``None`` leaves it to the backend and the dtypes.
+        dtypes: What is summed.
+
+    Raises:
+        ValueError: The option is on, and the backend cannot.
+    """
+    able = backend_name(group, device) == "nccl"
+    if wanted and not able:
+        raise ValueError(report.needs_nccl("average_in_collective", backend_name(group, device)))
+    return able and _keeps_bits(group.size(), dtypes) if wanted is None else wanted
+
+
+def _keeps_bits(ranks: int, dtypes: Collection[torch.dtype]) -> bool:
+    # NCCL multiplies each rank's part before it adds, by a factor of the part's own dtype, and rounds product and sum
+    # once. For a power of two all that is exact, except for parts of float16 below 2^-13. Otherwise a third in bfloat16
+    # is off by 0.2%, which is too much, and one in float32 by a last bit, as sums in another order are.
+    power_of_two = ranks & (ranks - 1) == 0
+    return torch.float16 not in dtypes and (power_of_two or torch.bfloat16 not in dtypes)
+
+
+def check_budget(group: dist.ProcessGroup, device: torch.device, max_ctas: int | None) -> None:
+    """Raise an error if there is an SM budget and the backend has none.
+
+    Raises:
+        ValueError: Names the option, the backend and the remedy.
+    """
+    if max_ctas is not None and backend_name(group, device) != "nccl":
+        raise ValueError(report.needs_nccl("max_ctas", backend_name(group, device)))
+
+
+def budgeted_group(group: dist.ProcessGroup, max_ctas: int | None) -> dist.ProcessGroup:
+    """Return a communicator over the ranks of ``group`` that takes at most ``max_ctas`` thread blocks.
+
+    All ranks of ``group`` call this together the first time; ``group`` itself comes back if there is no budget.
+    """
+    if max_ctas is None:
+        return group
+    # Models share it: each communicator takes memory on the device.
+    return group_state(group).get_or_create(("max_ctas", max_ctas), lambda: _new_group(group, max_ctas))
+
+
+def _new_group(group: dist.ProcessGroup, max_ctas: int) -> dist.ProcessGroup:
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    options.config.min_ctas = 1
+    made: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group),
+        backend="nccl",
+        pg_options=options,
+        use_local_synchronization=True,
+        group_desc=f"ovpatch ddp, max_ctas {max_ctas}",
+    )
+    return made
+
+
+def wait_for_late_backward(group: dist.ProcessGroup, model: str, number: int, timeout_s: float) -> None:
+    """Wait until every rank runs a further backward through a forward of the same model that was reduced before.
+
+    Args:
+        group: The process group.
+        model: Name of the model, the same on all ranks and no other's.
+        number: How many of its backwards have been reduced.
+        timeout_s: How long to wait for the others, in seconds.
+
+    Raises:
+        RankMismatchError: Some ranks run no such backward, or one of another model.
+    """
+    terms = {"model": model, "backward number": number}
+    check_consistent(group, "ddp, second backward", terms, timeout_s=timeout_s, remedy=report.LATE_ON_SOME_RANKS)
+
+
+# --- the reducer ---
+
 
 _SEARCH_LABEL = "torch.distributed.ddp.reducer::search_unused_parameters"  # stock's name
 _USAGE_LABEL = profiler_label("ddp", "usage")
@@ -99,7 +192,7 @@ class GradReducer(BackwardReducer, StockOnly):
         self.times.begin_forward()
         self._finish_previous()
         if self._device.type == "cuda":  # elsewhere the backward has looked
-            self._flags.raise_for_failures(errors.peer_lost_backward)
+            self._flags.raise_for_failures(report.peer_lost_backward)
         if self._hooks.are_lost():
             self._attach_anew()
         sharder = self.sharder
@@ -255,14 +348,14 @@ class GradReducer(BackwardReducer, StockOnly):
             if self._tracks_usage:
                 self._usage.record(index)  # work without autograd is not seen to add anything
             if not self._sync.expect_marks(index, count):
-                raise self._log_error(errors.late_declaration(self.names[index]))
+                raise self._log_error(report.late_declaration(self.names[index]))
 
     def _grad_complete(self, index: int, node_grad: Tensor | None) -> None:
         sync = self._sync
         if index in sync.absent:
             self._nested.add(index)
         if not sync.register_grad_ready(index):
-            raise self._log_error(errors.late(self.names[index]))
+            raise self._log_error(report.late(self.names[index]))
         if self._records_order:
             self._assignment.ready_order.append(index)
         if self._stages:
@@ -287,7 +380,7 @@ class GradReducer(BackwardReducer, StockOnly):
         """End of the first backward of a static graph: learn how often each parameter is used, then reduce."""
         with self._lock:
             if not self.armed:
-                raise self._log_error(errors.STATIC_GRAPH_UNSYNCHRONISED)
+                raise self._log_error(report.STATIC_GRAPH_UNSYNCHRONISED)
             self._agree_at_first()  # if not a single gradient has come
             counts = self._sync.get_counts()
             self._sync.skip_unused(counts)
@@ -306,7 +399,7 @@ class GradReducer(BackwardReducer, StockOnly):
             torch.futures.wait_all(futures)
         COUNTERS.backwards += 1
         if self._device.type != "cuda":
-            self._flags.raise_for_failures(errors.peer_lost_backward)
+            self._flags.raise_for_failures(report.peer_lost_backward)
 
     def _reduce_rest(self) -> None:
         sync, sharder = self._sync, self.sharder
@@ -366,8 +459,8 @@ class GradReducer(BackwardReducer, StockOnly):
     def _describe_unfinished(self) -> str:
         missing = {i: self.names[i] for i in self._sync.missing_params()}
         if self.static_graph:
-            return errors.static_graph_lacks(missing, self._group.rank())
-        return errors.unfinished(missing, self._group.rank(), searched=self.config.find_unused_parameters)
+            return report.static_graph_lacks(missing, self._group.rank())
+        return report.unfinished(missing, self._group.rank(), searched=self.config.find_unused_parameters)
 
     def _log_error(self, text: str) -> RuntimeError:
         """Return an error of which the logger knows."""
@@ -469,7 +562,7 @@ class GradReducer(BackwardReducer, StockOnly):
 
     def _set_static_graph(self) -> None:
         if self._steps or self.armed:
-            raise self._log_error(errors.STATIC_GRAPH_TOO_LATE)
+            raise self._log_error(report.STATIC_GRAPH_TOO_LATE)
         self.static_graph = self.learns_graph = True
         self._choose_mode()
 

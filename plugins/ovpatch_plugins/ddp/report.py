@@ -1,4 +1,4 @@
-"""What the feature did in this process, and what the report says of it.
+"""What the feature did in this process, what the report says of it, and the texts of its errors.
 
 Every ``apply()`` makes a report, so nothing here walks over all objects, which would cost as much as the rest of
 ``apply()``: imported modules, and the classes that FSDP2 makes of those it shards, show enough.
@@ -9,13 +9,183 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch.distributed as dist
 from torch import nn
 
 from ovpatch.hookspecs import FeatureCounters
-from ovpatch_plugins.ddp import errors
+
+# --- texts of errors ---
+
+
+_SHOWN = 10
+
+
+_UNFINISHED = "Expected to have finished reduction in the prior iteration before starting a new one. "
+
+_USES_OUTPUTS = (
+    "making sure all `forward` function outputs participate in calculating loss. \nIf you already have done the above, "
+    "then the distributed data parallel module wasn't able to locate the output tensors in the return value of your "
+    "module's `forward` function. Please include the loss function and the structure of the return value of `forward` "
+    "of your module when reporting this issue (e.g. list, dict, iterable)."
+)
+
+
+def unfinished(missing: Mapping[int, str], rank: int, *, searched: bool) -> str:
+    """Say which parameters got no gradient, first in stock's words, which scripts and people look for.
+
+    Args:
+        missing: Their names by index.
+        rank: This rank.
+        searched: Whether unused parameters are searched for.
+    """
+    if searched:
+        hint = (
+            "Since `find_unused_parameters=True` is enabled, this likely  means that not all `forward` outputs "
+            "participate in computing loss. You can fix this by "
+        )
+        remedy = "have all outputs of forward take part in the loss"
+    else:
+        hint = (
+            "You can enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` "
+            "to `torch.nn.parallel.DistributedDataParallel`, and by \n"
+        )
+        remedy = (
+            "have all outputs of forward take part in the loss, or, if a forward may leave parameters out, pass "
+            "find_unused_parameters=True to DistributedDataParallel"
+        )
+    return (
+        f"{_UNFINISHED}This error indicates that your module has parameters that were not used in producing loss. "
+        f"{hint}{_USES_OUTPUTS}{_which(missing, rank)}\novpatch: these parameters got no gradient in the last "
+        f"backward: {_listed(list(missing.values()))}; {remedy}."
+    )
+
+
+def _which(missing: Mapping[int, str], rank: int) -> str:
+    indices = f"\nParameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
+    if dist.get_debug_level() == dist.DebugLevel.OFF:
+        return (
+            f"{indices}\n In addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
+            "DETAIL to print out information about which particular parameters did not receive gradient on this rank "
+            "as part of this error"
+        )
+    return f"\nParameters which did not receive grad for rank {rank}: {', '.join(missing.values())}{indices}"
+
+
+def static_graph_lacks(missing: Mapping[int, str], rank: int) -> str:
+    """Say which parameters of a static graph got fewer gradients than in its first backward; in stock's words first.
+
+    Args:
+        missing: Their names by index.
+        rank: This rank.
+    """
+    return (
+        f"{_UNFINISHED}This error indicates that your training graph has changed in this iteration, e.g., one "
+        "parameter is used in first iteration, but then got unused in the second iteration. this is not compatible "
+        f"with static_graph set to True.{_which(missing, rank)}\novpatch: these parameters got fewer gradients than in "
+        f"the first backward: {_listed(list(missing.values()))}; {_NOT_STATIC}"
+    )
+
+
+_NOT_STATIC = (
+    "have every forward and loss use the same parameters as the first ones did, or leave static_graph=True out and, if "
+    "a forward may leave parameters out, pass find_unused_parameters=True to DistributedDataParallel."
+)
+
+
+def needs_stock(name: str) -> str:
+    """Say that a method works on the C++ reducer only."""
+    return (
+        f"ovpatch: {name}() of the reducer or logger inside DistributedDataParallel works on torch's C++ reducer only. "
+        "Call the wrapper's own method (register_comm_hook, join, _set_sparse_metadata), which brings that reducer "
+        "back, or turn the feature off with OVPATCH_DDP=0."
+    )
+
+
+def unknown_to_reducer(name: str) -> str:
+    """Say that this version of torch uses something of the reducer or logger that ours lacks."""
+    return (
+        f"ovpatch: this version of torch uses {name} of the reducer or logger inside DistributedDataParallel, which "
+        "feature 'ddp' does not know. Turn the feature off with OVPATCH_DDP=0."
+    )
+
+
+CREATE_GRAPH = (
+    "Using DistributedDataParallel with create_graph=True is not well-supported. The higher-order gradient will not be "
+    "synchronized across ranks, and backpropagation through all_reduce operations will not occur. If you require DDP "
+    "to work with higher-order gradients for your use case, please ping https://github.com/pytorch/pytorch/issues/63929"
+)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def late(name: str) -> str:
+    """Say that a parameter's gradient came after its bucket was reduced."""
+    return (
+        f"ovpatch: parameter '{name}' got a gradient after its bucket had been reduced: it is used only inside a "
+        "reentrant checkpoint, where find_unused_parameters=True cannot see it. Use "
+        "checkpoint(..., use_reentrant=False), or turn the feature off with OVPATCH_DDP=0."
+    )
+
+
+def late_declaration(name: str) -> str:
+    """Say that contributions were declared for a parameter whose bucket was reduced without waiting for them."""
+    return (
+        f"ovpatch: contributions to parameter '{name}' were declared after its bucket had been reduced: it takes part "
+        "in this backward for the first time, inside a module that works in chunks, where find_unused_parameters=True "
+        "and static_graph=True cannot see it. Use all such modules in the first step, or set "
+        "OVPATCH_DDP_OVERLAP_GRAD_REDUCE=0."
+    )
+
+
+def peer_lost_backward(steps: range) -> str:
+    """Say that another rank's part is missing in this rank's gradients."""
+    when = f"step {steps[0]}" if len(steps) == 1 else f"a step from {steps[0]} to {steps[-1]}"
+    return (
+        f"ovpatch: an exception ended the backward of {when} on another rank while this rank's went well, so the "
+        "averaged gradients of that step lack a part. Restart from the last checkpoint, and let the script either "
+        "skip a failed step on all ranks or end with the exception."
+    )
+
+
+LATE_ON_SOME_RANKS = (
+    "A second backward through the outputs of one forward is reduced, too, and that takes all ranks in the same order. "
+    "If only some are to run it, call the wrapped module itself (model.module(...)) there, or leave such gradients "
+    "local on every rank, as stock DistributedDataParallel does, with OVPATCH_DDP_REDUCE_LATE_GRADIENTS=0."
+)
+
+STATIC_GRAPH_TOO_LATE = (
+    "set_static_graph() should be called before training loop starts and after DistributedDataParallel is constructed."
+)
+
+STATIC_GRAPH_UNSYNCHRONISED = (
+    "ovpatch: static_graph=True learns the graph from the first backward, which ran without gradient synchronisation. "
+    "Leave no_sync() for the first backward, or leave static_graph=True out."
+)
+
+
+def inside_backward(model: str) -> str:
+    """Say that the stock reducer was asked for while gradients are being reduced."""
+    return (
+        f"ovpatch: a backward that is still running reduces the gradients of {model}, which therefore cannot get its "
+        "stock reducer back now. Call ovpatch.revert(), register_comm_hook() or join() between two steps."
+    )
+
+
+def needs_nccl(option: str, backend: str) -> str:
+    """Say that an option cannot be had from the process group's backend."""
+    return (
+        f"ovpatch: option {option} of feature 'ddp' needs NCCL, and the gradients here are reduced by {backend}. Leave "
+        f"OVPATCH_DDP_{option.upper()} and the argument of that name out, or set it to none."
+    )
+
+
+# --- counters and remarks ---
 
 
 @dataclass
@@ -97,4 +267,4 @@ def remark(text: str) -> None:
 @functools.cache
 def warn_of_create_graph() -> None:
     """Log once, as stock does, that higher-order gradients are not reduced."""
-    _log.warning("%s", errors.CREATE_GRAPH)
+    _log.warning("%s", CREATE_GRAPH)

@@ -13,15 +13,14 @@ import itertools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.tensors.param_state import find_owners, kept_values
-from ovpatch_plugins.ddp import errors
+from ovpatch_plugins.ddp import report
 from ovpatch_plugins.ddp.report import COUNTERS
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]) -> str:
     """Return why this model is left to the stock reducer, or ""."""
-    from ovpatch.overlap.comm.group_state import group_store
+    from ovpatch.overlap.comm.kept_state import group_store
 
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp is 'python_reducer'"
@@ -130,7 +129,7 @@ class Takeover:
                 _note_sharing(ddp, parameters)
                 return
             from ovpatch.overlap.comm.consensus import check_consistent
-            from ovpatch.overlap.comm.group_state import group_store
+            from ovpatch.overlap.comm.kept_state import group_store
 
             reason = objection(ddp, parameters)
             config = self._config(ddp, parameters, expect_sparse_gradient)
@@ -148,7 +147,7 @@ class Takeover:
                 _report_stock(ddp, reason)
             else:
                 _install(ddp, parameters, config)
-                kept_values(ddp)[_STOCK_HELPER] = original
+                _kept_values(ddp)[_STOCK_HELPER] = original
                 if _ranks_are_together.get():
                     _identify(ddp)
                 else:
@@ -191,7 +190,7 @@ class Takeover:
 
         @functools.wraps(original)
         def method(ddp: Wrapper, *args: Any, **kwargs: Any) -> Any:
-            if _STOCK_HELPER in kept_values(ddp):
+            if _STOCK_HELPER in _kept_values(ddp):
                 restore_stock(ddp, reason)
             return original(ddp, *args, **kwargs)
 
@@ -199,7 +198,7 @@ class Takeover:
 
     def _config(self, ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], sparse: Sequence[bool]) -> ReducerConfig:
         from ovpatch_plugins.ddp.options import ReducerConfig
-        from ovpatch_plugins.ddp.process_group import averages, check_budget
+        from ovpatch_plugins.ddp.reducer import averages, check_budget
 
         options = self._options
         own = tuple(getattr(ddp, "bucket_bytes_cap_list", ()))
@@ -253,7 +252,7 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     reducer.recover()
     reducer.sharder.restore_grads()
     reducer._remove_autograd_hooks()
-    stock_helper = kept_values(ddp).pop(_STOCK_HELPER)
+    stock_helper = _kept_values(ddp).pop(_STOCK_HELPER)
     # A static graph that is known to be a plain one is not declared again: to learn it takes a backward of all ranks,
     # which may come unevenly now (join()).
     plain = reducer.get_plain_params()
@@ -287,19 +286,27 @@ def restore_all() -> None:
         _refuse_inside_backward(ddp)
     for ddp in _alive():
         restore_stock(ddp)
-    foreign_hooks = sys.modules.get("ovpatch_plugins.ddp.foreign_hooks")
+    foreign_hooks = sys.modules.get("ovpatch.overlap.data_parallel.reducer")
     if foreign_hooks is not None:
         foreign_hooks.stop_watching()
 
 
 def _alive() -> list[Wrapper]:
     """Return the models with our reducer."""
+    from ovpatch.overlap.comm.kept_state import find_owners
+
     return [ddp for ddp, _ in find_owners(_STOCK_HELPER)]
+
+
+def _kept_values(ddp: Wrapper) -> dict[Hashable, Any]:
+    from ovpatch.overlap.comm.kept_state import kept_values
+
+    return kept_values(ddp)
 
 
 def _refuse_inside_backward(ddp: Wrapper) -> None:
     if ddp.reducer.in_backward():
-        raise RuntimeError(errors.inside_backward(model_name(ddp)))
+        raise RuntimeError(report.inside_backward(model_name(ddp)))
 
 
 def model_name(ddp: Wrapper) -> str:
@@ -336,11 +343,13 @@ def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: Red
 
 def _note_sharing(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter]) -> None:
     """Tell our reducers of parameters that another reducer works on, ours or a stock one."""
-    mine = kept_values(ddp)[_PARAMETERS] = frozenset(map(id, parameters))
+    from ovpatch.overlap.comm.kept_state import find_owners
+
+    mine = _kept_values(ddp)[_PARAMETERS] = frozenset(map(id, parameters))
     sharing = [one for one, others in find_owners(_PARAMETERS) if not mine.isdisjoint(others)]
     if len(sharing) > 1:  # ddp is one of them
         for one in sharing:
-            if _STOCK_HELPER in kept_values(one):
+            if _STOCK_HELPER in _kept_values(one):
                 one.reducer.foreign_hooks.shared = True
 
 
@@ -357,7 +366,7 @@ def _let_threads_go_at_exit() -> None:
 
 def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> None:
     from ovpatch.overlap.comm.consensus import check_consistent
-    from ovpatch.overlap.comm.group_state import group_timeout_s
+    from ovpatch.overlap.comm.kept_state import group_timeout_s
 
     ddp = reference()
     if ddp is not None:
@@ -368,7 +377,7 @@ def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> No
 
 def _identify(ddp: Wrapper) -> None:
     """Name a model. Its ranks have just agreed, so models get their numbers in one order on all ranks."""
-    from ovpatch.overlap.comm.group_state import group_state
+    from ovpatch.overlap.comm.kept_state import group_state
 
     number = next(group_state(ddp.process_group).get_or_create("models", functools.partial(itertools.count, 1)))
     ddp.reducer.set_name(f"{model_name(ddp)}, model {number} of its process group")

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.step_communicator import step_communicator
-from ovpatch.overlap.tensors.shard import shard_view
+from ovpatch.overlap.comm.collectives import step_communicator
+from ovpatch.overlap.tensors.memory import shard_view
 from ovpatch_plugins.dist_optimizer import sharded_grads, takeover
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.shard_peers import shard_norms
+from ovpatch_plugins.dist_optimizer.sharded_bucket import shard_norms
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, updating_shards
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, attach_shards, detach_shards, replaced_params
+from ovpatch_plugins.dist_optimizer.sharded_state import ShardedParam, attach_shards, detach_shards, replaced_params
 
 Place = tuple[ShardedGrads, int]  # the sharded gradients of a model, and the index of a parameter there
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES, refresh_fp32
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch.overlap.tensors.shard import shard_view
+from ovpatch.overlap.tensors.memory import shard_view
 from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, Key, States, Swapped

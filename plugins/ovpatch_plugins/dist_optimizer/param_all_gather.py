@@ -16,17 +16,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ovpatch.hookspecs import cache_dir
-from ovpatch.overlap.comm.collectives import AllGather
-from ovpatch.overlap.comm.side_streams import quietly_on, side_streams
-from ovpatch.overlap.comm.step_communicator import step_communicator
-from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
-from ovpatch.overlap.data_parallel.bucket import SMALL
-from ovpatch.overlap.data_parallel.bucket_assignment import get_layer
+from ovpatch.overlap.comm.collectives import AllGather, Work, WorkWithEpilogue, step_communicator
+from ovpatch.overlap.comm.streams import profiler_label, profiler_span, quietly_on, side_streams
+from ovpatch.overlap.data_parallel.bucket import SMALL, get_layer
+from ovpatch.overlap.tensors.memory import shard_range
 from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_ready, without_modes
-from ovpatch.overlap.tensors.shard import shard_range
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
+from ovpatch_plugins.dist_optimizer.sharded_state import ShardedParam
 
 MIB = 1024 * 1024
 
@@ -59,7 +55,7 @@ class AllGatherBucket:
     can be pending differs by rank. So if one parameter cannot, this rank waits for the whole bucket at once.
 
     Args:
-        params: Dense parameters of one dtype and device, sharded by :func:`ovpatch.overlap.tensors.shard.shard_range`.
+        params: Dense parameters of one dtype and device, sharded by :func:`ovpatch.overlap.tensors.memory.shard_range`.
         group: The process group, whose ranks have the shards.
         feature: For labels in profiles.
         name: Of the bucket, for labels in profiles.
@@ -322,7 +318,7 @@ class ParamAllGather:
 
     def _end_copies(self) -> None:
         """Count what copy engines carry, and have the backend's watchdog see it."""
-        from ovpatch.overlap.copy_engine.registry import attend, gathering
+        from ovpatch.overlap.copy_engine.selection import attend, gathering
 
         for group, device in self._copied:
             if gathering(group, device) is not None:

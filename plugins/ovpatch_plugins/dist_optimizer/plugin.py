@@ -33,11 +33,9 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from ovpatch.overlap.tensors.pending_param import wrap_unflatten
-    from ovpatch.overlap.tensors.read_hooks import APPLIES_IN_C, READ_HOOKS, ContextHook
+    from ovpatch.overlap.tensors.pending_param import APPLIES_IN_C, READ_HOOKS, ContextHook, wrap_unflatten
     from ovpatch_plugins.dist_optimizer.clip_grad import wrap_clip, wrap_clip_grad_norm, wrap_norm, wrap_unscale
-    from ovpatch_plugins.dist_optimizer.supported_optimizers import list_step_classes
-    from ovpatch_plugins.dist_optimizer.takeover import StepPatches, wrap_destroy, wrap_zero_grad
+    from ovpatch_plugins.dist_optimizer.takeover import StepPatches, list_step_classes, wrap_destroy, wrap_zero_grad
 
     if options["overlap_param_gather"]:
         for target, wrap, why, optional in READ_HOOKS:
@@ -128,8 +126,8 @@ def ovpatch_deactivate() -> None:
     from ovpatch.overlap.data_parallel.grad_sharder import unregister_grad_sharder
 
     unregister_grad_sharder()
-    copies = sys.modules.get("ovpatch.overlap.copy_engine.registry")
-    communicators = sys.modules.get("ovpatch.overlap.comm.step_communicator")
+    copies = sys.modules.get("ovpatch.overlap.copy_engine.selection")
+    communicators = sys.modules.get("ovpatch.overlap.comm.collectives")
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.takeover")
     if optimizers is not None:
         optimizers.release_all()

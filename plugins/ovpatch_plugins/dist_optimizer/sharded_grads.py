@@ -13,26 +13,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ovpatch.overlap.comm.collectives import reduce_scatter_transport
-from ovpatch.overlap.comm.group_state import group_state, group_values, is_destroyed
-from ovpatch.overlap.comm.step_communicator import abandon_step_communicators, step_communicator
+from ovpatch.overlap.comm.collectives import abandon_step_communicators, reduce_scatter_transport, step_communicator
+from ovpatch.overlap.comm.kept_state import (
+    WeakParams,
+    find_param_state,
+    group_state,
+    group_values,
+    is_destroyed,
+    param_state,
+)
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import fp32_accumulation
-from ovpatch.overlap.data_parallel.bucket import GradBucket
+from ovpatch.overlap.data_parallel.bucket import GradBucket, grad_of
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 from ovpatch.overlap.data_parallel.grad_sync import GradSync
-from ovpatch.overlap.peer_rpc import host_barrier, shutdown
+from ovpatch.overlap.peer_rpc import host_barrier, rpc
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch.overlap.peer_rpc.versioned import VersionedTensors
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch.overlap.tensors.metadata_ops import grad_of
-from ovpatch.overlap.tensors.param_state import WeakParams, find_param_state, param_state
-from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, shard_view, unshard
+from ovpatch.overlap.tensors.memory import Shard, can_be_sharded, shard_range, shard_view, unshard
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.shard_peers import ShardPeers
-from ovpatch_plugins.dist_optimizer.sharded_bucket import GradShards, GradState, ShardedGradBucket
+from ovpatch_plugins.dist_optimizer.sharded_bucket import GradShards, GradState, ShardedGradBucket, ShardPeers
 from ovpatch_plugins.dist_optimizer.step_log import StepLog
 
 _STRICT_BACKWARDS: Final = 3  # of a model, in which its kernels are loaded
@@ -182,7 +185,7 @@ class ShardedGrads(GradSharder):
                 self._peers.start_serving(self.identity, self._examples())
                 assert self._reducer is not None
                 # A slower peer may call once the reducer is gone.
-                weakref.finalize(self._reducer(), shutdown.keep_until_backward, self.group, self._peers).atexit = False
+                weakref.finalize(self._reducer(), rpc.keep_until_backward, self.group, self._peers).atexit = False
         # No host hears of a replay, which makes new gradients: a captured backward leaves full ones.
         sharded = frozenset() if is_capturing(self.versions.device) else self._agreed
         changed, self.sharded = sharded != self.sharded, sharded
@@ -230,8 +233,8 @@ class ShardedGrads(GradSharder):
             )
         if self._world > 1:
             self.step_log.begin_backward(self.backwards)
-        if self._kept.get(shutdown.BeforeBackward):
-            shutdown.prepare_backward(self.group)
+        if self._kept.get(rpc.BeforeBackward):
+            rpc.prepare_backward(self.group)
         if self._grads.grads:
             kept = self.last_grads()
             self._grads.grads.clear()
@@ -305,8 +308,8 @@ class ShardedGrads(GradSharder):
             if isinstance(bucket, ShardedGradBucket):
                 bucket.publish_shards()
         self.versions.end_update()
-        if self._kept.get(shutdown.Kept):
-            shutdown.drop_kept(self.group)
+        if self._kept.get(rpc.Kept):
+            rpc.drop_kept(self.group)
         self.local = False
         self.has_lazy_grads = bool(self.sharded)
 

@@ -13,19 +13,23 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.group_state import renew_in_children
+from ovpatch.overlap.comm.kept_state import kept_values, renew_in_children, weak_method
 from ovpatch.overlap.comm.streams import is_capturing
-from ovpatch.overlap.peer_rpc import shutdown
+from ovpatch.overlap.peer_rpc import rpc
 from ovpatch.overlap.peer_rpc.rpc import PeerError
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch.overlap.tensors.param_state import kept_values, weak_method
 from ovpatch_plugins.dist_optimizer import sharded_grads, step_log
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, drop_main_params, round_state
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, replaced_params
-from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, ShardedState, Shown
+from ovpatch_plugins.dist_optimizer.sharded_state import (
+    ElementwiseState,
+    ShardedParam,
+    ShardedState,
+    Shown,
+    replaced_params,
+)
 from ovpatch_plugins.dist_optimizer.state_dict import StateDictSource
 from ovpatch_plugins.dist_optimizer.step_log import Turn
 
@@ -57,7 +61,7 @@ _TOO_LATE = (
 )
 
 # A replay of a CUDA graph makes new state, and no host knows. A whole tensor is put together from shards that the hosts
-# of all ranks know to be of the same step. Optimizers with capturable=True stay stock (supported_optimizers.py).
+# of all ranks know to be of the same step. Optimizers with capturable=True stay stock (takeover.py).
 _CAPTURED = (
     "ovpatch: the step of {} would be captured into a CUDA graph. Each rank has a shard of its state, and shards "
     "could not be collected after a replay. Make it with capturable=True, if it has that, so that it stays stock; or "
@@ -125,6 +129,7 @@ class ShardedOptimizer:
         self._params_key: tuple[list[int], int] = ([], -1)  # what they were found by
         self._stepped: list[ShardedParam] = []  # those that had a gradient then
         self._by_model: dict[ShardedGrads, list[ShardedParam]] = {}
+        self._of_groups: list[ShardedGrads] = []  # one model for each process group
         self._states: dict[ShardedGrads, ShardedState] = {}
         self._thread = 0  # which steps
         self._state_dicts: weakref.WeakSet[StateDictSource] = weakref.WeakSet()
@@ -188,6 +193,7 @@ class ShardedOptimizer:
             self._stepped, self._by_model = params, {}
             for one in params:
                 self._by_model.setdefault(one.shards, []).append(one)
+            self._of_groups = _one_per_group(self._by_model)
         models = self._by_model if params else {}
         for shards in models:
             if is_capturing(shards.versions.device):
@@ -209,7 +215,7 @@ class ShardedOptimizer:
             if shards not in self._states:
                 self._add_model(optimizer, shards, of_model)
         if self._quiet:
-            for shards in _one_per_group(models):
+            for shards in self._of_groups:
                 shards.arrive_at_hosts()
         return self._stepped
 
@@ -332,7 +338,7 @@ class ShardedOptimizer:
             for shards, of_model in self._by_model.items():
                 self._states[shards].exchange_metadata(of_model, optimizer.state)
         finally:  # the others wait for the collective in any case
-            for shards in _one_per_group(self._by_model):
+            for shards in self._of_groups:
                 (shards.start_host_barrier if self._quiet else shards.wait_for_hosts)()
             self._sync.start_param_sync(params)
         for state in self._states.values():
@@ -383,7 +389,7 @@ class ShardedOptimizer:
         state = self._states[shards] = self._state_type(shards, turn)
         # A slower peer may still ask when the script has dropped the optimizer here. So do ranks that go on with it,
         # once they hear of a new one that this rank alone has made, at its first step.
-        weakref.finalize(optimizer, shutdown.keep_until_backward, shards.group, state, _ACCUMULATED).atexit = False
+        weakref.finalize(optimizer, rpc.keep_until_backward, shards.group, state, _ACCUMULATED).atexit = False
 
     def _show_lazily(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Show lazy tensors on the CPU in a state dict whose state is sharded; ``optimizer.state`` keeps its own."""
@@ -449,8 +455,8 @@ class ShardedOptimizer:
                 one.shards.request_sharding(one.index, requested=False)
 
 
-def _one_per_group(models: Iterable[ShardedGrads]) -> Iterable[ShardedGrads]:
-    return {shards.group: shards for shards in models}.values()
+def _one_per_group(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
+    return list({shards.group: shards for shards in models}.values())
 
 
 def _evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -497,7 +503,7 @@ def _keep_no_longer(models: Iterable[ShardedGrads], *, read: bool) -> None:
         read: Whether other ranks go on with such an optimizer, and read its state before the next backward.
     """
     for shards in models:
-        shutdown.keep_no_longer(shards.group, read=read)
+        rpc.keep_no_longer(shards.group, read=read)
 
 
 def _complete_soon(state_dicts: Iterable[StateDictSource]) -> None:

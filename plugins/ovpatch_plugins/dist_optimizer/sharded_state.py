@@ -1,4 +1,8 @@
-"""The state of one optimizer for the parameters of one model, of which this rank keeps its shards."""
+"""The state of one optimizer for the parameters of one model, of which this rank keeps its shards.
+
+A :class:`ShardedParam` is a parameter whose update is divided among the ranks, with what an optimizer is given in its
+place during a step.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +19,146 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.group_state import renew_in_children
-from ovpatch.overlap.peer_rpc.rpc import PeerRpc
-from ovpatch.overlap.peer_rpc.shutdown import KeepAlive
+from ovpatch.overlap.comm.kept_state import renew_in_children, weak_method
+from ovpatch.overlap.peer_rpc.rpc import KeepAlive, PeerRpc
 from ovpatch.overlap.peer_rpc.versioned import TornReadError, VersionedTensors, copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
-from ovpatch.overlap.tensors.ownership import is_dense, is_unshared
-from ovpatch.overlap.tensors.param_state import weak_method
-from ovpatch.overlap.tensors.shard import Shard, flat_view, shard_view
+from ovpatch.overlap.tensors.memory import Shard, flat_view, is_dense, is_unshared, shard_view
+from ovpatch.overlap.tensors.pending_param import without_modes
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, attach_shards, detach_shards
 from ovpatch_plugins.dist_optimizer.step_log import Turn
+
+_CONTIGUOUS: Final = (1,)
+_VERSION: Final = operator.attrgetter("_version")
+
+
+class ShardedParam:
+    """A parameter of which each rank updates a shard, or which one rank updates for all.
+
+    Args:
+        param: The parameter.
+        shards: The sharded gradients of its model.
+        index: Its index there.
+
+    Attributes:
+        param: The parameter.
+        shards: The sharded gradients of its model.
+        index: Its index there.
+        owner: The group rank that updates all of it, where one does.
+        shard: This rank's elements.
+        shard_param: What the optimizer is given for it; without memory between steps.
+    """
+
+    # Each step goes through thousands of them.
+    __slots__ = (
+        "begin", "grad", "index", "nothing", "owner", "param", "reduced", "shard", "shard_param", "shards", "size",
+        "strides",
+    )  # fmt: skip
+
+    def __init__(self, param: Parameter, shards: ShardedGrads, index: int) -> None:
+        self.param, self.shards, self.index = param, shards, index
+        self.owner: int | None = None
+        self.shard = shards.local_range(index)
+        self.begin, self.size, self.strides = self.shard.begin, (self.shard.numel,), param.stride()
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self.nothing = param.new_empty(0)
+            # What Parameter() does, which pending_param.py wraps. It keeps the parameter's version counter, whatever
+            # its memory: autograd refuses to go back through a graph whose tensors were written to by shards.
+            self.shard_param: Parameter = torch.Tensor._make_subclass(Parameter, param, True)
+            self.shard_param.data = self.nothing
+        self.reduced = self.grad = self.nothing  # the shard of the gradient, and what the optimizer is given for it
+
+
+def attach_shards(params: Sequence[ShardedParam]) -> list[Parameter]:
+    """Return this rank's shards of parameters, as parameters with gradients, until :func:`detach_shards`.
+
+    They are the same objects in every step, over the memory that the parameters have now. The parameters themselves do
+    not change: another thread, which saves a checkpoint, must not find shards.
+
+    Raises:
+        RuntimeError: A parameter's elements lie in another order than when its model was wrapped.
+    """
+    owners = tuple([one.param for one in params])
+    versions = tuple(read_versions(owners))
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        try:
+            for one in params:
+                param, shard_param = one.param, one.shard_param
+                if param.stride() != one.strides:
+                    one.shards.check_layout(one.index)
+                dtype = param.dtype
+                if dtype is not shard_param.dtype:
+                    one.nothing = shard_param.data = param.new_empty(0)
+                begin = param.storage_offset() + one.begin
+                shard_param.set_(param.untyped_storage(), begin, one.size, _CONTIGUOUS)
+                grad = param.grad
+                if type(grad) is LazyTensor and grad.__dict__.get("source") is one.shards:
+                    reduced, shard = one.shards.reduced[one.index], one.grad
+                    # A tensor object of its own, since an optimizer may give it other memory.
+                    if one.reduced is not reduced or shard.data_ptr() != reduced.data_ptr():
+                        one.reduced, one.grad = reduced, reduced[: one.shard.numel]
+                        shard = one.grad
+                elif grad is not None:
+                    shard = one.shards.local_shard(one.index, grad)
+                else:
+                    continue
+                shard_param.grad = shard if shard.dtype is dtype else shard.to(dtype)
+        finally:  # set_() counts as a write
+            torch._C._autograd._unsafe_set_version_counter(owners, versions)
+    return [one.shard_param for one in params]
+
+
+def detach_shards(params: Sequence[ShardedParam]) -> None:
+    """Take memory and gradients from the shards again.
+
+    A parameter is pending only while no other tensor shares its memory; and where a script moves a parameter elsewhere,
+    its memory is freed.
+    """
+    for one in params:
+        one.shard_param.data = one.nothing
+        one.shard_param.grad = None
+
+
+@contextmanager
+def replaced_params(optimizer: Optimizer, by: Mapping[int, Parameter | None]) -> Iterator[None]:
+    """Show an optimizer other parameters while the block runs.
+
+    Args:
+        optimizer: The optimizer.
+        by: By ``id()`` of a parameter, the one that it is replaced by; None leaves it out. Groups stay, though they may
+            be empty.
+    """
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    try:
+        for group, params in groups:
+            group["params"] = [one for one in map(by.get, map(id, params), params) if one is not None]
+        yield
+    finally:
+        for group, params in groups:
+            group["params"] = params
+
+
+def read_versions(params: Iterable[Parameter]) -> list[int]:
+    """Return how often autograd knows parameters to have been written to."""
+    with without_modes():
+        return list(map(_VERSION, params))
+
+
+def raise_versions(params: Sequence[Parameter], writes: Sequence[int]) -> None:
+    """Raise parameters' versions, by which autograd refuses to go back through a graph whose tensors were written to.
+
+    Args:
+        params: The parameters.
+        writes: How often each was written to where autograd did not see it.
+    """
+    versions = list(map(operator.add, read_versions(params), writes))
+    with without_modes():
+        torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
+
 
 States = dict[Any, dict[Any, Any]]  # an optimizer's ``state``
 Swapped = list[tuple[ShardedParam, Parameter]]  # parameters, and what the optimizer is given for them

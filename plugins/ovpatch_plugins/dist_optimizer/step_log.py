@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, wait_limit_s
+from ovpatch.overlap.comm.kept_state import weak_method
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
-from ovpatch.overlap.tensors.param_state import weak_method
 
 #: How long a rank waits for the others at most, in seconds; one may save a checkpoint first.
 PATIENCE_S = 300.0

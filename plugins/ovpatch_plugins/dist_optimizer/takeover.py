@@ -1,34 +1,138 @@
-"""Which optimizers of this process divide their steps among the ranks, and which stay stock, and why."""
+"""Which optimizers of this process divide their steps among the ranks, and which stay stock, and why.
+
+An element-wise optimizer computes each element's update from that element's gradient and state alone, so it can be
+given any shard of a parameter. Others need a whole parameter but no other one, so one rank can update it for all.
+Whether a class does so cannot be seen from outside: those of torch are known, and the user may name others. A subclass
+with a ``step`` of its own may do anything there.
+"""
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm import step_communicator
-from ovpatch.overlap.comm.group_state import drop_values, group_values, is_exiting_by_error
-from ovpatch.overlap.peer_rpc import shutdown
+from ovpatch.overlap.comm import collectives
+from ovpatch.overlap.comm.kept_state import drop_values, find_owners, group_values, is_exiting_by_error, kept_values
+from ovpatch.overlap.peer_rpc import rpc
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor, pending_param
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch.overlap.tensors.param_state import find_owners, kept_values
 from ovpatch.overlap.tensors.pending_param import PENDING
-from ovpatch_plugins.dist_optimizer import sharded_grads, supported_optimizers
+from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, load_in_fp32
-from ovpatch_plugins.dist_optimizer.owned_state import NamedOwnedState, OwnedState
+from ovpatch_plugins.dist_optimizer.owned_state import NamedOwnedState, OwnedState, ParamBroadcast
 from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather, finish_orphans, finish_when_dropped, orphans
-from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcast
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_optimizer import BESIDE, ShardedOptimizer, leave_beside
 from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState
-from ovpatch_plugins.dist_optimizer.supported_optimizers import Kind, NamedClasses, find_kind, unsupported_reason
+
+ELEMENT_WISE: Final[tuple[type[Optimizer], ...]] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+
+# Not in every version of torch. The names and tensors of a parameter's state do not change after its first step.
+PER_PARAMETER: Final[tuple[type[Optimizer], ...]] = tuple(
+    getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
+)
+
+
+class Kind(enum.Enum):
+    """How an optimizer's work is divided: by shards of every parameter, or by whole parameters.
+
+    The ``NAMED`` ones are of classes that the user has named.
+    """
+
+    ELEMENT_WISE = enum.auto()
+    ELEMENT_WISE_NAMED = enum.auto()
+    PER_PARAMETER = enum.auto()
+    PER_PARAMETER_NAMED = enum.auto()
+
+
+@dataclass(frozen=True)
+class NamedClasses:
+    """Classes that the user has named, as ``module.Class``."""
+
+    element_wise: Sequence[str] = ()
+    per_parameter: Sequence[str] = ()
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> NamedClasses:
+        """Read the feature's options."""
+        texts = (options["element_wise"], options["per_parameter"])
+        return cls(*([name.strip() for name in text.split(",") if name.strip()] for text in texts))
+
+
+def list_step_classes(named: NamedClasses) -> list[str]:
+    """Return the names of the known classes that define ``step``; the others inherit it."""
+    known = [cls for cls in (*ELEMENT_WISE, *PER_PARAMETER) if "step" in vars(cls)]
+    return list(dict.fromkeys([*map(_full_name, known), *named.element_wise, *named.per_parameter]))
+
+
+def find_kind(cls: type[Optimizer], named: NamedClasses) -> Kind | None:
+    """Return how the work of a class of optimizers can be divided, None if that is not known."""
+    for base in cls.__mro__:
+        if _full_name(base) in named.per_parameter:
+            return Kind.PER_PARAMETER_NAMED
+        if _full_name(base) in named.element_wise:
+            return Kind.ELEMENT_WISE_NAMED
+        if base in ELEMENT_WISE:
+            return Kind.ELEMENT_WISE
+        if base in PER_PARAMETER:
+            return Kind.PER_PARAMETER
+        if {"step", "_init_group"} & set(vars(base)):
+            return None
+    return None
+
+
+def unsupported_reason(optimizer: Optimizer, named: NamedClasses) -> str:
+    """Return why an optimizer stays stock, or ""."""
+    cls = type(optimizer)
+    if find_kind(cls, named) is None:
+        return (
+            f"{_full_name(cls)} is not known to be element-wise, nor to update each parameter by itself. If it is "
+            "element-wise, name it in OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE; if it updates each parameter by itself, "
+            "in OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True differentiates through the update"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return "capturable=True: it may step inside a CUDA graph, whose replays no host sees"
+    return ""
+
+
+def find_inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer inside of a ``ZeroRedundancyOptimizer``, which is known to differ by rank."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return optimizer.optim  # type: ignore[no-any-return]
+    return None
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# --- the patches ---
+
 
 _log = logging.getLogger("ovpatch.dist_optimizer")
 
@@ -60,15 +164,15 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         finish_orphans()
         ending = None if group is dist.group.WORLD else group
         leaving = not is_exiting_by_error()
-        copies = sys.modules.get("ovpatch.overlap.copy_engine.registry")
+        copies = sys.modules.get("ovpatch.overlap.copy_engine.selection")
         if leaving:
-            for owner, _ in group_values(shutdown.BeforeBackward, ending):
-                shutdown.prepare_backward(owner)  # fetch the rest of what was read in part: there will be no other time
+            for owner, _ in group_values(rpc.BeforeBackward, ending):
+                rpc.prepare_backward(owner)  # fetch the rest of what was read in part: there will be no other time
             if copies is not None:
                 copies.finish(ending)
             PeerRpc.shutdown_all(ending)
-            drop_values(shutdown.Kept, ending)  # no peer reads it any more
-            step_communicator.close_step_communicators(ending)
+            drop_values(rpc.Kept, ending)  # no peer reads it any more
+            collectives.close_step_communicators(ending)
         original(group)
         if leaving and copies is not None:
             copies.forget(ending)  # not before: to give memory back is to wait for all that runs on the device
@@ -159,9 +263,9 @@ class StepPatches:
 
     def before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look at an optimizer before its step, as a global step hook: those whose step is not patched are reported."""
-        if torch.compiler.is_compiling() or find_sharded(optimizer) is not None:
+        if torch.compiler.is_compiling() or kept_values(optimizer).get(_SHARDED) is not None:
             return
-        inner = supported_optimizers.find_inner_optimizer(optimizer)
+        inner = find_inner_optimizer(optimizer)
         if inner is not None and _SHARDED not in kept_values(inner) and _has_sharded_grads(inner):
             _leave_stock(inner, f"it is inside a {type(optimizer).__name__}, which divides the work itself")
         self._take_over(optimizer)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, wait_limit_s
-from ovpatch.overlap.data_parallel.grad_hooks import apply_function
+from ovpatch.overlap.data_parallel.reducer import apply_function
 from ovpatch.overlap.tensors.pending_param import wait_for_param
 from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad, find_wrapped, wrap_function
 from ovpatch_plugins.megatron.report import COUNTERS

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.comm.kept_state import weak_key
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch.overlap.data_parallel.grad_hooks import Due, accumulate_products
-from ovpatch.overlap.tensors.param_state import weak_key
+from ovpatch.overlap.data_parallel.reducer import Due, accumulate_products
 from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.takeover import note_left
 

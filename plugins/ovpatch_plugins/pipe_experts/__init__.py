@@ -11,13 +11,13 @@ import importlib
 from typing import Any, Final
 
 _HOMES: Final = {
-    "ExpertParallelFFN": "module",
-    "MoEConfig": "config",
-    "expert_data_parallel": "data_parallel",
+    "ExpertParallelFFN": "layer",
+    "MoEConfig": "options",
+    "expert_data_parallel": "expert_grads",
     "expert_parallel_ffn": "layer",
     "run_experts": "layer",
     "run_grouped_experts": "layer",
-    "run_pipelined": "pipelined_forward",
+    "run_pipelined": "experts",
     "start_all_to_all": "all_to_all",
 }
 

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
-from ovpatch.overlap.comm.group_state import group_state
+from ovpatch.overlap.comm.kept_state import group_state
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, list_candidates, make_plan
-from ovpatch_plugins.pipe_experts.config import MoEConfig
-from ovpatch_plugins.pipe_experts.experts import Activation, StackedFactory, swiglu
-from ovpatch_plugins.pipe_experts.pipelined_forward import run_forward
+from ovpatch_plugins.pipe_experts.experts import Activation, StackedFactory, run_forward, swiglu
+from ovpatch_plugins.pipe_experts.options import MoEConfig
 
 MIN_ROWS: Final = 256  # of a rank; fewer rows take as long as their kernels' launches
 

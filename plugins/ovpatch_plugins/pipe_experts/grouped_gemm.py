@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ovpatch.overlap.data_parallel.grad_hooks import apply_function, will_execute
+from ovpatch.overlap.data_parallel.reducer import apply_function, will_execute
 
 _ALIGNMENT = 16  # bytes; the grouped kernel asks it of every row
 

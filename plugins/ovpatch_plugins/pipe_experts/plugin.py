@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
-from ovpatch_plugins.pipe_experts.options import OPTIONS
+from ovpatch_plugins.pipe_experts.options import OPTIONS, STATE
 
 _EP = "transformers.distributed.expert_parallel"
 
@@ -46,8 +46,6 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
 @hookimpl
 def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     """Switch the feature on."""
-    from ovpatch_plugins.pipe_experts.config import STATE
-
     STATE.enable_feature(options)
     return []
 
@@ -55,8 +53,6 @@ def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
 @hookimpl
 def ovpatch_deactivate() -> None:
     """Give all layers back to their library."""
-    from ovpatch_plugins.pipe_experts.config import STATE
-
     STATE.on = False
 
 
@@ -75,7 +71,6 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def __call__(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         from ovpatch_plugins.pipe_experts import takeover
-        from ovpatch_plugins.pipe_experts.config import STATE
 
         compute = takeover.compute_experts if STATE.on and takeover.is_stock_implementation(self) else call
         return compute(self, hidden_states, top_k_index, top_k_weights)

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 
 from ovpatch.hookspecs import FeatureCounters
+from ovpatch_plugins.pipe_experts.options import STATE
 
 
 @dataclass
@@ -30,7 +31,7 @@ def write_remarks(expert_parallel: str) -> list[str]:
     """
     autotune = sys.modules.get("ovpatch.overlap.autotune")
     remarks = [] if autotune is None else list(autotune.report_lines("pipe_experts"))
-    transport = sys.modules.get("ovpatch_plugins.pipe_experts.symm_all_to_all")
+    transport = sys.modules.get("ovpatch_plugins.pipe_experts.all_to_all")
     reasons = [] if transport is None else transport.list_unsupported_reasons()
     remarks += [f"rows travel by c10d's all-to-alls, not over symmetric memory: {reason}" for reason in reasons]
     if COUNTERS.library_experts:
@@ -54,6 +55,4 @@ def write_remarks(expert_parallel: str) -> list[str]:
 
 def _only_uncut() -> bool:
     """Tell whether cut=auto left all layers uncut because it could measure none of them."""
-    from ovpatch_plugins.pipe_experts.config import STATE
-
     return STATE.config.cut == "auto" and not COUNTERS.stacked_calls and COUNTERS.parts == COUNTERS.calls

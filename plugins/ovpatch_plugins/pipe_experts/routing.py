@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ovpatch.overlap.data_parallel.grad_hooks import apply_function
+from ovpatch.overlap.data_parallel.reducer import apply_function
 from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
 from ovpatch_plugins.pipe_experts.all_to_all import AllToAllTransport, CollectiveAllToAll
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, Splits, get_positions_on
@@ -72,7 +72,7 @@ class Route:
     def sum_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sum of each token's rows, in a fixed order: ``[rows, h]`` -> ``[tokens, h]``."""
         if _has_kernel(rows):
-            from ovpatch_plugins.pipe_experts.triton_combine import weighted_sum
+            from ovpatch_plugins.pipe_experts.triton_kernels import weighted_sum
 
             return weighted_sum(rows.contiguous(), None, self.row_of_slot, self.top_k, dtype)
         return self.scatter_rows(rows).view(-1, self.top_k, rows.shape[1]).sum(dim=1, dtype=dtype)
@@ -104,7 +104,7 @@ class _GatherRows(torch.autograd.Function):
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: Route, rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        from ovpatch_plugins.pipe_experts.triton_combine import weighted_sum
+        from ovpatch_plugins.pipe_experts.triton_kernels import weighted_sum
 
         ctx.route = route
         ctx.save_for_backward(rows, weights)
@@ -114,7 +114,7 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        from ovpatch_plugins.pipe_experts.triton_combine import weighted_sum_backward
+        from ovpatch_plugins.pipe_experts.triton_kernels import weighted_sum_backward
 
         rows, weights = (saved.contiguous() for saved in ctx.saved_tensors)
         _, rows_grad, weights_grad, _ = ctx.needs_input_grad

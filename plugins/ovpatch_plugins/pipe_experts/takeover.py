@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ovpatch.overlap.tensors.autocast import autocast_dtype
-from ovpatch_plugins.pipe_experts.config import STATE
+from ovpatch.overlap.tensors.linear_ops import autocast_dtype
 from ovpatch_plugins.pipe_experts.experts import Activation, ExpertFactory, IndexedExperts
 from ovpatch_plugins.pipe_experts.layer import make_stacked_factory, run_layer
+from ovpatch_plugins.pipe_experts.options import STATE
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 
 NAME: Final = "ovpatch"

@@ -141,8 +141,11 @@ class ReplicaGrads:
         return [param for param in dict.fromkeys(params) if id(param) not in known]
 
     def start_step(self) -> None:
-        """Put the gradients of earlier steps aside: they are sums already."""
-        self._kept = [(param, param.grad) for param in self._list_params() if param.grad is not None]
+        """Put the gradients of earlier steps aside: they are sums already.
+
+        As copies, since a reducer's gradients may be views of its buckets, into which it writes again.
+        """
+        self._kept = [(param, param.grad.clone()) for param in self._list_params() if param.grad is not None]
         for param, _ in self._kept:
             param.grad = None
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.group_state import group_state, group_store
+from ovpatch.overlap.comm.kept_state import group_state, group_store
 from ovpatch_plugins.pipeline.orders import Kind, Schedule, split_backwards
 from ovpatch_plugins.pipeline.report import StepTimes
 from ovpatch_plugins.pipeline.simulator import Costs, simulate

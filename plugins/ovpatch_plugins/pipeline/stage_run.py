@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
+from ovpatch.overlap.comm.streams import BACKWARD_WAITS
 from ovpatch_plugins.pipeline.data_parallel import (
     FullyShardedGradients,
     LocalGradients,

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.collectives import backend_name
+from ovpatch.overlap.comm.collectives import Work, WorkWithEpilogue, backend_name
 from ovpatch.overlap.comm.consensus import agree_on_name, gather_values
-from ovpatch.overlap.comm.group_state import (
+from ovpatch.overlap.comm.kept_state import (
     group_state,
     group_store,
     group_timeout_s,
@@ -28,7 +28,6 @@ from ovpatch.overlap.comm.group_state import (
     is_exiting_by_error,
     register_at_exit,
 )
-from ovpatch.overlap.comm.work import Work, WorkWithEpilogue
 from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.pipeline.program import Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS

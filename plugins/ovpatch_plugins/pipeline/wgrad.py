@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ovpatch.overlap.data_parallel.grad_hooks import Due, accumulate_grads, accumulate_products
-from ovpatch.overlap.tensors.autocast import autocast_dtype
-from ovpatch.overlap.tensors.delayed_wgrad import DELAYED_WGRAD, DELAYS_WGRAD, ComputeGrad
+from ovpatch.overlap.data_parallel.reducer import Due, accumulate_grads, accumulate_products
+from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD, DELAYS_WGRAD, ComputeGrad, autocast_dtype
 from ovpatch_plugins.pipeline.report import StageReport
 
 _QUEUE: Final = "_ovpatch_wgrad_queue"

@@ -85,7 +85,7 @@ def _find_operators(keep: tuple[str, ...]) -> _Operators:
 class _Kept:
     """The outputs that one call of a block keeps, by operator, in the order of its calls.
 
-    An entry is None where a call has drawn random numbers, and is computed again.
+    An entry is None where a call has to be computed again.
     """
 
     def __init__(self, keep: tuple[str, ...]) -> None:
@@ -96,7 +96,7 @@ class _Kept:
     def add(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Keep the output of a call, without its graph."""
         entry = None
-        if not _draws_random_numbers(operator, args, kwargs):
+        if not _has_to_run_again(operator, args, kwargs):
             detached = tree_map(_detach, output)
             entry = detached, [(leaf, leaf._version) for leaf in tree_leaves(detached) if isinstance(leaf, Tensor)]
         self.outputs.setdefault(operator, []).append(entry)
@@ -176,7 +176,7 @@ def make_policy(keep: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
     operators = _find_operators(keep)
 
     def policy(_ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operators.find(operator) and not _draws_random_numbers(operator, args, kwargs):
+        if operators.find(operator) and not _has_to_run_again(operator, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -192,22 +192,29 @@ def _name(operator: Any) -> str:
     return str(operator.name()) if schema is None else str(schema.name)
 
 
-def _draws_random_numbers(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Tell whether an operator's call moves the random generator, which a recomputation without it would leave behind.
+def _has_to_run_again(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call does more than to make its outputs, which a recomputation would lack without it.
 
-    Dropout behind such an operator would then drop other elements than the forward did.
+    If it moves the random generator, dropout behind it would drop other elements than the forward did. If it writes
+    into a tensor or makes a view, the recomputation's own tensors would not be changed by it, or through it.
     """
     schema = getattr(operator, "_schema", None)
+    is_random = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
     for index, argument in enumerate(() if schema is None else schema.arguments):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if not is_written and argument.name != "dropout_p":
+            continue
+        given = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+        if is_written and given is not None:
+            return True
         if argument.name == "dropout_p":
-            given = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
-            if given:
-                _note_random(_name(operator))
-            return bool(given)
-    if torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()):
+            is_random = bool(given)
+    if is_random:
         _note_random(_name(operator))
-        return True
-    return False
+    return is_random or any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in (() if schema is None else schema.returns)
+    )
 
 
 def _note_random(name: str) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
+from ovpatch.overlap.comm.streams import BACKWARD_WAITS
 from ovpatch_plugins.recompute.blocks import Block, find_blocks, is_checkpoint_wrapper, list_class_names
 from ovpatch_plugins.recompute.options import FULL, GRANULARITIES, NONE, split_names
 from ovpatch_plugins.recompute.recomputation import (

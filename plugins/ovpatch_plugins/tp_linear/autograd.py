@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.data_parallel.grad_hooks import will_execute
-from ovpatch.overlap.tensors.delayed_wgrad import DELAYED_WGRAD
+from ovpatch.overlap.data_parallel.reducer import will_execute
+from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD
 from ovpatch_plugins.tp_linear.config import OpContext
 from ovpatch_plugins.tp_linear.layout import (
     PLAIN,

@@ -12,12 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from ovpatch.overlap.tensors.param_state import find_owners, kept_values
+from ovpatch.overlap.comm.kept_state import find_owners, kept_values
 from ovpatch_plugins.tp_linear import layout, tp_group
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules import fused
-from ovpatch_plugins.tp_linear.shared_all_gather import SharedAllGather, is_gather
-from ovpatch_plugins.tp_linear.tp_linear import Linear, Style, TPLinear, agree_on_terms
+from ovpatch_plugins.tp_linear.tp_linear import Linear, SharedAllGather, Style, TPLinear, agree_on_terms, is_gather
 
 _OURS = ("_prepare_input_fn", "_prepare_output_fn", "_partition_linear_fn")
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ovpatch.overlap.comm.step_communicator import close_step_communicators, step_communicator
+from ovpatch.overlap.comm.collectives import close_step_communicators, step_communicator
 from ovpatch.overlap.copy_engine import selection
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import ovpatch
-from ovpatch.overlap.comm.step_communicator import step_communicator
-from ovpatch.overlap.copy_engine import registry, selection
+from ovpatch.overlap.comm.collectives import step_communicator
+from ovpatch.overlap.copy_engine import selection
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch_plugins.dist_optimizer import takeover
 from tests.plugins.ddp.arms import data
@@ -36,7 +36,7 @@ def in_files() -> Iterator[None]:
     """Have ranks on CPUs copy through files that they share."""
 
     def choose(group: Any, device: torch.device, mode: str, **_: Any) -> None:
-        chosen = registry.chosen_for(group, device)
+        chosen = selection.chosen_for(group, device)
         if mode == "on" and chosen.engine is None:
             chosen.engine = Engine(group, device, allocate=windows.allocate, slot_bytes=512)
             chosen.gathers = chosen.scatters = True
@@ -74,9 +74,9 @@ def attended() -> list[Any]:
         if communicator is None:
             return  # at the end of a backward
         beside = communicator is step_communicator(group, device) is not group
-        calls.append((group is dist.group.WORLD, str(device), registry.gathering(group, device) is not None, beside))
+        calls.append((group is dist.group.WORLD, str(device), selection.gathering(group, device) is not None, beside))
 
-    with mock.patch.object(registry, "attend", attend):
+    with mock.patch.object(selection, "attend", attend):
         on_cpus(test_loops.train, {"adamw": {"optimizer": "adamw", "steps": 3}}, options=BY_COPIES)
     return calls
 
@@ -110,10 +110,10 @@ def test_a_rank_that_stays_away_is_noticed(where, noticed):
 
 def test_a_group_that_is_destroyed_gives_its_memory_back_afterwards(monkeypatch):
     calls: list[str] = []
-    for owner, name in ((takeover.pending_param, "wait_for_all"), (registry, "finish")):
+    for owner, name in ((takeover.pending_param, "wait_for_all"), (selection, "finish")):
         monkeypatch.setattr(owner, name, lambda *_, name=name: calls.append(name))
     monkeypatch.setattr(takeover.PeerRpc, "shutdown_all", lambda group: calls.append("drain"))
-    monkeypatch.setattr(registry, "forget", lambda group: calls.append(f"forget {group}"))
+    monkeypatch.setattr(selection, "forget", lambda group: calls.append(f"forget {group}"))
     destroy = takeover.wrap_destroy(lambda group: calls.append("destroy"))
     destroy("one")
     assert calls == ["wait_for_all", "finish", "drain", "destroy", "forget one"]

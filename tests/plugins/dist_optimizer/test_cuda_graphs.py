@@ -14,7 +14,7 @@ from ovpatch.overlap.comm import step_flags
 from ovpatch.overlap.peer_rpc import versioned
 from ovpatch.overlap.peer_rpc.versioned import VersionedTensors
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch_plugins.dist_optimizer import sharded_grads, supported_optimizers, takeover
+from ovpatch_plugins.dist_optimizer import sharded_grads, takeover
 from ovpatch_plugins.dist_optimizer import sharded_optimizer as divided
 from tests.plugins.ddp.arms import Record, data, device, seen
 from tests.plugins.ddp.test_gpu_options import Mixed, loop_graphed
@@ -166,7 +166,7 @@ def test_nobody_meets_an_event_of_a_capture():
 def test_an_optimizer_that_may_be_captured_stays_stock():
     ones = [torch.nn.Parameter(torch.zeros(2))]
     made = [torch.optim.AdamW([{"params": ones, "capturable": on}]) for on in (False, True)]
-    assert [supported_optimizers.unsupported_reason(one, supported_optimizers.NamedClasses())[:15] for one in made] == [
+    assert [takeover.unsupported_reason(one, takeover.NamedClasses())[:15] for one in made] == [
         "",
         "capturable=True",
     ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ovpatch.overlap.tensors.lazy_tensor import TensorMeta
-from ovpatch_plugins.dist_optimizer.state_format import pack, unpack
+from ovpatch_plugins.dist_optimizer.state_dict import pack, unpack
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.comm.group_state import group_values
-from ovpatch.overlap.peer_rpc import shutdown
+from ovpatch.overlap.comm.kept_state import group_values
+from ovpatch.overlap.peer_rpc import rpc
 from ovpatch_plugins.dist_optimizer.takeover import wrap_destroy
 from tests.plugins.ddp.arms import Record, all_both, data, table
 from tests.plugins.dist_optimizer.arms import apply, both
@@ -202,9 +202,9 @@ def kept_for_peers() -> tuple[int, int]:
         del opt
         gc.collect()
         ended = wrap_destroy(dist.destroy_process_group)  # one that was called before the feature was turned off
-    found = [sum(map(len, (kept for _, kept in group_values(shutdown.Kept, group))))]
+    found = [sum(map(len, (kept for _, kept in group_values(rpc.Kept, group))))]
     ended(group)
-    return found[0], sum(map(len, (kept for _, kept in group_values(shutdown.Kept))))
+    return found[0], sum(map(len, (kept for _, kept in group_values(rpc.Kept))))
 
 
 def test_shards_that_peers_may_read_go_with_their_group(ranks):

@@ -13,11 +13,11 @@ from torch import Tensor
 import ovpatch
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.autotune import report_lines
-from ovpatch.overlap.comm.group_state import drop_values
+from ovpatch.overlap.comm.kept_state import drop_values
 from ovpatch_plugins.pipe_experts import autotune
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, list_candidates, make_plan
-from ovpatch_plugins.pipe_experts.config import MoEConfig
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
+from ovpatch_plugins.pipe_experts.options import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 from ovpatch_plugins.pipe_experts.routing import route_tokens
 from tests.plugins.pipe_experts.models import KINDS, Case, Record, expected, train

@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ovpatch.insight.equality import compare
 from ovpatch.overlap.comm.consensus import RankMismatchError
-from ovpatch_plugins.pipe_experts.config import MoEConfig
-from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
-from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
+from ovpatch_plugins.pipe_experts.layer import ExpertParallelFFN, expert_parallel_ffn
+from ovpatch_plugins.pipe_experts.options import MoEConfig
 from tests.plugins.pipe_experts.models import KINDS, Case, OverRanks, check, differentiated, one_by_one, train_all
 
 HOWS = {

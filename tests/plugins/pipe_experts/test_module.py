@@ -145,7 +145,7 @@ def test_the_report(ranks):
 
 
 def test_nothing_to_take_over_is_said(monkeypatch):
-    from ovpatch_plugins.pipe_experts import config, plugin, report
+    from ovpatch_plugins.pipe_experts import options, plugin, report
 
     monkeypatch.setattr(report, "COUNTERS", report.Counters())
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
@@ -157,9 +157,9 @@ def test_nothing_to_take_over_is_said(monkeypatch):
     report.COUNTERS.calls = report.COUNTERS.parts = report.COUNTERS.taken_over = 4
     (remark,) = plugin.ovpatch_remarks()
     assert "try cut=experts" in remark
-    monkeypatch.setattr(config.STATE, "config", MoEConfig("none"))
+    monkeypatch.setattr(options.STATE, "config", MoEConfig("none"))
     assert not plugin.ovpatch_remarks(), "as was said"
-    monkeypatch.setattr(config.STATE, "config", MoEConfig())
+    monkeypatch.setattr(options.STATE, "config", MoEConfig())
     report.COUNTERS.stacked_calls = 1
     assert not plugin.ovpatch_remarks()
     report.COUNTERS.library_experts = 3

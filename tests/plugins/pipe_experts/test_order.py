@@ -14,11 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch_plugins.pipe_experts import all_to_all, experts, grouped_gemm
-from ovpatch_plugins.pipe_experts.config import MoEConfig
-from ovpatch_plugins.pipe_experts.experts import swiglu
-from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn, run_experts
-from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
-from ovpatch_plugins.pipe_experts.pipelined_forward import run_pipelined
+from ovpatch_plugins.pipe_experts.experts import run_pipelined, swiglu
+from ovpatch_plugins.pipe_experts.layer import ExpertParallelFFN, expert_parallel_ffn, run_experts
+from ovpatch_plugins.pipe_experts.options import MoEConfig
 
 
 @contextlib.contextmanager

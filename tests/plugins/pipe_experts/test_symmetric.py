@@ -19,14 +19,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.comm.group_state import drop_values
+from ovpatch.overlap.comm.kept_state import drop_values
 from ovpatch.overlap.symm_mem import memory
-from ovpatch_plugins.pipe_experts import autotune, plugin, symm_all_to_all
+from ovpatch_plugins.pipe_experts import all_to_all, autotune, plugin
+from ovpatch_plugins.pipe_experts.all_to_all import SymmAllToAll
 from ovpatch_plugins.pipe_experts.chunks import list_candidates, make_plan
-from ovpatch_plugins.pipe_experts.config import MoEConfig
+from ovpatch_plugins.pipe_experts.options import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
-from ovpatch_plugins.pipe_experts.symm_all_to_all import SymmAllToAll
-from ovpatch_plugins.pipe_experts.triton_exchange import MAX_CHANNELS, symm_all_to_all_kernel
+from ovpatch_plugins.pipe_experts.triton_kernels import MAX_CHANNELS, symm_all_to_all_kernel
 from tests.plugins.pipe_experts.models import Case, expected, train
 from tests.support.interpreter import allocate, interpreted
 from tests.support.races import NOWHERE, forced
@@ -163,10 +163,10 @@ def stood_down(why: str) -> tuple[int, list[str]]:
         ours, theirs = train(case), train(dataclasses.replace(case, config=MoEConfig("experts")))
     finally:
         memory.unsupported_reason, memory.allocate = objection, made
-        drop_values(symm_all_to_all.SymmAllToAll)
+        drop_values(all_to_all.SymmAllToAll)
     compare(theirs, ours).assert_bitwise()
     lines = [line for line in plugin.ovpatch_remarks() if "symmetric memory" in line]
-    symm_all_to_all._unsupported_reasons.clear()
+    all_to_all._unsupported_reasons.clear()
     return COUNTERS.symmetric - before, lines
 
 
@@ -196,7 +196,7 @@ def compiled(aligned: bool) -> Any:
     source = ASTSource(
         symm_all_to_all_kernel, signature, {(names.index(name),): value for name, value in fixed.items()}
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": symm_all_to_all._WARPS})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": all_to_all._WARPS})
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -213,7 +213,7 @@ def test_rows_are_moved_by_16_bytes_where_they_can(aligned, tmp_path, monkeypatc
 
 def test_a_slot_holds_whole_blocks_and_a_ring_two_slots():
     transport = inspect.signature(SymmAllToAll.__init__).parameters
-    for size, _ in symm_all_to_all._WORDS:
+    for size, _ in all_to_all._WORDS:
         assert transport["slot"].default // size % transport["block"].default == 0
     assert transport["depth"].default >= 2
     assert transport["channels"].default <= MAX_CHANNELS.value

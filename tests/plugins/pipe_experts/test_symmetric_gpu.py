@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ovpatch.insight.equality import compare
-from ovpatch_plugins.pipe_experts import symm_all_to_all
-from ovpatch_plugins.pipe_experts.config import MoEConfig
-from ovpatch_plugins.pipe_experts.module import ExpertParallelFFN
+from ovpatch_plugins.pipe_experts import all_to_all
+from ovpatch_plugins.pipe_experts.all_to_all import get_transport
+from ovpatch_plugins.pipe_experts.layer import ExpertParallelFFN
+from ovpatch_plugins.pipe_experts.options import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
-from ovpatch_plugins.pipe_experts.symm_all_to_all import get_transport
 from tests.plugins.pipe_experts import test_layer
 from tests.plugins.pipe_experts.models import Case, device, expected, train
 from tests.plugins.pipe_experts.test_gpu import wide
@@ -59,7 +59,7 @@ def differing(hows: list[MoEConfig]) -> list[str]:
     for how in hows:
         ours, theirs = wide(torch.bfloat16, symmetric(how)), wide(torch.bfloat16, how)
         found += [f"{how}: {name}" for name, value in theirs.items() if not torch.equal(ours[name], value)]
-    return found if not symm_all_to_all.list_unsupported_reasons() else symm_all_to_all.list_unsupported_reasons()
+    return found if not all_to_all.list_unsupported_reasons() else all_to_all.list_unsupported_reasons()
 
 
 def test_all_bits_are_those_of_nccl(ranks, gpus):
@@ -90,7 +90,7 @@ def late(rounds: int) -> int:
     world, rank = dist.get_world_size(), dist.get_rank()
     alike, chance = random.Random(7), random.Random(rank)
     transport = get_transport(dist.group.WORLD, device())
-    assert transport is not None, symm_all_to_all.list_unsupported_reasons()
+    assert transport is not None, all_to_all.list_unsupported_reasons()
     streams = [torch.cuda.Stream() for _ in range(2)]
     wrong = torch.zeros((), dtype=torch.int64, device=device())
     torch.cuda.synchronize()
@@ -126,7 +126,7 @@ def unawaited() -> list[bool]:
     """Whether memory stays as it is that is taken while rows that nobody will wait for are still to come."""
     world, count = dist.get_world_size(), 4096
     transport, found = get_transport(dist.group.WORLD, device()), []
-    assert transport is not None, symm_all_to_all.list_unsupported_reasons()
+    assert transport is not None, all_to_all.list_unsupported_reasons()
     for _ in range(5):
         rows = torch.ones(world * count, 512, device=device())
         into = torch.empty_like(rows)

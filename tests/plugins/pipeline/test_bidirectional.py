@@ -81,6 +81,14 @@ CASES = {
     "several calls": Ways(patched={"forward_doubling": True}, pieces=2),
     "tied": Ways(lambda: Decoder(tied=True), loose=True),
     "sometimes used": Ways(_make_sometimes, microbatches=4),
+    "several calls, gradients in buckets": Ways(
+        pieces=2,
+        options={
+            "wrap": lambda part: nn.parallel.DistributedDataParallel(
+                part, process_group=_alone(), gradient_as_bucket_view=True
+            )
+        },
+    ),
     "wrapped": Ways(
         patched={"forward_doubling": True},
         options={"wrap": lambda part: nn.parallel.DistributedDataParallel(part, process_group=_alone())},

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from ovpatch.overlap.comm.group_state import group_values
+from ovpatch.overlap.comm.kept_state import group_values
 from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
 from ovpatch_plugins.pipeline.transport import _Opened
 from tests.plugins.pipeline.cases import Case, counters, device, differences, feature_report, make_schedule, train

@@ -306,6 +306,31 @@ def test_a_kept_output_that_was_changed_is_an_error(ranks: Any) -> None:
     assert text.endswith("use granularity=full.")
 
 
+class _WritesThroughView(Block):
+    """Changes a tensor in place through a view, and by itself."""
+
+    def forward(self, x: torch.Tensor, rotary: Any, *, mask: Any = None) -> torch.Tensor:
+        h = self.up(x)
+        h.transpose(0, 1).mul_(2)
+        h.add_(1)
+        return x + self.down(h.cos())
+
+
+def _keep_views() -> int:
+    found = []
+    for granularity in ("none", "selective"):
+        torch.manual_seed(0)
+        model = Decoder(_WritesThroughView, layers=2)
+        recompute(model, granularity, keep="aten.transpose,aten.mul_,aten.add_")
+        found.append(record(model, _mean(model, data(0))))
+        recompute(model, "none")
+    return count_differences(*found)
+
+
+def test_changes_in_place_and_views_are_repeated_though_named(ranks: Any) -> None:
+    assert ranks(1)(_keep_views) == [0]
+
+
 @pytest.mark.parametrize(
     ("operator", "arguments", "keep", "kept"),
     [
@@ -316,12 +341,17 @@ def test_a_kept_output_that_was_changed_is_an_error(ranks: Any) -> None:
         ("mm", (None, None), (), False),
         ("mm", (None, None), ("aten.mm",), True),
         ("bernoulli", (None,), ("aten::bernoulli",), False),
+        ("relu_", (torch.ones(1),), ("aten.relu_",), False),
+        ("t", (None,), ("aten.t",), False),
     ],
 )
-def test_operators_that_move_the_random_generator_are_not_kept(
+def test_operators_that_have_to_run_again_are_not_kept(
     operator: str, arguments: tuple[Any, ...], keep: tuple[str, ...], kept: bool
 ) -> None:
-    """Without attention's dropout, a dropout behind it would draw other numbers in the recomputation."""
+    """Without attention's dropout, a dropout behind it would draw other numbers in the recomputation.
+
+    Without a view or a change in place, the recomputation's own tensors would not be changed.
+    """
     policy = make_policy(keep)(None, getattr(torch.ops.aten, operator).default, *arguments)
     assert policy is (CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE)
 

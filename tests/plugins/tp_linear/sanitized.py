@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.symm_mem import memory
-from ovpatch.overlap.symm_mem.workspace import Workspace
-from ovpatch_plugins.tp_linear.kernels import launch
-from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
+from ovpatch.overlap.symm_mem.memory import Workspace
+from ovpatch_plugins.tp_linear import triton_launch as launch
+from ovpatch_plugins.tp_linear.triton_launch import Tiles
 
 CUTS = (Tiles(), Tiles(columns=128, stages=2, split=True, pullers=3, width=64))
 SHAPES = (  # rows of a rank, features, features of each product

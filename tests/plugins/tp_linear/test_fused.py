@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.symm_mem import memory, workspace
+from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, plugin
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules import fused
@@ -56,7 +56,7 @@ def operators(most: int) -> list[str]:
 def delayed(rounds: int) -> list[str]:
     """Operators that grow and shrink, and their buffers with them, on ranks that come late at random."""
     allow()
-    workspace._GRAIN, sizes = 64, set()
+    memory._GRAIN, sizes = 64, set()
     chance, world, rank, found = random.Random(dist.get_rank()), dist.get_world_size(), dist.get_rank(), []
     for i in range(rounds):
         m, k = 4 + 28 * (i % 3), 8 + 4 * (i % 5)
@@ -65,7 +65,7 @@ def delayed(rounds: int) -> list[str]:
         (gathered,) = all_gather_linear(xs[rank * m :][:m], [weight], dist.group.WORLD, **FUSED)
         time.sleep(chance.random() / 20)
         scattered = linear_reduce_scatter(gathered, weight.t(), dist.group.WORLD, **FUSED)
-        sizes.add(workspace.workspace_for(dist.group.WORLD, xs.device).half_bytes)
+        sizes.add(memory.workspace_for(dist.group.WORLD, xs.device).half_bytes)
         wanted = world * (xs @ weight.t() @ weight)[rank * m :][:m]
         if not torch.allclose(scattered, wanted, 1e-4, 1e-3):
             found.append(f"round {i}: {(scattered - wanted).abs().max()}")

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.symm_mem import memory, signals
-from ovpatch.overlap.symm_mem.memory import Memory
-from ovpatch.overlap.symm_mem.workspace import HEADER, Workspace
-from ovpatch_plugins.tp_linear.kernels import launch
-from ovpatch_plugins.tp_linear.kernels.gather_gemm import gather_gemm_kernel, stage_kernel
-from ovpatch_plugins.tp_linear.kernels.gemm_scatter import gemm_scatter_kernel, reduce_kernel, scatter_kernel
-from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
+from ovpatch.overlap.symm_mem.memory import HEADER, Memory, Workspace
+from ovpatch_plugins.tp_linear import triton_launch as launch
+from ovpatch_plugins.tp_linear.triton_gemm import (
+    gather_gemm_kernel,
+    gemm_scatter_kernel,
+    reduce_kernel,
+    scatter_kernel,
+    stage_kernel,
+)
+from ovpatch_plugins.tp_linear.triton_launch import Tiles
 from tests.support.interpreter import interpreted
 
 SMALL = Tiles(rows=16, columns=16, depth=16, group=2, pullers=2, width=32)

@@ -9,9 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ovpatch_plugins.tp_linear.kernels.gather_gemm import gather_gemm_kernel
-from ovpatch_plugins.tp_linear.kernels.gemm_scatter import gemm_scatter_kernel
-from ovpatch_plugins.tp_linear.kernels.tuning import Tiles
+from ovpatch_plugins.tp_linear.triton_gemm import gather_gemm_kernel, gemm_scatter_kernel
+from ovpatch_plugins.tp_linear.triton_launch import Tiles
 
 SHARED = 227 * 1024  # bytes of shared memory that a program may have
 ALIGNED = ("K", "K0", "K1", "K2", "n", "n0", "n1", "n2", "half_bytes")

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.group_state import drop_values, group_state, group_values
+from ovpatch.overlap.comm.collectives import WorkGroup
+from ovpatch.overlap.comm.kept_state import drop_values, group_state, group_values
 from ovpatch.overlap.comm.streams import is_capturing
-from ovpatch.overlap.comm.work import WorkGroup
-from ovpatch.overlap.symm_mem import memory, workspace
-from ovpatch.overlap.symm_mem.workspace import Workspace
+from ovpatch.overlap.symm_mem import memory
+from ovpatch.overlap.symm_mem.memory import Workspace
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules.overlapped import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, WeightGrads, linear
@@ -73,7 +73,7 @@ class Fused(Bulk):
 @functools.cache
 def _launch() -> Any:
     """Return the kernels' launches, which need Triton."""
-    from ovpatch_plugins.tp_linear.kernels import launch
+    from ovpatch_plugins.tp_linear import triton_launch as launch
 
     return launch
 
@@ -156,7 +156,7 @@ def find_workspace(
     for count in features:
         if not is_supported(dtype, count):
             return None
-    return None if _objection(ranks.group, device) else workspace.workspace_for(ranks.group, device)
+    return None if _objection(ranks.group, device) else memory.workspace_for(ranks.group, device)
 
 
 def is_supported(dtype: torch.dtype, features: int) -> bool:
@@ -179,7 +179,7 @@ def list_objections() -> list[str]:
 def drop_fused_support() -> None:
     """Drop what is known of groups, and their workspaces."""
     drop_values(_Objection)
-    workspace.drop_workspaces()
+    memory.drop_workspaces()
 
 
 def align_rows(rows: Tensor) -> Tensor:

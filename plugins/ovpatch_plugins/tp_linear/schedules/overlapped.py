@@ -8,8 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
-from ovpatch.overlap.comm.work import WorkGroup
+from ovpatch.overlap.comm.collectives import WorkGroup
+from ovpatch.overlap.comm.streams import BACKWARD_WAITS
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads, linear
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 

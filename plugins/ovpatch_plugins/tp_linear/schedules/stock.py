@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.work import WorkGroup
+from ovpatch.overlap.comm.collectives import WorkGroup
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], None]

@@ -1,18 +1,95 @@
-"""The kernel that sends rows over symmetric memory; imported only where Triton is installed.
+"""Triton kernels that sum a token's rows, and that send rows over symmetric memory; imported where there is Triton.
 
-A program is a channel: it stores its units of rows into the other ranks' memory, and fetches the units that the
-programs of its number store into this rank's. Each pair of ranks has a ring of slots per channel, so memory does not
-depend on the number of rows. Units are numbered from call to call, and a slot is reused once its reader has signalled
-the number of the unit in it. Nothing is reset, and ranks need not know each other's addresses of rows: the numbers
-depend only on how many rows go between a pair, which both ends know.
+Each kernel that sums reads a row once and writes its result once. torch's own operations scatter the rows by token,
+weight them in a second pass, and sum them in a third.
+
+The kernel that sends: a program is a channel. It stores its units of rows into the other ranks' memory, and fetches the
+units that the programs of its number store into this rank's. Each pair of ranks has a ring of slots per channel, so
+memory does not depend on the number of rows. Units are numbered from call to call, and a slot is reused once its reader
+has signalled the number of the unit in it. Nothing is reset, and ranks need not know each other's addresses of rows:
+the numbers depend only on how many rows go between a pair, which both ends know.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ovpatch.overlap.symm_mem.signals import RANKS, signals_of, wait_for
+
+_BLOCK = 1024  # features per program and pass
+
+
+@triton.jit
+def weighted_sum_kernel(rows, weights, row_of_slot, out, features, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (t, b): block b of the features of token t; without ``weights`` each row counts once."""
+    token = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < features
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(K):
+        row = tl.load(row_of_slot + token * K + slot)
+        held = columns < tl.where(row >= 0, features, 0)
+        value = tl.load(rows + row * features + columns, mask=held, other=0.0).to(tl.float32)
+        if weights is not None:
+            value *= tl.load(weights + token * K + slot).to(tl.float32)
+        total += value
+    tl.store(out + token.to(tl.int64) * features + columns, total, mask=inside)
+
+
+@triton.jit
+def weighted_sum_backward_kernel(
+    rows, weights, order, grad, drows, dweights, FEATURES: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program r: the gradients of row r and of its weight; ``drows`` or ``dweights`` may be None."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(order + row)
+    weight = tl.load(weights + slot).to(tl.float32)
+    dot = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, FEATURES, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        inside = columns < FEATURES
+        given = tl.load(grad + slot // K * FEATURES + columns, mask=inside, other=0.0).to(tl.float32)
+        if drows is not None:
+            tl.store(drows + row * FEATURES + columns, given * weight, mask=inside)
+        if dweights is not None:
+            dot += given * tl.load(rows + row * FEATURES + columns, mask=inside, other=0.0).to(tl.float32)
+    if dweights is not None:
+        tl.store(dweights + slot, tl.sum(dot, 0))
+
+
+def weighted_sum(rows: Tensor, weights: Tensor | None, row_of_slot: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+    """Return each token's sum of its contiguous rows: ``[rows, h]``, ``[tokens, k]`` -> ``[tokens, h]``.
+
+    Weights are 1 by default. ``row_of_slot`` has the row of each slot, ``[tokens * k]`` of int64, -1 for none. Sums are
+    in float32, and rounded to ``dtype``.
+    """
+    features = rows.shape[1]
+    out = rows.new_empty((len(row_of_slot) // top_k, features), dtype=dtype)
+    if out.numel():
+        grid = len(out), triton.cdiv(features, _BLOCK)
+        with torch.cuda.device_of(rows):  # Triton launches on the current one
+            weighted_sum_kernel[grid](rows, weights, row_of_slot, out, features, top_k, _BLOCK)
+    return out
+
+
+def weighted_sum_backward(
+    rows: Tensor, weights: Tensor, order: Tensor, grad: Tensor, *, rows_grad: bool, weights_grad: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of rows ``[rows, h]`` and of weights ``[tokens, k]`` that are needed; all are contiguous.
+
+    ``order`` has the slot of each row, ``[rows]`` of int64; ``grad`` is that of the sums, ``[tokens, h]``.
+    """
+    drows = torch.empty_like(rows) if rows_grad else None
+    dweights = torch.zeros_like(weights) if weights_grad else None
+    if rows.numel() and (rows_grad or weights_grad):
+        args = rows, weights, order, grad, drows, dweights, rows.shape[1], weights.shape[1], _BLOCK
+        with torch.cuda.device_of(rows):
+            weighted_sum_backward_kernel[(len(rows),)](*args)
+    return drows, dweights
+
 
 MAX_CHANNELS = tl.constexpr(32)
 # Offsets in a rank's signals and in its state: the units that a rank has stored here, and has fetched from here.

@@ -1,12 +1,19 @@
-"""Whether a tensor's memory is known to others, as far as reference counts tell; and how a tensor lies in memory."""
+"""A tensor's memory: how it lies there, which of its elements a rank owns, and whether others know it.
+
+Who knows it is told by reference counts. A parameter's elements are divided in memory order into equal shards, one per
+rank. A shard depends on the size of the tensor and the number of ranks alone: not on buckets, which are assigned again
+after the first backward, nor on other parameters. So a large gradient is reduced, and a parameter gathered, where it
+lies, without a flat buffer.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -45,30 +52,12 @@ def is_sole_owner(grad: Tensor, given: Tensor | None = None) -> bool:
         given: In a hook of an AccumulateGrad node, the gradient that the node was given. The node still holds it, which
             does not count if ``grad`` was made of it.
     """
-    if use_count(grad) != _owners_of_a_grad():
+    if use_count(grad) != owners_of_a_grad():
         return False  # two parameters have the same tensor, or a DLPack capsule holds it
     held = 0
     if given is not None and given.layout is torch.strided and given.data_ptr() == grad.data_ptr():
         held = 1 + _holds_its_base(given)
     return storage_references(grad) == references_of_one() + held
-
-
-def find_freeable_grads(grads: Sequence[Tensor | None]) -> list[bool]:
-    """Return of each gradient of a parameter whether its memory may be freed: in this process and in others."""
-    owners, references, strided, plain = _owners_of_a_grad(), references_of_one(), torch.strided, Tensor
-    count_references, count_owners, count = torch._C._storage_Use_Count, use_count, sys.getrefcount
-    found = []
-    for grad in grads:  # one loop, since there may be thousands
-        freeable = (
-            type(grad) is plain and grad.layout is strided and not grad.requires_grad and count_owners(grad) == owners
-        )
-        if freeable:
-            storage = grad.untyped_storage()  # type: ignore[union-attr]  # it is a tensor
-            freeable = count_references(storage._cdata) + count(storage) == references
-            freeable = freeable and not (grad.is_cpu and storage.is_shared())  # type: ignore[union-attr]
-            freeable = freeable and not (grad.is_conj() or grad.is_neg())  # type: ignore[union-attr]
-        found.append(freeable)
-    return found
 
 
 def is_unshared(tensor: Tensor) -> bool:
@@ -93,7 +82,8 @@ def _holds_its_base(view: Tensor) -> bool:
 
 
 @functools.cache
-def _owners_of_a_grad() -> int:
+def owners_of_a_grad() -> int:
+    """Return :data:`use_count` of a gradient that only its parameter and one Python object know."""
     with _measuring():
         param = torch.nn.Parameter(torch.zeros(1))
         param.grad = torch.zeros(1)
@@ -148,3 +138,72 @@ def same_layout(tensor: Tensor, strides: tuple[int, ...]) -> bool:
     return tensor.stride() == strides or all(
         size == 1 or mine == theirs for size, mine, theirs in zip(tensor.shape, tensor.stride(), strides, strict=True)
     )
+
+
+# --- shards ---
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The elements ``[begin, end)`` of a tensor, in memory order."""
+
+    begin: int  # first element
+    end: int  # one past the last element
+    size: int  # elements that the shard of any rank takes in a collective; the last ones may be padded
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """Number of elements owned."""
+        return self.end - self.begin
+
+
+@functools.lru_cache(maxsize=4096)  # every step asks for every parameter several times
+def shard_range(numel: int, world: int, rank: int) -> Shard:
+    """Return the shard of ``numel`` elements that a rank of ``world`` ranks owns."""
+    size = -(-numel // world)
+    return Shard(min(rank * size, numel), min((rank + 1) * size, numel), size)
+
+
+def can_be_sharded(param: Tensor, world: int, minimum: int) -> bool:
+    """Return whether a parameter is sharded: dense, of floating point, and large enough for a shard on every rank.
+
+    Args:
+        param: The parameter.
+        world: Number of ranks.
+        minimum: Smallest number of elements that is worth it. Small parameters stay whole on all ranks: together they
+            are a per mille of a model, and a launch for each would cost more than it saves.
+    """
+    return (
+        param.numel() >= max(minimum, world * world)
+        and param.layout is torch.strided
+        and param.is_floating_point()
+        and is_dense(param)
+    )
+
+
+def shard_view(tensor: Tensor, own: Shard) -> Tensor:
+    """Return a rank's shard of a dense tensor as a one-dimensional view, ``[own.numel]``."""
+    return tensor.as_strided((own.numel,), (1,), tensor.storage_offset() + own.begin)
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's elements in memory order, as a one-dimensional view.
+
+    Shape ``[*]`` -> ``[numel]``.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def unshard(param: Tensor, shards: Mapping[int, Tensor], ranges: Sequence[Shard]) -> Tensor:
+    """Return a tensor like ``param`` made of the ranks' shards.
+
+    Args:
+        param: What the result is like.
+        shards: The shards, by rank, ``[size]`` or ``[numel]`` each.
+        ranges: Which elements each rank owns.
+    """
+    whole = torch.empty_like(param, requires_grad=False)
+    for rank, shard in shards.items():
+        own = ranges[rank]
+        shard_view(whole, own).copy_(shard[: own.numel])
+    return whole
