@@ -31,9 +31,11 @@ _REPLACED: Final = (*_COLUMN, "reduce_scatter_to_sequence_parallel_region")  # b
 # Arguments of a column-parallel linear that change nothing here; others, as where its weight gradient is deferred, do.
 _IGNORED: Final = ("tp_group", "wgrad_deferral_limit", "async_grad_allreduce")
 _KEEPING: Final = ("stock", "bulk", "ring", "chunk")  # schedules whose operands can be kept behind the backward
+_CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 _REMEDY: Final = (
     "Call ovpatch.apply() with the same arguments on every rank before the first forward, and give every rank the same "
-    "OVPATCH variables; OVPATCH_MEGATRON_LINEARS=0 on all ranks leaves linears to Megatron."
+    "OVPATCH variables and CUDA_DEVICE_MAX_CONNECTIONS; OVPATCH_MEGATRON_LINEARS=0 on all ranks leaves linears to "
+    "Megatron."
 )
 
 
@@ -133,6 +135,9 @@ class LinearPatches:
         if type(weight) is not torch.nn.Parameter:
             wait_for_param(weight)
         reason = reason or find_unsupported(x, weight, fuse)
+        if not reason and self._agreed() is not group:  # also for linears without a gain, which the terms decide
+            check_consistent_once(group, "megatron", self, lambda: _list_terms(self._terms, x), remedy=_REMEDY)
+            self._agreed = weakref.ref(group)
         delays = self._queue is not None and self._queue.is_active
         if x.is_cuda and not reason and not delays:
             rows = x.numel() // x.shape[-1] * (group.size() if kind == "column" else 1)
@@ -141,9 +146,6 @@ class LinearPatches:
             note_left(f"a {kind}-parallel linear: {reason}")
             COUNTERS.stock_calls += 1
             return None
-        if self._agreed() is not group:
-            check_consistent_once(group, "megatron", self, lambda: self._terms, remedy=_REMEDY)
-            self._agreed = weakref.ref(group)
         COUNTERS.calls += 1
         compute = find_weight_grad(weight) if fuse else multiply
         return (weight, compute) if self._queue is None else self._queue.enter(weight, compute)
@@ -202,6 +204,11 @@ def find_unsupported(x: Tensor, weight: Any, fuse: bool) -> str:
     return "" if x.numel() else "its input is empty"
 
 
+def _list_terms(options: Mapping[str, Any], x: Tensor) -> Mapping[str, Any]:
+    """Return what decides on all ranks whose linears are computed, for an input like ``x``."""
+    return {**options, _CONNECTIONS: os.environ.get(_CONNECTIONS)} if x.is_cuda else options
+
+
 def _find_nil_gain(schedule: str, flop: int, least_flop: float) -> str:
     """Return why Megatron's own linear is as fast on a GPU, or ""; the host takes longer for ours.
 
@@ -210,7 +217,7 @@ def _find_nil_gain(schedule: str, flop: int, least_flop: float) -> str:
         flop: Operations of the product on this rank.
         least_flop: The option's limit.
     """
-    if schedule == "bulk" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    if schedule == "bulk" and os.environ.get(_CONNECTIONS) == "1":
         return "with CUDA_DEVICE_MAX_CONNECTIONS=1 it hides what schedule bulk hides"
     return "its product is below min_linear_gflop" if flop < least_flop else ""
 

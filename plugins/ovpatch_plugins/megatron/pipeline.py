@@ -175,7 +175,10 @@ class PipelinePatches:
 
         @functools.wraps(original)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            step = None if args or self._step is not None else self._begin(kwargs)
+            if self._step is not None:
+                with self._paused():
+                    return original(*args, **kwargs)
+            step = None if args else self._begin(kwargs)
             if step is None:
                 return original(*args, **kwargs)
             try:
@@ -189,6 +192,17 @@ class PipelinePatches:
             return found
 
         return forward_backward
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Leave what runs inside the ``with`` block to Megatron: its messages are not those of the step around it."""
+        note_left("the pipeline's schedule inside of another step, as in a function of its loss or of its gradients")
+        step, delays = self._step, self.queue.is_active
+        self._step, self.queue.is_active = None, False
+        try:
+            yield
+        finally:
+            self._step, self.queue.is_active = step, delays
 
     def wrap_interleaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``forward_backward_pipelining_with_interleaving``, which is left as it is: the report says so."""

@@ -48,6 +48,7 @@ class Case:
         per_token: Whether the loss is divided by the number of tokens of the whole step.
         sharded: Whether Megatron's distributed optimizer steps, whose parameters are gathered behind it.
         evaluates: Whether a forward without backward comes before each step.
+        nests: Whether a forward without backward runs in each step, before gradients are finalized.
         growth: How many microbatches a step has more than the one before.
         fails: Whether the end of the first step raises an error.
     """
@@ -67,6 +68,7 @@ class Case:
     per_token: bool = False
     sharded: bool = False
     evaluates: bool = False
+    nests: bool = False
     growth: int = 0
     fails: bool = False
 
@@ -141,6 +143,16 @@ def train(case: Case) -> list[dict[str, Any]]:
             "seq_length": SEQUENCE,
             "micro_batch_size": BATCH,
         } | case.given
+        nested: list[Any] = []
+
+        def evaluate_and_finalize(*args: Any, **kwargs: Any) -> None:
+            with torch.no_grad():
+                data = _data(case, 70, state.get_data_parallel_rank())
+                nested.append(run(data_iterator=data, forward_only=True, **given))
+            finalize_model_grads(*args, **kwargs)
+
+        if case.nests:
+            config.finalize_model_grads_func = evaluate_and_finalize
         for step in range(case.steps):
             row: dict[str, Any] = {}
             given["num_microbatches"] = case.count_microbatches(step)
@@ -159,6 +171,7 @@ def train(case: Case) -> list[dict[str, Any]]:
                 optimizer.zero_grad()
                 continue
             row["losses"] = run(data_iterator=data, forward_only=False, **given)
+            row["nested"] = [nested.pop()] if case.nests else []
             for param in () if case.sharded else trained.values():
                 if hasattr(param, "main_grad"):
                     param.grad = param.main_grad.to(param.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -242,3 +243,18 @@ def test_linears_whose_weight_gradients_are_delayed_are_ours_on_a_gpu_too(monkey
     assert patches._enter(x, weight, False, group, "row", "") is None
     with queue.running():
         assert patches._enter(x, weight, False, group, "row", "") is not None
+
+
+def with_connections_of_each_rank() -> str:
+    x = mock.Mock(is_cuda=True, dtype=torch.float32, shape=(4, 4), device=torch.device("cpu"))
+    x.numel.return_value = 16
+    patches = linears.LinearPatches(OPTIONS)
+    each = mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS=str(1 + dist.get_rank()))
+    with each, pytest.raises(RuntimeError) as caught:
+        patches._enter(x, torch.nn.Parameter(torch.zeros(3, 4)), False, dist.group.WORLD, "row", "")
+    return str(caught.value)
+
+
+def test_ranks_on_gpus_of_which_one_would_leave_its_linears_to_megatron_are_named(ranks):
+    for text in ranks(2)(with_connections_of_each_rank):
+        assert 'CUDA_DEVICE_MAX_CONNECTIONS is "1" on rank 0 but "2" on rank 1' in text

@@ -43,7 +43,7 @@ CASES = {
     "fused, defer_embedding_wgrad_compute": Case(
         config=FUSED | {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 2}, prepare="defer_output_layer"
     ),
-    "more microbatches in each step": Case(steps=3, growth=1),
+    "more microbatches in each step, a step inside": Case(steps=3, growth=1, nests=True),
     "behind a step that failed": Case(steps=3, fails=True),
     "read elsewhere": Case(prepare="read_elsewhere"),  # the last one: its remark stays
 }
@@ -215,6 +215,17 @@ def test_what_is_unknown_is_left_to_megatron_and_said(monkeypatch, changes, give
     run = patches.wrap_schedule(lambda **given: patches._step)
     assert run(model=given.pop("model", torch.nn.Linear(1, 1)), num_microbatches=1, **given) is None
     assert takeover.list_left() == [f"the pipeline's schedule: {reason}"]
+
+
+def test_a_step_inside_of_another_one_is_megatrons(monkeypatch):
+    monkeypatch.setattr(takeover, "_LEFT", {})
+    patches = PipelinePatches({"pipeline_schedule": "1f1b"})
+    run = patches.wrap_schedule(lambda **_: (patches._step, patches.queue.is_active))
+    patches._step = outer = mock.Mock()
+    with patches.queue.running():
+        assert run(model=[]) == (None, False)
+        assert (patches._step, patches.queue.is_active) == (outer, True)
+    assert "inside of another step" in takeover.list_left()[0]
 
 
 def test_interleaving_is_left_to_megatron_and_said(monkeypatch):
