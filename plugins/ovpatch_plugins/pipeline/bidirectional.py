@@ -126,13 +126,19 @@ class ReplicaGrads:
     Args:
         parts: This rank's stages by their index in the model.
         group: This rank and the one with the replicas.
+        pipeline: All ranks of the pipeline.
         left_out: Parameters whose gradients are added up elsewhere.
     """
 
     def __init__(
-        self, parts: Sequence[nn.Module], group: dist.ProcessGroup, left_out: Callable[[], Sequence[nn.Parameter]]
+        self,
+        parts: Sequence[nn.Module],
+        group: dist.ProcessGroup,
+        pipeline: dist.ProcessGroup,
+        left_out: Callable[[], Sequence[nn.Parameter]],
     ) -> None:
-        self._parts, self._group, self._left_out = parts, group, left_out
+        self._parts, self._group, self._pipeline, self._left_out = parts, group, pipeline, left_out
+        self._are_checked = False
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
 
     def _list_params(self) -> list[nn.Parameter]:
@@ -140,11 +146,35 @@ class ReplicaGrads:
         params = [param for part in self._parts for param in part.parameters() if param.requires_grad]
         return [param for param in dict.fromkeys(params) if id(param) not in known]
 
+    def _check_equal(self) -> None:
+        """Check before the first step, together with all ranks, that both replicas have the same weights.
+
+        Raises:
+            RuntimeError: They differ, as on a model that was made on the meta device and initialized by each rank.
+        """
+        named = dict(item for part in self._parts for item in part.named_parameters())
+        sums = torch.stack([_local(param).detach().double().sum() for param in named.values()])
+        largest = torch.cat([sums, -sums])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        differs = largest[: len(sums)] + largest[len(sums) :] > 0
+        any_differs = differs.any().int()
+        dist.all_reduce(any_differs, dist.ReduceOp.MAX, group=self._pipeline)
+        if any_differs.item():
+            names = [name for name, differ in zip(named, differs.tolist(), strict=True) if differ]
+            where = f"{names[0]} and {len(names) - 1} more differ here" if names else "they differ on other ranks"
+            raise RuntimeError(
+                f"the two replicas of a bidirectional pipeline do not have the same weights: {where}. Load a "
+                "checkpoint, or initialize the weights of both replicas from one seed, before the first step."
+            )
+
     def start_step(self) -> None:
         """Put the gradients of earlier steps aside: they are sums already.
 
         As copies, since a reducer's gradients may be views of its buckets, into which it writes again.
         """
+        if not self._are_checked:
+            self._check_equal()
+            self._are_checked = True
         self._kept = [(param, param.grad.clone()) for param in self._list_params() if param.grad is not None]
         for param, _ in self._kept:
             param.grad = None
@@ -172,7 +202,7 @@ class ReplicaGrads:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
                 grad = param.grad
-                local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+                local = _local(grad)
                 grads.setdefault(local.dtype, []).append(local)
             for own in grads.values():
                 flat = torch.cat([grad.flatten() for grad in own])
@@ -197,3 +227,8 @@ class ReplicaGrads:
             for param, is_unused in zip(params, flags.tolist(), strict=True):
                 if is_unused:
                     param.grad = None
+
+
+def _local(tensor: Any) -> Tensor:
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found

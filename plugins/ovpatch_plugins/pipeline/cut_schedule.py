@@ -163,8 +163,10 @@ def cut(
     if placement == BIDIRECTIONAL:
         from ovpatch_plugins.pipeline.bidirectional import ReplicaGrads
 
-        replicas = ReplicaGrads(parts, made.replicas, lambda: [param for one in shared for param in one.find_params()])
-        made._shared_grads.append(replicas)
+        def find_shared() -> list[nn.Parameter]:
+            return [param for one in shared for param in one.find_params()]
+
+        made._shared_grads.append(ReplicaGrads(parts, made.replicas, group, find_shared))
     return made
 
 

@@ -334,6 +334,28 @@ def _run_in_one_direction() -> tuple[list[str], str]:
     return remarks, ""
 
 
+def _replicas_differ() -> str:
+    """Cut a model whose weights are not the same on all ranks, and return what the first step says."""
+    torch.manual_seed(0)
+    case = Ways()
+    made = _cut(case, case.make())
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            made.parameters()[0].mul_(1.5)
+    ids, target = _batch(case, 0)
+    with pytest.raises(RuntimeError) as raised:
+        made.step(ids, target=target)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_replicas_that_start_with_other_weights_are_named_on_all_ranks(ranks: Any, world: int) -> None:
+    texts = ranks(world)(_replicas_differ, timeout=120)
+    for rank, text in enumerate(texts):
+        assert "do not have the same weights" in text
+        assert ("0 more differ here" in text) is (rank in (0, world - 1)), text
+
+
 def test_the_report_says_that_one_direction_has_nothing_to_double(ranks: Any) -> None:
     for remarks, _ in ranks(2)(_run_in_one_direction):
         assert "forward_doubling has no effect: the pipeline runs in one direction" in remarks
