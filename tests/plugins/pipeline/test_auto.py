@@ -34,12 +34,22 @@ CASES = {
 }
 
 
-def _run(names: list[str], cache: str, winner: int) -> dict[str, Outcome]:
-    """Train under ``schedule=auto``; the order as given wins (0), or the solved one (1)."""
+def _plant_costs(cache: str) -> pytest.MonkeyPatch:
+    """Plant costs of F, B and W with which the solved order is another one, whatever a busy machine takes."""
     patch = pytest.MonkeyPatch()
     patch.setenv("OVPATCH_CACHE_DIR", cache)
-    patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 1.0 + (candidate != winner))
     patch.setattr("ovpatch_plugins.pipeline.candidates._GAIN", -9.0)
+    patch.setattr(
+        "ovpatch_plugins.pipeline.auto_schedule.read_times",
+        lambda _times, stages: {str(index): [1.0, 1.0, 1.0] for index in stages},
+    )
+    return patch
+
+
+def _run(names: list[str], cache: str, winner: int) -> dict[str, Outcome]:
+    """Train under ``schedule=auto``; the order as given wins (0), or the solved one (1)."""
+    patch = _plant_costs(cache)
+    patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 1.0 + (candidate != winner))
     try:
         return {name: train_both(CASES[name], "auto", memory_limit="1.5x") for name in names}
     finally:
@@ -70,14 +80,8 @@ def test_the_order_as_given_stays_where_it_is_faster(ranks: Any, tmp_path: Path)
 
 def _look_at_what_stays(cache: str) -> tuple[list[str], list[str], list[set[bool]]]:
     """Train as given, and until that has won a race; return why stage 0 does not defer, and whether it did in turns."""
-    patch, turns = pytest.MonkeyPatch(), list[set[bool]]([set(), set()])
-    patch.setenv("OVPATCH_CACHE_DIR", cache)
+    patch, turns = _plant_costs(cache), list[set[bool]]([set(), set()])
     patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 1.0 + candidate)
-    patch.setattr("ovpatch_plugins.pipeline.candidates._GAIN", -9.0)
-    patch.setattr(  # planted costs of F, B and W, with which the solved order is another one
-        "ovpatch_plugins.pipeline.auto_schedule.read_times",
-        lambda _times, stages: {str(index): [1.0, 1.0, 1.0] for index in stages},
-    )
     add_time = race.Race.add_time
 
     def look(self: race.Race, turn: race.Turn, timer: Any) -> None:
@@ -126,9 +130,7 @@ def test_a_later_run_takes_the_order_that_was_chosen(ranks: Any, tmp_path: Path)
 def _run_undecided(cache: str) -> tuple[Outcome, Outcome, list[str]]:
     """Train twice where turns of both orders take longer and shorter at random, and then where one is faster."""
     case = Case(steps=RACE + LAPS * LAP + 3, microbatches=8)
-    patch = pytest.MonkeyPatch()
-    patch.setenv("OVPATCH_CACHE_DIR", cache)
-    patch.setattr("ovpatch_plugins.pipeline.candidates._GAIN", -9.0)
+    patch = _plant_costs(cache)
     noise = [1.0, 1.3, 0.8]
     patch.setattr(race.Race, "_read_turn", lambda _self, candidate, number: noise[(2 * candidate + number) % 3])
     try:
@@ -236,10 +238,8 @@ def _run_in_two_dimensions(names: list[str], cache: str) -> dict[str, tuple[list
     """Train pipelines of two ranks in two replicas, or over two ranks each, until the solved order has won."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     group, found = mesh["pp"].get_group(), {}
-    patch = pytest.MonkeyPatch()
-    patch.setenv("OVPATCH_CACHE_DIR", cache)
+    patch = _plant_costs(cache)
     patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 2.0 - candidate)
-    patch.setattr("ovpatch_plugins.pipeline.candidates._GAIN", -9.0)
     try:
         for name in names:
             wrap, arguments, more, features = SETTINGS[name]
