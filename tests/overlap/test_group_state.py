@@ -71,15 +71,20 @@ def test_values_end_with_their_object_whatever_it_is_equal_to():
 
 def test_a_forked_child_calls_what_is_to_be_called_there_for_objects_that_exist():
     reader, writer = os.pipe()
+    before = len(kept_state._in_children)
     kept, gone = Kept(), Kept()
-    call_in_children(gone, lambda _: os.write(writer, b"gone"))
-    call_in_children(kept, lambda found: os.write(writer, b"kept" if found is kept else b"other"))
+    kept.text, gone.text = b"kept", b"gone"
+    for owner in (kept, gone):  # no function may reference its owner, which would live for ever
+        call_in_children(owner, lambda found: os.write(writer, found.text))
+    del owner
     del gone
     child = os.fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
     assert os.read(reader, 16) == b"kept"
+    del kept
+    assert len(kept_state._in_children) == before, "later forks would write into what gets the number of this pipe"
     os.close(reader)
     os.close(writer)
 

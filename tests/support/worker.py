@@ -83,15 +83,6 @@ _case: Case | None = None
 _client: dist.TCPStore | None = None
 
 
-def _drop_client() -> None:
-    """Have the next case connect anew: a forked child may have written into the connection, which it shares."""
-    global _client
-    _client = None
-
-
-os.register_at_fork(after_in_parent=_drop_client, after_in_child=_drop_client)
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What one rank reports. ``error`` is the exception in one line, ``details`` the traceback."""

@@ -144,7 +144,10 @@ def renew_in_children(owner: object, name: str, make: Callable[[], object]) -> N
 
 
 def call_in_children(owner: T, function: Callable[[T], None]) -> None:
-    """Call a function with an object in every forked child in which the object still exists."""
+    """Call a function with an object in every forked child in which the object still exists.
+
+    The function must not reference the object, which would live for ever, and must not raise.
+    """
     _in_children.setdefault(owner, []).append(function)
 
 
