@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -234,32 +234,38 @@ def _copy_cache(cache: Any) -> Any:
 
 def _keep(value: Any, tensors: list[Tensor]) -> Any:
     """Return a value with places for its tensors, and with copies of what a forward might change."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _Place(len(tensors) - 1)
-    if isinstance(value, tuple):
-        items = [_keep(item, tensors) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [_keep(item, tensors) for item in value]
-    if type(value) is dict:
-        return {key: _keep(item, tensors) for key, item in value.items()}
-    if not is_cache(value):
-        return value
-    note("blocks get a key-value cache, which keeps keys and values of all of them: use_cache=False saves that memory")
-    return _Cache(value)
+
+    def keep(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            return _Place(len(tensors) - 1)
+        if not is_cache(leaf):
+            return leaf
+        note(
+            "blocks get a key-value cache, which keeps keys and values of all of them: use_cache=False saves that "
+            "memory"
+        )
+        return _Cache(leaf)
+
+    return _map(value, keep)
 
 
 def _restore(value: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[value.index]
-    if isinstance(value, _Cache):
-        return value.copy()
+    def restore(leaf: Any) -> Any:
+        if isinstance(leaf, _Place):
+            return tensors[leaf.index]
+        return leaf.copy() if isinstance(leaf, _Cache) else leaf
+
+    return _map(value, restore)
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value whose leaves, in tuples, lists and dictionaries, are changed."""
     if isinstance(value, tuple):
-        items = [_restore(item, tensors) for item in value]
+        items = [_map(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, list):
-        return [_restore(item, tensors) for item in value]
+        return [_map(item, change) for item in value]
     if type(value) is dict:
-        return {key: _restore(item, tensors) for key, item in value.items()}
-    return value
+        return {key: _map(item, change) for key, item in value.items()}
+    return change(value)

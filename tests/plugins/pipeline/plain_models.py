@@ -126,3 +126,12 @@ def make_hf(kind: str, dropout: float = 0.0, tied: bool = False, layers: int = 4
 def language_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Return the mean cross-entropy of the next words."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def differ(where: str, one: Tensor | None, other: Tensor | None, tolerance: float) -> list[str]:
+    """Return how a tensor differs from another one by more than a part of the largest value; 0: by any bit."""
+    if one is None or other is None:
+        return [] if one is other else [f"{where}: {one} and {other}"]
+    difference = (one - other).abs().max().item()
+    limit = tolerance * max(1.0, other.abs().max().item()) if tolerance else 0.0
+    return [] if one.shape == other.shape and difference <= limit else [f"{where}: {difference}"]

@@ -26,7 +26,7 @@ from ovpatch_plugins.pipeline.orders import (
 )
 from ovpatch_plugins.pipeline.simulator import Costs, simulate
 from tests.plugins.pipeline.cases import counters, differences, feature_report
-from tests.plugins.pipeline.plain_models import CONTEXT, WORDS, Decoder, DecoderBlock, language_loss
+from tests.plugins.pipeline.plain_models import CONTEXT, WORDS, Decoder, DecoderBlock, differ, language_loss
 
 ROWS = 2
 
@@ -192,11 +192,7 @@ def _compare(case: Ways) -> list[str]:
 
 
 def _differ(where: str, one: Tensor | None, other: Tensor | None, loose: bool) -> list[str]:
-    if one is None or other is None:
-        return [] if one is other else [f"{where}: {one} and {other}"]
-    difference = (one - other).abs().max().item()
-    limit = 1e-5 * max(1.0, other.abs().max().item()) if loose else 0.0
-    return [] if one.shape == other.shape and difference <= limit else [f"{where}: {difference}"]
+    return differ(where, one, other, 1e-5 if loose else 0.0)
 
 
 def _compare_all(names: list[str]) -> dict[str, list[str]]:

@@ -21,7 +21,16 @@ from ovpatch_plugins.pipeline.block_stack import find_blocks, prepared
 from ovpatch_plugins.pipeline.cut_schedule import name_args
 from ovpatch_plugins.pipeline.stage_run import list_stages
 from tests.plugins.pipeline.cases import counters
-from tests.plugins.pipeline.plain_models import CONTEXT, WORDS, Decoder, Reused, Skipping, language_loss, make_hf
+from tests.plugins.pipeline.plain_models import (
+    CONTEXT,
+    WORDS,
+    Decoder,
+    Reused,
+    Skipping,
+    differ,
+    language_loss,
+    make_hf,
+)
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: pip install 'ovpatch[integration]'"
@@ -195,11 +204,7 @@ def _train_whole(whole: nn.Module, ids: Tensor, target: Tensor, kwargs: dict[str
 
 
 def _differ(where: str, one: Tensor | None, other: Tensor | None, loose: bool) -> list[str]:
-    if one is None or other is None:
-        return [] if one is other else [f"{where}: {one} and {other}"]
-    difference = (one - other).abs().max().item()
-    limit = 1e-6 * max(1.0, other.abs().max().item()) if loose else 0.0
-    return [] if one.shape == other.shape and difference <= limit else [f"{where}: {difference}"]
+    return differ(where, one, other, 1e-6 if loose else 0.0)
 
 
 def _compare_all(names: list[str]) -> dict[str, list[str]]:
