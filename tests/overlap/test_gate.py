@@ -295,12 +295,12 @@ def counted() -> Iterator[collections.Counter[str]]:
         yield calls
 
 
-def local_on(who: list[int]) -> tuple[str, float, int]:
+def local_on(who: list[int], copy_engines: str = "off") -> tuple[str, float, int]:
     """Some ranks add to gradients under no_sync() before the fourth step, where hosts run ahead of devices."""
     from ovpatch_plugins.dist_optimizer.report import COUNTERS
 
-    before = COUNTERS.steps
-    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": {"min_param_numel": 1}}):
+    before, options = COUNTERS.steps, {"min_param_numel": 1, "copy_engines": copy_engines}
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": options}):
         model = ddp(net(), process_group=dist.new_group(timeout=timedelta(seconds=60)))
         opt = torch.optim.AdamW(model.parameters(), 0.01)
         try:

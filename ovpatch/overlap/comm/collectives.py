@@ -323,6 +323,7 @@ class Transports:
     # Issues a collective of the backend behind what a transport carries, so that the backend's watchdog names a rank
     # that is missing.
     add_watchdog_collective: Callable[[dist.ProcessGroup, torch.device], None]
+    abort: Callable[[dist.ProcessGroup], None]  # ends what is in flight in a group without ranks that are missing
 
 
 _transports: Transports | None = None
@@ -545,6 +546,15 @@ def abandon_step_communicators(group: dist.ProcessGroup) -> None:
     made = group_state(group).values.get(_Communicators)
     if made is not None:
         made.is_abandoned = True
+
+
+def abort_transport(group: dist.ProcessGroup) -> None:
+    """End what a transport has in flight in a group, for which a rank is missing; it is not used again.
+
+    The backend's collective behind it (:meth:`Collectives.end_reduction`) cannot be aborted before.
+    """
+    if _transports is not None:
+        _transports.abort(group)
 
 
 class _Communicators(dict[str, "dist.ProcessGroup | None"]):

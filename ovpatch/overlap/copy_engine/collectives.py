@@ -176,6 +176,15 @@ class Engine:
         """Make the host wait for all copies in flight; return whether they completed in time."""
         return self._streams.drain(timeout_s)
 
+    def abort(self, timeout_s: float) -> bool:
+        """End copies in flight without ranks that are missing; return whether they completed in time.
+
+        Their outputs are undefined, and later calls are refused.
+        """
+        self._within = True
+        with self._streams.on_device():
+            return self._streams.drain(timeout_s, self._window.abort)
+
     def failed_everywhere(self) -> None:
         """Accept calls again after one that failed in the same round on all ranks."""
         self._within = False

@@ -50,7 +50,7 @@ class Chosen:
 def chosen_for(group: dist.ProcessGroup, device: torch.device) -> Chosen:
     """Return the choice for a group on a device, which may not have been made yet."""
     register_at_exit(_at_exit)
-    collectives.set_transports(collectives.Transports(gathering, scattering, attend))
+    collectives.set_transports(collectives.Transports(gathering, scattering, attend, abort))
     return group_state(group).get_or_create((Chosen, device), Chosen)
 
 
@@ -83,6 +83,15 @@ def finish(group: dist.ProcessGroup | None = None) -> None:
     for one, chosen in group_values(Chosen, group):
         if chosen.engine is not None and not chosen.engine.drain(group_timeout_s(one)):
             _log.warning(_LATE, group_timeout_s(one))
+            _stuck.append(chosen.engine)
+            chosen.engine = None
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """End a group's copies in flight, for which ranks are missing; later calls of its engines are refused."""
+    for _, chosen in group_values(Chosen, group):
+        if chosen.engine is not None and not chosen.engine.abort(group_timeout_s(group)):
+            _log.warning(_LATE, group_timeout_s(group))
             _stuck.append(chosen.engine)
             chosen.engine = None
 

@@ -177,6 +177,7 @@ class Window:
     meet: Callable[[int], None]  # makes a stream (the host, without streams) wait until all ranks' streams have arrived
     copy: Callable[[Batch, int], None]  # copies a batch on a stream
     unheard: Callable[[], list[int]] = list  # ranks whose memory fails a trial; called once all have windows
+    abort: Callable[[int], None] = lambda _: None  # has streams go on that wait in ``meet`` for missing ranks
     keeps: Any = None  # keeps the memory alive
     driver: Any = None  # a Driver, which makes a stream write a number, or wait for one
 
@@ -207,7 +208,7 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Windo
         with quietly_on(stream):
             return meeting.unheard(stream.cuda_stream)
 
-    return Window(ranks, meeting, driver.copy, unheard, found, driver)
+    return Window(ranks, meeting, driver.copy, unheard, meeting.abort, found, driver)
 
 
 # --- the stream barrier ---
@@ -262,6 +263,11 @@ class StreamBarrier:
         self._tell(self._told, self._number, stream)
         for address in self._awaited:
             self._driver.wait(address, self._number, stream)
+
+    def abort(self, stream: int) -> None:
+        """Let waiting streams of this rank go on, by a stream that does not wait; ranks that still come are ahead."""
+        for address in self._awaited:
+            self._driver.write(address, self._number, stream)
 
     def _place(self, rank: int, index: int) -> int:
         """Return the address of a number."""
@@ -321,9 +327,12 @@ class CopyStreams:
         """Run the block with the streams' device as the current one, which the driver's functions need."""
         return nullcontext()
 
-    def drain(self, timeout_s: float) -> bool:
-        """Make the host wait for both streams; return whether they completed in time."""
-        del timeout_s
+    def drain(self, timeout_s: float, abort: Callable[[int], None] | None = None) -> bool:
+        """Make the host wait for both streams; return whether they completed in time.
+
+        ``abort`` is called meanwhile, with the handle of another stream.
+        """
+        del timeout_s, abort
         return True
 
 
@@ -367,13 +376,16 @@ class _CudaCopyStreams(CopyStreams):
     def on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device)
 
-    def drain(self, timeout_s: float) -> bool:
+    def drain(self, timeout_s: float, abort: Callable[[int], None] | None = None) -> bool:
         if torch.cuda._is_in_bad_fork():  # the copies are the parent's
             return True
         deadline = time.monotonic() + timeout_s
+        other = None if abort is None else torch.cuda.Stream(self._device)
         while not (self._out.query() and self._in.query()):
             if time.monotonic() > deadline:
                 return False
+            if abort is not None and other is not None:
+                abort(other.cuda_stream)  # again and again: ranks that come write their earlier numbers over it
             time.sleep(_PAUSE_S)
         return True
 

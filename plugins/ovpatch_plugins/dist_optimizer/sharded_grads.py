@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ovpatch.overlap.comm.collectives import abandon_step_communicators, reduce_scatter_transport, step_communicator
+from ovpatch.overlap.comm.collectives import (
+    abandon_step_communicators,
+    abort_transport,
+    reduce_scatter_transport,
+    step_communicator,
+)
 from ovpatch.overlap.comm.kept_state import (
     WeakParams,
     find_param_state,
@@ -272,8 +277,9 @@ class ShardedGrads(GradSharder):
         if self._barrier is not None:
             try:
                 self._barrier.finish()
-            except RuntimeError:
-                abandon_step_communicators(self.group)  # this rank's collective is under way already
+            except RuntimeError:  # this rank's collectives are under way already
+                abandon_step_communicators(self.group)
+                abort_transport(self.group)
                 raise
 
     def arrive_at_hosts(self) -> None:

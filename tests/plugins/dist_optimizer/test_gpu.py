@@ -173,8 +173,9 @@ def test_failures(ranks):
     check_all(ranks(2)(test_hooks_and_failures.failing_arms, **NCCL), steps=9)
 
 
-def test_a_rank_with_local_gradients_keeps_no_host_waiting(ranks):
-    (text, _, steps), (other, took, _) = ranks(2)(test_gate.local_on, [0], **NCCL)
+@pytest.mark.parametrize("copy_engines", ["off", "on"])
+def test_a_rank_with_local_gradients_keeps_no_host_waiting(ranks, copy_engines):
+    (text, _, steps), (other, took, _) = ranks(2)(test_gate.local_on, [0], copy_engines, **NCCL)
     assert "Do the same on every rank, or turn dist_optimizer off" in text
     assert steps == 3
     assert "with gradients that DistributedDataParallel had not reduced" in other
