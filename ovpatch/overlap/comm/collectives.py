@@ -447,6 +447,8 @@ class ReduceScatter:
             return transport.scatter(to, of, average=self._average)
         if self._ungrouped is not None:
             return self._ungrouped(to, of)
+        if len(to) < 2:
+            return [self._group._reduce_scatter_base(*pair, self._options) for pair in zip(to, of, strict=True)]
         return [self._group.reduce_scatter_tensor_coalesced(to, of, self._options)]
 
 
