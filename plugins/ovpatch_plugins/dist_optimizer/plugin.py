@@ -33,13 +33,19 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from ovpatch.overlap.tensors.pending_param import APPLIES_IN_C, READ_HOOKS, ContextHook, wrap_unflatten
+    from ovpatch.overlap.tensors.pending_param import APPLIES_IN_C, READ_HOOKS, ContextHook, ModuleHook, wrap_unflatten
     from ovpatch_plugins.dist_optimizer.clip_grad import wrap_clip, wrap_clip_grad_norm, wrap_norm, wrap_unscale
     from ovpatch_plugins.dist_optimizer.takeover import StepPatches, list_step_classes, wrap_destroy, wrap_zero_grad
 
     if options["overlap_param_gather"]:
         for target, wrap, why, optional in READ_HOOKS:
             patches.register_patch(target, wrap=wrap, optional=optional, why=why)
+        patches.register_hook(
+            "module call",
+            ModuleHook,
+            why="is where every module's call is looked up; scripted functions and extensions read the memory of the "
+            "module's parameters, a global hook makes compiled modules warn, and a wrapper adds frames",
+        )
         if APPLIES_IN_C:
             patches.register_hook(
                 "autograd function",
