@@ -101,15 +101,25 @@ def border(least: int) -> Any:
 
 
 def train(how: str = "") -> list[Record]:
-    """Train; rank 1 alone may have compiled a layer, or the wrapper is a copy."""
+    """Train; rank 1 alone may have compiled a layer, the wrapper may be a copy, or be followed by one of all ranks'."""
     inner = net()
     if how == "compiled on rank 1" and dist.get_rank() == 1:
-        vars(inner[0])["_compiled_call_impl"] = inner[0]._call_impl
+        as_if_compiled(inner[0])
     model = ddp(inner)
     if how == "copied":
         model = copy.deepcopy(model)
     opt = OPTIMIZERS["adamw"](model.parameters())
-    return train_steps(model, opt, STEPS)
+    records = train_steps(model, opt, STEPS)
+    if how == "wrapped again":
+        as_if_compiled(inner[0])
+        model = ddp(inner)
+        records += train_steps(model, opt, STEPS)
+    return records
+
+
+def as_if_compiled(module: nn.Module) -> None:
+    """Do what ``module.compile()`` does, which takes a second, but for the compilation."""
+    vars(module)["_compiled_call_impl"] = module._call_impl
 
 
 def chosen(least: int, options: dict[str, Any], how: str = "") -> tuple[dict[str, Any], list[str]]:
@@ -164,6 +174,16 @@ def test_ranks_decide_alike_where_one_has_compiled_a_module(ranks):
     assert first == second
     assert "off: " in first
     assert "as modules are compiled" in first
+
+
+def test_an_optimizer_goes_on_where_its_model_is_wrapped_again_and_whole(ranks):
+    results = ranks(2)(chosen, SPARED, AUTO, "wrapped again")
+    check([result for result, _ in results], steps=STEPS, stock=1)
+    for result, remarks in results:
+        assert result["counters"]["steps"] == STEPS
+        first, second = only_of_choice(remarks)
+        assert "on: " in first
+        assert "off: " in second
 
 
 def test_a_copy_of_a_wrapper_stays_whole(ranks):
