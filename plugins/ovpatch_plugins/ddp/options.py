@@ -26,6 +26,7 @@ class ReducerConfig:
         average: Whether the collective divides by the number of ranks.
         max_ctas: How many thread blocks the collectives may take; ``None`` for as many as the script's communicator.
         late: Whether a further backward through a synchronised forward is reduced, too.
+        sharded: Whether gradients may be sharded, where a feature does that.
     """
 
     bucket_limits: tuple[int, ...]
@@ -39,6 +40,7 @@ class ReducerConfig:
     average: bool = False
     max_ctas: int | None = None
     late: bool = True
+    sharded: bool = True
 
 
 _T = TypeVar("_T")

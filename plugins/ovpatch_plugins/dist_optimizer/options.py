@@ -26,6 +26,15 @@ def _capacity(text: str) -> float:
 
 OPTIONS: Final = (
     Option(
+        "shard",
+        "always",
+        "Which models are sharded. always: all. auto: those where a step is not longer for it, by the number and size "
+        "of their parameters, the number of ranks, the backend, and whether modules are compiled. All ranks decide "
+        "together when DistributedDataParallel is built, and the report says what and why. In doubt it is off. Models "
+        "with main parameters (main_params_in_fp32) are always sharded.",
+        choices=("always", "auto"),
+    ),
+    Option(
         "overlap_param_gather",
         True,
         "Gather updated parameters while the next forward already computes. false: gather them inside step().",

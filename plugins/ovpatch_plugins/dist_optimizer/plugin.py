@@ -117,12 +117,18 @@ def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     from ovpatch_plugins.dist_optimizer.main_params import min_sharded_numel
     from ovpatch_plugins.dist_optimizer.sharded_grads import make_sharded_grads
 
+    choice = None
+    if options["shard"] == "auto":
+        from ovpatch_plugins.dist_optimizer.sharding_choice import choose_sharding
+        from ovpatch_plugins.dist_optimizer.takeover import note_choice
+
+        choice = functools.partial(choose_sharding, dict(options), note_choice)
     factory = functools.partial(
         make_sharded_grads,
         min_numel=functools.partial(min_sharded_numel, dict(options)),
         max_inflight_bytes=options["grads_in_flight_mb"] * 2**20 or math.inf,
     )
-    register_grad_sharder(factory, dict(options))
+    register_grad_sharder(factory, dict(options), choice)
     return []
 
 
@@ -148,7 +154,7 @@ ovpatch_counters = make_counters_hook("ovpatch_plugins.dist_optimizer.report")
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
-    """Return which optimizers were left stock, and why, and what was chosen by measurement."""
+    """Return which models are sharded and which optimizers were left stock, and why, and what was measured."""
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.takeover")
     autotune = sys.modules.get("ovpatch.overlap.autotune")
     remarks = [] if optimizers is None else list(optimizers.remarks())
