@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from ovpatch.hookspecs import Option, parse_flag
+from ovpatch.hookspecs import Option, make_count_parser, parse_flag
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,6 @@ def _flag(text: str) -> bool:
     return truth
 
 
-def _blocks(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) == 0:
-        raise ValueError("expected a number of thread blocks, 1 or more, or none")
-    return int(text)
-
-
 def _number(text: str) -> float:
     """Return the number in ``text``, or one that no option accepts, so that its own message is shown."""
     try:
@@ -139,7 +133,7 @@ OPTIONS: Final = (
         None,
         "SM budget: reduce on a communicator that takes at most this many thread blocks (NCCL). none: the script's "
         "communicator.",
-        parse=_or_none(_blocks),
+        parse=_or_none(make_count_parser("a number of thread blocks, 1 or more, or none", least=1)),
     ),
     Option(
         "reduce_late_gradients",

@@ -5,13 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from ovpatch.hookspecs import Option
-
-
-def _count(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise ValueError("expected a number of elements, 0 or more")
-    return int(text)
+from ovpatch.hookspecs import Option, make_count_parser
 
 
 def _capacity(text: str) -> float:
@@ -75,7 +69,7 @@ OPTIONS: Final = (
         "min_param_numel",
         16384,
         "Parameters with fewer elements are updated whole on every rank. Cutting them would cost more than it saves.",
-        parse=_count,
+        parse=make_count_parser("a number of elements, 0 or more"),
     ),
     Option(
         "main_params_in_fp32",
