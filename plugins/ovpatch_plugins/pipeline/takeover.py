@@ -30,9 +30,8 @@ from ovpatch_plugins.pipeline.orders import (
     convert_torch_order,
     count_slots,
 )
-from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, make_program
-from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, StepTimes, note_schedule, note_stock
+from ovpatch_plugins.pipeline.report import COUNTERS, Prediction, ScheduleReport, StepTimes, note_schedule, note_stock
 from ovpatch_plugins.pipeline.stage_run import StageRun, list_stages
 from ovpatch_plugins.pipeline.torch_stage import initialize_stages, limits_sends
 from ovpatch_plugins.pipeline.transport import (
