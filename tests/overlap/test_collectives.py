@@ -155,3 +155,63 @@ def launched() -> set[str]:
 def test_gloo_launches_nothing_with_a_long_name(ranks):
     """See [Note: one tensor on gloo]: gloo calls these ALLREDUCE, BROADCAST and ALLTOALL_BASE."""
     assert ranks(2)(launched) == [{"allreduce", "alltoall_base", "broadcast"}] * 2
+
+
+class Nccl:
+    """Stands for a group whose backend computes on the current stream what is asked for so, and returns no work."""
+
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+    def _get_backend(self, _device: torch.device) -> Nccl:
+        return self
+
+    def name(self) -> str:
+        return "nccl"
+
+    def wait(self) -> None:
+        self.waited.append("wait")
+
+    def _allgather_base(self, output: torch.Tensor, part: torch.Tensor, options: Any) -> Nccl | None:
+        output.copy_(part.repeat(2))
+        return self if options.asyncOp else None
+
+    def _reduce_scatter_base(self, output: torch.Tensor, terms: torch.Tensor, options: Any) -> Nccl | None:
+        assert options.reduceOp == dist.ReduceOp.AVG
+        output.copy_(terms[:2])
+        return self if options.asyncOp else None
+
+
+def test_what_is_waited_for_at_once_runs_on_the_current_stream():
+    group: Any = Nccl()
+    gather, scatter = AllGather(group, CPU), ReduceScatter(group, CPU, average=True)
+    part, whole, sums = torch.arange(2.0), torch.empty(4), torch.empty(2)
+    gather.run(whole, part)
+    scatter.run(sums, whole)
+    assert not group.waited
+    assert whole.tolist() == [0, 1, 0, 1]
+    assert sums.tolist() == [0, 1]
+    for work in (*gather([whole], [part]), *scatter([sums], [whole])):
+        work.wait()
+    assert len(group.waited) == 2, "others have a work"
+
+
+def blocking() -> list[torch.Tensor]:
+    part, whole = torch.full((3,), 1.0 + dist.get_rank()), torch.empty(6)
+    AllGather(group(), CPU).run(whole, part)
+    sums = torch.empty(3)
+    ReduceScatter(group(), CPU).run(sums, whole.clone())
+    return [whole, sums]
+
+
+def test_gloo_is_waited_for(ranks):
+    whole = torch.tensor([1.0, 1, 1, 2, 2, 2])
+    for rank, found in enumerate(ranks(2)(blocking)):
+        assert torch.equal(found[0], whole)
+        assert torch.equal(found[1], torch.full((3,), 2.0 + 2 * rank))

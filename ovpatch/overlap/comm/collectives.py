@@ -384,17 +384,22 @@ class AllGather:
     ) -> None:
         self._copied, self._device = group, device
         self._group = communicator or group
-        self._options = dist.distributed_c10d.AllgatherOptions()
-        self._options.asyncOp = True
+        self._options, self._blocking = (dist.distributed_c10d.AllgatherOptions() for _ in range(2))
+        self._options.asyncOp, self._blocking.asyncOp = True, False
         self._ungrouped = None if _groups(group, device) else GlooAllGather(self._group)
 
-    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+    def run(self, output: Tensor, part: Tensor) -> None:
+        """Gather one tensor, as a call and a wait do; NCCL does so on the current stream, without events."""
+        _wait_for(self([output], [part], self._blocking))
+
+    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> Sequence[Work]:
         """Start the gathering; ``wait()`` makes the current stream (the host, without streams) wait for the results.
 
         Outputs are contiguous, of one dtype, each ``world`` times as long as its input; complex numbers travel as pairs
         of reals. Inputs are this rank's parts, contiguous. A part may be the very place in its output where it will be:
-        NCCL gathers in place then.
+        NCCL gathers in place then. ``options`` are those of the backend's collective, if not the usual ones.
         """
+        options = options or self._options
         to, of = _as_reals(outputs), _as_reals(inputs)
         transport = None if _transports is None else _transports.all_gather(self._copied, self._device)
         if transport is not None:
@@ -402,8 +407,8 @@ class AllGather:
         if self._ungrouped is not None:
             return self._ungrouped(to, of)
         if len(to) < 2:
-            return [self._group._allgather_base(*pair, self._options) for pair in zip(to, of, strict=True)]
-        return [self._group.allgather_into_tensor_coalesced(to, of, self._options)]
+            return [self._group._allgather_base(*pair, options) for pair in zip(to, of, strict=True)]
+        return [self._group.allgather_into_tensor_coalesced(to, of, options)]
 
 
 class Broadcast:
@@ -430,17 +435,23 @@ class ReduceScatter:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, average: bool = False) -> None:
         self._group, self._device, self._average = group, device, average
-        self._options = dist.ReduceScatterOptions()
-        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
-        self._options.asyncOp = True
+        self._options, self._blocking = dist.ReduceScatterOptions(), dist.ReduceScatterOptions()
+        for options in (self._options, self._blocking):
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+        self._options.asyncOp, self._blocking.asyncOp = True, False
         self._ungrouped = None if _groups(group, device) else GlooReduceScatter(group)
 
-    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
+    def run(self, output: Tensor, terms: Tensor) -> None:
+        """Sum one tensor, as a call and a wait do; NCCL does so on the current stream, without events."""
+        _wait_for(self([output], [terms], self._blocking))
+
+    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> Sequence[Work]:
         """Start the sums; ``wait()`` makes the current stream (the host, without streams) wait for the results.
 
         Outputs are this rank's parts, ``[size]`` each, contiguous. Inputs are contiguous, ``[world * size]`` each, of
-        one dtype; their content is undefined afterwards.
+        one dtype; their content is undefined afterwards. ``options`` are as those of :meth:`AllGather.__call__`.
         """
+        options = options or self._options
         to, of = _as_reals(outputs), _as_reals(inputs)
         transport = None if _transports is None else _transports.reduce_scatter(self._group, self._device)
         if transport is not None and transport.adds(of[0].dtype):
@@ -448,8 +459,8 @@ class ReduceScatter:
         if self._ungrouped is not None:
             return self._ungrouped(to, of)
         if len(to) < 2:
-            return [self._group._reduce_scatter_base(*pair, self._options) for pair in zip(to, of, strict=True)]
-        return [self._group.reduce_scatter_tensor_coalesced(to, of, self._options)]
+            return [self._group._reduce_scatter_base(*pair, options) for pair in zip(to, of, strict=True)]
+        return [self._group.reduce_scatter_tensor_coalesced(to, of, options)]
 
 
 class Collectives:
@@ -485,6 +496,12 @@ _GONE = (
 
 def _groups(group: dist.ProcessGroup, device: torch.device) -> bool:
     return backend_name(group, device) in _GROUPING
+
+
+def _wait_for(works: Sequence[Work | None]) -> None:
+    for work in works:
+        if work is not None:  # NCCL has none where the current stream computes the result
+            work.wait()
 
 
 def _as_reals(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -50,8 +50,12 @@ class TPGroup:
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Gather ``[m, k]`` into ``[world * m, k]``."""
-        whole, pending = self.all_gather(rows)
-        pending.wait()
+        if _watched():
+            whole, pending = self.all_gather(rows)
+            pending.wait()
+        else:
+            whole = rows.new_empty((self.world * rows.shape[0], rows.shape[1]))
+            self._gather.run(whole, rows)
         return whole
 
     def reduce_scatter(self, rows: Tensor) -> tuple[Tensor, WorkGroup]:
@@ -61,6 +65,16 @@ class TPGroup:
         else:
             part, works = self._start_scatter(rows)
         return part, WorkGroup(works, (rows,))
+
+    def scatter_rows(self, rows: Tensor) -> Tensor:
+        """Sum ``[world * m, n]`` over the ranks, and return this rank's ``[m, n]``."""
+        if _watched():
+            part, pending = self.reduce_scatter(rows)
+            pending.wait()
+        else:
+            part = rows.new_empty((rows.shape[0] // self.world, rows.shape[1]))
+            self._scatter.run(part, rows)
+        return part
 
     def _start_scatter(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
         part = rows.new_empty((rows.shape[0] // self.world, rows.shape[1]))

@@ -82,17 +82,14 @@ class Schedule:
         """Return the input's gradient, ``[m, k]``; None if it needs none."""
         result: Tensor | None = None
         if asked.input_dtype is not None:
-            result, pending = ranks.reduce_scatter(asked.compute_input_grad(asked.input_dtype))
-            pending.wait()
+            result = ranks.scatter_rows(asked.compute_input_grad(asked.input_dtype))
         if asked.kept is not None and asked.weight_grads is not None:
             asked.weight_grads(ranks.gather_rows(asked.kept) if asked.anew else asked.kept, asked.grads)
         return result
 
     def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
         """Return this rank's rows of a product whose terms are on all ranks: ``[M, k]``, ``[n, k]`` -> ``[m, n]``."""
-        result, pending = ranks.reduce_scatter(linear(x, weight))
-        pending.wait()
-        return result
+        return ranks.scatter_rows(linear(x, weight))
 
     def linear_scatter_backward(
         self, ranks: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
