@@ -209,7 +209,7 @@ class PipelinePatches:
 
         @functools.wraps(original)
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            note_left("the pipeline's schedule with interleaving, which hides messages by overlap_p2p_comm")
+            note_left("the pipeline's schedule with interleaving, which can hide messages itself (overlap_p2p_comm)")
             return original(*args, **kwargs)
 
         return forward_backward
@@ -249,6 +249,16 @@ class PipelinePatches:
     def wrap_linear(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap ``linear_with_grad_accumulation_and_async_allreduce``."""
         return wrap_function(original, functools.partial(self._compute, find_wrapped(original)))
+
+    def wrap_register(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wrap ``register_grad_ready``: a gradient that is held counts when it is computed."""
+
+        @functools.wraps(original)
+        def register_grad_ready(self_: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+            if not self.queue.holds(param):
+                original(self_, param, *args, **kwargs)
+
+        return register_grad_ready
 
     def _compute(
         self,

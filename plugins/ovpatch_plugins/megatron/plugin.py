@@ -107,6 +107,12 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             "computes the weight gradients of linears without sequence parallelism; Megatron-Core delays those of "
             "Transformer Engine alone",
         )
+        patch(
+            f"{_GROUP}.register_grad_ready",
+            "pipeline",
+            "wrap_register",
+            "counts a gradient, which it must not if the weight's product is still due",
+        )
     if options["ordered_grad_reduce"] or options["early_param_gather"]:
         patch(
             "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel.__init__",

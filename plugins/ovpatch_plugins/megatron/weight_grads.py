@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.comm.kept_state import weak_key
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
@@ -25,6 +26,12 @@ from ovpatch_plugins.megatron.takeover import note_left
 
 WeightGrad: TypeAlias = Callable[[Tensor, Tensor, Tensor], "Tensor | None"]
 """Computes a weight's gradient, from the weight, the output's gradient ``[M, n]`` and the input ``[M, k]``."""
+
+Contribution: TypeAlias = Callable[[], "Tensor | None"]
+"""Computes a part of a weight's gradient."""
+
+_Recorded: TypeAlias = "dict[tuple[int, int], tuple[Tensor, list[Contribution]]]"
+"""Weights and what their gradients are sums of, by the weight and the engine's task, whose end adds a gradient."""
 
 _REMEDY = "Set OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock"
 
@@ -57,14 +64,19 @@ class WeightGradQueue:
     hooks, in the order of the microbatches: all bits are Megatron's. A weight that is also read elsewhere gets a sum,
     which would round otherwise. So its first step shows whether it has one contribution; until then, and for good if
     not, its gradient is computed in the backward.
+
+    A later step may bring further contributions. In that step they are held until the product is due, and the weight
+    gets the sum then, as one gradient; from the next step on its gradient is computed in the backward.
     """
 
     def __init__(self) -> None:
         self.is_active = False  # whether the stage runs a step in which weight gradients are delayed
-        self._due: deque[list[Due]] = deque()
-        self._recorded: list[Due] | None = None  # of the backward that is running
+        self._due: deque[list[list[Due]]] = deque()  # of each microbatch, by call of the engine
+        self._recorded: _Recorded | None = None  # of the backward that is running
         self._watched: dict[int, _Watch] = {}
-        self._delays: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # what first steps have shown, by the weight
+        self._held: dict[int, RemovableHandle] = {}  # the hooks of this step's delayed weights
+        self._is_computing = False
+        self._delays: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # what steps have shown, by the weight
 
     def __len__(self) -> int:
         """Return the number of microbatches whose weight gradients are due."""
@@ -85,25 +97,30 @@ class WeightGradQueue:
                     "ovpatch: Megatron's pipeline schedule has ended before the weight gradients of all microbatches "
                     f"were computed, so that the gradients of this step are wrong. {_REMEDY}"
                 )
-            for key, watch in self._watched.items():
+            for watch in self._watched.values():
                 if watch.is_computed:
-                    self._delays[key] = weak_key(watch.weight, self._delays), watch.is_alone
-                    if not watch.is_alone:
-                        note_left("weight gradients of weights that are read more than once: they stay in the backward")
+                    self._learn(watch.weight, is_alone=watch.is_alone)
         finally:
             self.is_active, self._recorded = False, None
             self._due.clear()
-            for watch in self._watched.values():
-                watch.hook.remove()
+            for hook in (*self._held.values(), *[watch.hook for watch in self._watched.values()]):
+                hook.remove()
+            self._held.clear()
             self._watched.clear()
+
+    def _learn(self, weight: Tensor, *, is_alone: bool) -> None:
+        """Note whether a weight's gradients all come from its linear."""
+        self._delays[id(weight)] = weak_key(weight, self._delays), is_alone
+        if not is_alone:
+            note_left("weight gradients of weights that are read more than once: they stay in the backward")
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Keep what is due of the backward inside the ``with`` block."""
-        self._recorded = []
+        self._recorded = {}
         try:
             yield
-            self._due.append(self._recorded)
+            self._due.append(_split_by_call(self._recorded))
         finally:
             self._recorded = None
 
@@ -112,13 +129,19 @@ class WeightGradQueue:
         key = id(weight)
         if not self.is_active or not torch.is_grad_enabled() or not weight.requires_grad or not weight.is_leaf:
             return weight, compute
-        known = self._delays.get(key)
-        if known is None or known[0]() is not weight:
-            watch = self._watched.get(key) or self._watched.setdefault(key, _Watch(weight))
-            return weight, functools.partial(watch.show, compute)
-        if not known[1]:
-            return weight, compute
+        if key not in self._held:
+            known = self._delays.get(key)
+            if known is None or known[0]() is not weight:
+                watch = self._watched.get(key) or self._watched.setdefault(key, _Watch(weight))
+                return weight, functools.partial(watch.show, compute)
+            if not known[1]:
+                return weight, compute
+            self._held[key] = _register_first_hook(weight, functools.partial(self._hold, weight))
         return weight.detach().requires_grad_(), functools.partial(self._add, weight, compute)
+
+    def holds(self, weight: Tensor) -> bool:
+        """Return whether what a weight gets now stands for a gradient that it gets when its product is due."""
+        return self._recorded is not None and id(weight) in self._held
 
     def _add(self, weight: Tensor, compute: WeightGrad, _detached: Tensor, grad: Tensor, x: Tensor) -> None:
         if self._recorded is None or torch.is_grad_enabled():
@@ -126,17 +149,68 @@ class WeightGradQueue:
                 "ovpatch: a stage takes gradients inside its forward, or of its gradients, through a linear whose "
                 f"weight gradient is computed later. {_REMEDY}"
             )
-        self._recorded.append(([weight], lambda: [compute(weight, grad, x)]))
+        self._record(weight, self._recorded, lambda: compute(weight, grad, x))
+
+    def _hold(self, weight: Tensor, grad: Tensor | None) -> Tensor | None:
+        """Keep a gradient that does not come from the weight's linear; return what changes no bit of a sum."""
+        if self._is_computing:
+            return None
+        self._learn(weight, is_alone=False)
+        if self._recorded is None or grad is None:  # Megatron adds at once what a backward inside a forward brings
+            return None
+        self._record(weight, self._recorded, lambda: grad)
+        # A hook must not make it dense.
+        return torch.zeros_like(grad) if grad.is_sparse else torch.full_like(grad, -0.0)
+
+    def _record(self, weight: Tensor, recorded: _Recorded, part: Contribution) -> None:
+        parts = recorded.setdefault((id(weight), torch._C._current_graph_task_id()), (weight, []))[1]
+        parts.append(part)
+        if len(parts) > 1:
+            self._learn(weight, is_alone=False)
 
     def compute(self, microbatches: int) -> int:
         """Compute and accumulate the weight gradients of the oldest ``microbatches`` that are due; return how many."""
-        before = COUNTERS.weight_grads
-        for _ in range(microbatches):
-            products = self._due.popleft()
-            with profiler_span(profiler_label("megatron", "weight_grads", f"{len(products)} linears")):
-                COUNTERS.weight_grads += len(products)
-                accumulate_products(products)
+        before, self._is_computing = COUNTERS.weight_grads, True
+        try:
+            for _ in range(microbatches):
+                for products in self._due.popleft():
+                    with profiler_span(profiler_label("megatron", "weight_grads", f"{len(products)} linears")):
+                        COUNTERS.weight_grads += len(products)
+                        accumulate_products(products)
+        finally:
+            self._is_computing = False
         return COUNTERS.weight_grads - before
+
+
+def _register_first_hook(weight: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Register a hook that is called before those that a weight has: they see what it returns."""
+    handle: RemovableHandle = weight.register_hook(hook)
+    hooks: Any = weight._backward_hooks
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)
+    return handle
+
+
+def _split_by_call(recorded: _Recorded) -> list[list[Due]]:
+    """Return what is due by call of the engine, which would add up two gradients of one weight."""
+    calls: list[dict[int, Due]] = []
+    for (key, _), (weight, parts) in recorded.items():
+        call = next((call for call in calls if key not in call), None)
+        if call is None:
+            calls.append(call := {})
+        call[key] = [weight], functools.partial(_add_up, parts)
+    return [list(call.values()) for call in calls]
+
+
+def _add_up(parts: list[Contribution]) -> list[Tensor | None]:
+    """Return the sum of a gradient's parts, as the engine adds them."""
+    total: Tensor | None = None
+    for compute in parts:
+        part = compute()
+        if total is not None and part is not None:
+            part = part + total if total.is_sparse else total + part
+        total = total if part is None else part
+    return [total]
 
 
 def multiply(_weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:

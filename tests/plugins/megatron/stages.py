@@ -219,6 +219,34 @@ def read_elsewhere(module: nn.Module) -> None:
         linear.register_forward_hook(add)
 
 
+def read_elsewhere_later(module: nn.Module) -> None:
+    """From the second microbatch of the second step on, read the weights of a stage's layer more than once."""
+    (layer,) = module.decoder.layers
+    attention, mlp = layer.self_attention, layer.mlp
+    microbatches: list[bool] = []
+
+    def count(*_: Any) -> None:
+        microbatches.append(len(microbatches) > 3)
+
+    def add_before(_module: Any, args: Any) -> Any:
+        return (args[0] + mlp.linear_fc2.weight.sum(), *args[1:]) if microbatches[-1] else None
+
+    def add_behind(_module: Any, args: Any, out: Any) -> Any:
+        return (out[0] + nn.functional.linear(args[0], mlp.linear_fc1.weight), out[1]) if microbatches[-1] else None
+
+    def add_again(linear: Any, args: Any, out: Any) -> Any:
+        return (out[0] + linear.forward(2 * args[0])[0], out[1]) if microbatches[-1] else None
+
+    def add_at_end(_module: Any, _args: Any, out: Any) -> Any:
+        return out + attention.linear_proj.weight.square().sum() if microbatches[-1] else None
+
+    module.register_forward_pre_hook(count)
+    mlp.linear_fc2.register_forward_pre_hook(add_before)
+    mlp.linear_fc1.register_forward_hook(add_behind)
+    attention.linear_qkv.register_forward_hook(add_again)
+    module.register_forward_hook(add_at_end)
+
+
 def run_both(cases: dict[str, Case], schedules: tuple[str, ...], **options: Any) -> dict[str, Any]:
     """Return for each case and schedule what differs from Megatron's run, what was counted, and the remarks."""
     from ovpatch_plugins.megatron.report import COUNTERS

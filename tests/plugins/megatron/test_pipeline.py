@@ -78,6 +78,23 @@ def test_all_bits_are_megatrons(ranks, schedule, names):
             assert any("read more than once" in text for text in remarks) == (key == "read elsewhere" and rank == 1)
 
 
+LATER = {
+    "reduced in the backward": Case(steps=4, prepare="read_elsewhere_later"),
+    "fused": Case(steps=4, prepare="read_elsewhere_later", config=FUSED),
+    # Of the engine's two tasks each adds a gradient.
+    "recomputed": Case(steps=4, ddp=None, prepare="read_elsewhere_later", config=RECOMPUTED),
+}
+
+
+def test_weights_that_are_read_elsewhere_from_a_later_step_on_stay_in_the_backward_then(ranks):
+    for rank, found in enumerate(ranks(2)(run_both, LATER, ("zb-h1", "1f1b"))):
+        for name, (differing, counters, remarks) in found.items():
+            assert not differing, (rank, name)
+            twice = name.startswith("recomputed") * 2  # the weight whose two gradients are due in two microbatches
+            assert counters["weight_grads"] == rank * (3 * (LINEARS + 1 + 2) + twice), name
+            assert any("read more than once" in text for text in remarks) == (rank == 1)
+
+
 FOUR = {
     "four stages": Case(pp=4, microbatches=6, steps=3, config={"deallocate_pipeline_outputs": True}),
     "four stages, two microbatches": Case(pp=4, microbatches=2, grad_sync=True, config={"batch_p2p_comm": True}),
@@ -372,3 +389,51 @@ def test_weight_gradients_that_are_left_over_are_an_error(linear):
 def test_gradients_taken_in_a_forward_are_an_error(linear):
     with pytest.raises(RuntimeError, match="inside its forward"):
         linear.step(recorded=False)
+
+
+class Nothing(torch.autograd.Function):
+    """Reads a tensor and has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Any) -> None:
+        return None
+
+
+READS = {
+    "dense": lambda weight: weight[1],
+    "sparse": lambda weight: torch.nn.functional.embedding(torch.tensor([1]), weight, sparse=True),
+    "none": Nothing.apply,
+}
+
+
+@pytest.mark.parametrize("kind", READS)
+@pytest.mark.parametrize("before", [False, True], ids=["behind", "before"])
+def test_a_weights_own_hooks_change_once_what_its_reads_add_up_to(linear, kind, before):
+    changed = linear.weight.register_hook(lambda grad: None if grad is None else 2 * grad)
+    linear.weight.grad = None
+    with linear.queue.running():
+        reads = [linear, lambda: READS[kind](linear.weight)]
+        total = sum(read().sum() for read in (reversed(reads) if before else reads))
+        with linear.queue.recording():
+            total.backward()
+        linear.queue.compute(1)
+    changed.remove()
+    expected = torch.ones(3, 2) @ linear.input
+    if kind != "none":
+        expected[1] += 1
+    assert linear.weight.grad.to_dense().equal(2 * expected)
+    assert linear.queue.enter(linear.weight, multiply) == (linear.weight, multiply), "from the next step on"
+
+
+def test_a_weight_that_a_backward_in_a_forward_reads_stays_in_the_backward(linear):
+    with linear.queue.running():
+        linear()
+        linear.weight.grad = None
+        linear.weight.sum().backward()
+        assert linear.weight.grad.equal(torch.ones(3, 4)), "at once, as under Megatron"
+    with linear.queue.running():
+        assert linear.queue.enter(linear.weight, multiply) == (linear.weight, multiply)
