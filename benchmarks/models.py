@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 SIZES = {
     "3.8b": {"width": 3072, "layers": 32, "heads": 32, "vocabulary": 50264, "context": 1024},
+    "2b": {"width": 3072, "layers": 16, "heads": 32, "vocabulary": 50264, "context": 1024},
     "1b": {"width": 2048, "layers": 16, "heads": 16, "vocabulary": 50264, "context": 1024},
+    "0.4b": {"width": 1024, "layers": 24, "heads": 16, "vocabulary": 50264, "context": 1024},
     "tiny": {"width": 128, "layers": 2, "heads": 4, "vocabulary": 512, "context": 64},
 }
 

@@ -221,6 +221,7 @@ PEERS: dict[str, Callable[[Problem], Step]] = {
 OURS: dict[str, tuple[tuple[str, ...], dict[str, dict[str, Any]], dict[str, Any]]] = {
     "ovpatch, ddp alone": (("ddp",), {}, {}),
     "ovpatch": (BOTH, {}, {}),
+    "ovpatch, where faster": (BOTH, {"dist_optimizer": {"shard": "auto"}}, {}),
     "ovpatch, no overlap": (BOTH, SERIAL, {}),
     "ovpatch, gather in step": (BOTH, {"dist_optimizer": {"overlap_param_gather": False}}, {}),
     "ovpatch, gradients kept": (BOTH, {"dist_optimizer": {"grads_in_flight_mb": 0.0}}, {}),

@@ -45,6 +45,17 @@ class Option:
     aliases: tuple[str, ...] = ()
 
 
+def make_count_parser(expected: str, least: int = 0) -> Callable[[str], int]:
+    """Return a ``parse`` for whole numbers from ``least`` on; what is ``expected`` is in the text of its errors."""
+
+    def parse(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < least:
+            raise ValueError(f"expected {expected}")
+        return int(text)
+
+    return parse
+
+
 @dataclass(frozen=True)
 class Feature:
     """The description of a feature.

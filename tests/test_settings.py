@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ovpatch.hookspecs import Feature, Option
+from ovpatch.hookspecs import Feature, Option, make_count_parser
 from ovpatch.settings import options, settings
 from ovpatch.settings.options import OptionValue
 from ovpatch.settings.settings import SettingsError
@@ -14,13 +14,6 @@ from tools import docs_table
 
 KNOWN = ("ddp", "tp_linear", "pipe")
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-
-
-def positive(text):
-    value = int(text)
-    if value <= 0:
-        raise ValueError("expected a number above 0")
-    return value
 
 
 DDP = Feature(
@@ -31,7 +24,7 @@ DDP = Feature(
         Option("depth", 2, "Depth."),
         Option("size", 25.0, "Size.", aliases=("bucket_size",)),
         Option("mode", "auto", "Mode.", choices=("auto", "ring", "tree")),
-        Option("streams", 1, "Streams.", parse=positive),
+        Option("streams", 1, "Streams.", parse=make_count_parser("a number above 0", least=1)),
         Option("path", None, "A path."),
     ),
 )
@@ -248,6 +241,7 @@ def test_text_is_parsed_by_the_type_of_the_default(option, text, value):
         ("OVPATCH_DDP_SIZE", "big", "expected a number"),
         ("OVPATCH_DDP_MODE", "rnig", r"not a choice \(did you mean 'ring'\?\). Choose one of auto, ring, tree"),
         ("OVPATCH_DDP_STREAMS", "0", "expected a number above 0"),
+        ("OVPATCH_DDP_STREAMS", "2.5", "expected a number above 0"),
     ],
 )
 def test_unparsable_values(name, text, message):

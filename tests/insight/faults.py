@@ -77,13 +77,12 @@ def remember(original):
 def count(original):
     @functools.wraps(original)
     def backward(*args, **kwargs):
-        before = [p.grad.clone() for p in MODELS[0].parameters() if p.grad is not None]
         original(*args, **kwargs)
         COUNT["backwards"] += 1
-        after_backward(MODELS[0], before)
+        after_backward(MODELS[0])
     return backward
 
-def after_backward(model, before):
+def after_backward(model):
     pass
 
 def turn():
@@ -93,7 +92,7 @@ def turn():
 """
 
 DIVIDED_TWICE = """
-def after_backward(model, before):
+def after_backward(model):
     if COUNT["backwards"] in (5, 6):
         for p in model.parameters():
             p.grad /= 2
@@ -108,11 +107,6 @@ def stale(original):
         if turn() == 2 and dist.get_rank() == 1:
             last.data.copy_(before)
     return step
-"""
-DROPPED = """
-def after_backward(model, before):
-    if COUNT["backwards"] == 6:
-        list(model.parameters())[1].grad.copy_(before[1])
 """
 WRONG_SKIP = """
 def skip(original):
@@ -147,7 +141,6 @@ FAULTS = {
     "harmless": ("{}", HARMLESS),
     "divided_twice": ("{}", DIVIDED_TWICE),
     "stale": ("{'torch.optim.SGD.step': stale}", STALE_PARAMETER),
-    "dropped": ("{}", DROPPED),
     "wrong_skip": ("{'torch.amp.grad_scaler.GradScaler.step': skip}", WRONG_SKIP),
     "disturbed": ("{'torch.nn.parallel.DistributedDataParallel.forward': draw}", DISTURBED),
     "wrong_dtype": ("{'torch.nn.Module.state_dict': halve}", WRONG_DTYPE),

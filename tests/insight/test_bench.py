@@ -11,6 +11,7 @@ import pytest
 from ovpatch.cli import main
 from tests.insight import programs
 from tests.insight.programs import ALONE, FORKED, address
+from tests.support.rarely import RARELY
 
 environment = programs.environment
 
@@ -86,6 +87,7 @@ def test_a_script_of_which_nothing_is_patched_and_that_ends_early(bench):
     assert "the script ended after 10 steps" in texts.out
 
 
+@RARELY  # of made-up runs: test_bench_rounds
 @pytest.mark.slow
 def test_a_script_with_too_few_steps(bench):
     code, texts, found = bench(f"{ALONE}\nfor _ in range(7): step()")
@@ -93,6 +95,7 @@ def test_a_script_with_too_few_steps(bench):
     assert "the script took 7 steps, of which 3 are warm-up, so 4 could be measured" in texts.err
 
 
+@RARELY  # likewise
 @pytest.mark.slow
 def test_a_script_that_fails_by_itself(bench, tmp_path):
     code, texts, _ = bench(f"{ALONE}\nstep()\nprint('so sorry')\nsys.exit(3)")

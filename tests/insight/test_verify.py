@@ -144,6 +144,7 @@ def test_a_script_without_a_step(verify):
     assert "1 losses are equal, but no optimizer of torch.optim made a step" in out
 
 
+@RARELY  # likewise; the next one reads what a script writes before it fails
 @pytest.mark.slow
 def test_a_script_that_fails_by_itself(verify):
     code, out, data = verify(loop("raise ValueError('no data')"), "--features=counts")
@@ -159,6 +160,7 @@ def test_a_script_that_fails_later_is_compared_up_to_there(verify):
     assert "ValueError: no more data" in out
 
 
+@RARELY  # likewise; in the next one the patched run alone hangs
 @pytest.mark.slow
 def test_a_failure_of_the_patched_run_alone_is_a_difference(verify):
     code, out, data = verify(loop("for _ in range(4): step()"), "--features=raises")

@@ -14,6 +14,7 @@ from ovpatch.overlap.tensors.pending_param import (
     APPLIES_IN_C,
     READ_HOOKS,
     ContextHook,
+    ModuleHook,
     is_pending,
     mark_pending,
     mark_ready,
@@ -67,6 +68,7 @@ def entrances() -> Iterator[None]:
             entrance.target, wrap=entrance.wrap, feature="pending", why=entrance.why, optional=entrance.optional
         )
     with patches.applied("pending"), contextlib.ExitStack() as stack:
+        stack.callback(ModuleHook().remove)
         if APPLIES_IN_C:
             stack.callback(ContextHook().remove)
         yield

@@ -66,6 +66,17 @@ def wrapped_blocks(model: nn.Sequential, backend: Any) -> Any:
     return model
 
 
+class OwnCall(Block):
+    """Its call is traced into ``Module._call_impl``, where Dynamo goes straight to ``forward`` for others."""
+
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args)
+
+
+def own_calls(model: nn.Sequential, backend: Any) -> Any:
+    return full_graph(nn.Sequential(*map(OwnCall, model)), backend)
+
+
 def function(model: nn.Sequential, backend: Any) -> Any:
     return torch.compile(lambda x: model(x), backend=backend)
 
@@ -80,7 +91,7 @@ def broken(model: nn.Sequential, backend: Any) -> Any:
 
 
 WAYS = [(whole, "aot_eager")] + [
-    (way, "eager") for way in (full_graph, in_place, blocks, wrapped_blocks, function, broken)
+    (way, "eager") for way in (full_graph, own_calls, in_place, blocks, wrapped_blocks, function, broken)
 ]
 
 

@@ -505,9 +505,8 @@ def _wait_for(works: Sequence[Work | None]) -> None:
 
 
 def _as_reals(tensors: Sequence[Tensor]) -> list[Tensor]:
-    for tensor in tensors:
-        if tensor.is_complex():
-            return [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
+    if tensors and tensors[0].is_complex():  # as are all, which are of one dtype
+        return [torch.view_as_real(tensor) for tensor in tensors]
     return list(tensors)
 
 

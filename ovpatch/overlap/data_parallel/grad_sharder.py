@@ -146,31 +146,71 @@ class GradSharderFactory(Protocol):
         """
 
 
+class ShardingChoice(Protocol):
+    """Chooses which models get a sharder that shards."""
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        params: Sequence[torch.nn.Parameter],
+        group: dist.ProcessGroup,
+        *,
+        sparse: Collection[int],
+        together: bool,
+    ) -> bool:
+        """Return whether a model that is being wrapped is to be sharded, the same on all ranks.
+
+        Args:
+            module: The model.
+            params: Its parameters, the same on all ranks, in registration order.
+            group: The process group over which gradients are reduced.
+            sparse: The parameters, by index, whose gradients are sparse.
+            together: Whether all ranks call this now, so that they can agree.
+        """
+
+
 class _Registration:
-    """The factory in use, and the terms of its feature, which are the same on all ranks."""
+    """The factory in use, which models it is for, and the terms of its feature, which are the same on all ranks."""
 
     factory: GradSharderFactory | None = None
+    choice: ShardingChoice | None = None
     terms: Mapping[str, Any] = {}
 
 
-def register_grad_sharder(factory: GradSharderFactory, terms: Mapping[str, Any]) -> None:
+def register_grad_sharder(
+    factory: GradSharderFactory, terms: Mapping[str, Any], choice: ShardingChoice | None = None
+) -> None:
     """Have models that are wrapped from now on use the sharders of a factory.
 
     Args:
         factory: Makes them.
         terms: What has to be the same on all ranks, JSON values by name.
+        choice: Chooses the models; all of them by default.
     """
-    _Registration.factory, _Registration.terms = factory, terms
+    _Registration.factory, _Registration.choice, _Registration.terms = factory, choice, terms
 
 
 def unregister_grad_sharder() -> None:
     """Have models that are wrapped from now on keep full gradients."""
-    _Registration.factory, _Registration.terms = None, {}
+    _Registration.factory, _Registration.choice, _Registration.terms = None, None, {}
 
 
 def registered_terms() -> Mapping[str, Any]:
     """Return the terms of the registered factory; empty if there is none."""
     return _Registration.terms
+
+
+def is_chosen(
+    module: torch.nn.Module,
+    params: Sequence[torch.nn.Parameter],
+    group: dist.ProcessGroup,
+    *,
+    sparse: Collection[int],
+    together: bool,
+) -> bool:
+    """Return whether a model that is being wrapped may have a sharder that shards; see :class:`ShardingChoice`."""
+    choice = _Registration.choice
+    return choice is None or choice(module, params, group, sparse=sparse, together=together)
 
 
 def make_grad_sharder(

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
-from types import ClassMethodDescriptorType, FrameType
+from types import ClassMethodDescriptorType, FrameType, MethodType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -375,15 +375,7 @@ _BY_TREE = frozenset((*_READ_ALL, *_FAST))
 
 
 class ReadHook(NamedTuple):
-    """A function of torch through which readers pass.
-
-    [Note: module calls] Kernels that read raw memory (scripted functions, C++ extensions) are called in modules, so a
-    module's call waits for its own parameters. A global module hook would do, but torch warns about it under
-    ``torch.compile``, and Dynamo guards on it; a wrapped ``Module._call_impl`` would add two frames a level to every
-    traceback and to Python's recursion depth. ``_call_impl`` first asks C++ whether it is traced, in eager mode only,
-    and no guard looks at that. Its frame is looked up only while something is pending. Dynamo leaves our frame alone
-    (ovpatch/patching/wrapper_chain.py, [Note: skipped frames]).
-    """
+    """A function of torch through which readers pass."""
 
     target: str  # its dotted path
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]  # takes the function and returns one that waits first
@@ -427,21 +419,44 @@ def waiting_for_args(original: Callable[..., Any]) -> Callable[..., Any]:
     return waiting
 
 
-def waiting_for_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function that ``Module._call_impl`` calls first. See [Note: module calls]."""
+class ModuleCall:
+    """Stands in the class for ``Module._call_impl``, and waits for a module's parameters where its call is looked up.
 
-    def waiting() -> Any:
-        if torch.compiler.is_compiling():
-            return None  # false: what Dynamo takes it to be: it knows the original by its place, where it no longer is
-        if PENDING:
-            frame = sys._getframe(1)  # of _call_impl, unless another patch is between
-            is_caller = frame.f_code.co_name == "_call_impl"
-            module = frame.f_locals.get("self") if is_caller else _variable_of_caller("_call_impl", "self", frame)
-            if isinstance(module, nn.Module):
-                wait_for_module(module)
-        return original()
+    [Note: module calls] Kernels that read raw memory (scripted functions, C++ extensions) are called in modules, so a
+    module's call waits for its own parameters. A global module hook would do, but torch warns about it under
+    ``torch.compile``, and Dynamo guards on it; a wrapped function would add two frames a level to every traceback and
+    to Python's recursion depth. A descriptor returns the original method before that is called. Dynamo leaves our
+    frame alone (ovpatch/patching/wrapper_chain.py, [Note: skipped frames]).
+    """
 
-    return waiting
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Any:
+        """Return the function, or the method of a module whose parameters are there."""
+        if module is None:
+            return self._function
+        if _is_traced():
+            return functools.partial(self._function, module)  # Dynamo makes no methods
+        if PENDING and not torch.compiler.is_compiling():
+            wait_for_module(module)
+        return MethodType(self._function, module)
+
+
+_is_traced = torch.compiler.is_dynamo_compiling  # true where Dynamo traces the call, not where it runs a function
+
+
+class ModuleHook:
+    """Waits for what calls of modules read. See [Note: module calls]."""
+
+    def __init__(self) -> None:
+        self._call: Any = ModuleCall(vars(nn.Module)["_call_impl"])
+        nn.Module._call_impl = self._call  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        """Stop to wait, unless a script has put another function there, which may call this one."""
+        if vars(nn.Module)["_call_impl"] is self._call:
+            nn.Module._call_impl = self._call._function  # type: ignore[method-assign]
 
 
 class ContextHook:
@@ -474,7 +489,7 @@ def waiting_for_compiled_code(original: Callable[..., Any]) -> Callable[..., Any
     tracing and guards. If it calls a module, the parameters of that module are waited for, so blocks that are compiled
     one by one keep their overlap; otherwise all are.
     """
-    _skip_frames(waiting_for_module(original))  # Dynamo is there
+    _skip_frames(ModuleCall.__get__)  # Dynamo is there
 
     def waiting(callback: Any) -> Any:
         if callback is not None and PENDING:  # None: code that is not to be compiled
@@ -550,9 +565,6 @@ _OF_STREAMS: Final = (
 
 _WAITING: Final = waiting_for_args(len).__code__
 
-# Which function of C++ a module's call asks first, and whether C++ applies functions, depends on the version of torch.
-_TRACED: Final = "_is_tracing" if "_is_tracing" in nn.Module._call_impl.__code__.co_names else "_get_tracing_state"
-
 #: Whether ``autograd.Function.apply`` is a built-in method, so that :class:`ContextHook` is needed.
 APPLIES_IN_C: Final = isinstance(vars(torch.autograd.Function).get("apply"), ClassMethodDescriptorType)
 
@@ -564,12 +576,6 @@ READ_HOOKS: Final = (
         waiting_for_compiled_code,
         "is called right before compiled code, outside of it, whatever was compiled and when; graphs read memory, and "
         "their guards compare classes",
-    ),
-    ReadHook(
-        f"torch._C.{_TRACED}",
-        waiting_for_module,
-        "is what every module call in eager mode calls first; scripted functions and extensions read the memory of the "
-        "module's parameters, and a global hook makes compiled modules warn",
     ),
     ReadHook(
         "torch.cuda.graphs.CUDAGraph.capture_begin",

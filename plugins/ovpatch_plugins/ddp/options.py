@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from ovpatch.hookspecs import Option, parse_flag
+from ovpatch.hookspecs import Option, make_count_parser, parse_flag
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class ReducerConfig:
         average: Whether the collective divides by the number of ranks.
         max_ctas: How many thread blocks the collectives may take; ``None`` for as many as the script's communicator.
         late: Whether a further backward through a synchronised forward is reduced, too.
+        sharded: Whether gradients may be sharded, where a feature does that.
     """
 
     bucket_limits: tuple[int, ...]
@@ -39,6 +40,7 @@ class ReducerConfig:
     average: bool = False
     max_ctas: int | None = None
     late: bool = True
+    sharded: bool = True
 
 
 _T = TypeVar("_T")
@@ -74,12 +76,6 @@ def _flag(text: str) -> bool:
     if truth is None:
         raise ValueError("expected 1, 0 or none")
     return truth
-
-
-def _blocks(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) == 0:
-        raise ValueError("expected a number of thread blocks, 1 or more, or none")
-    return int(text)
 
 
 def _number(text: str) -> float:
@@ -137,7 +133,7 @@ OPTIONS: Final = (
         None,
         "SM budget: reduce on a communicator that takes at most this many thread blocks (NCCL). none: the script's "
         "communicator.",
-        parse=_or_none(_blocks),
+        parse=_or_none(make_count_parser("a number of thread blocks, 1 or more, or none", least=1)),
     ),
     Option(
         "reduce_late_gradients",

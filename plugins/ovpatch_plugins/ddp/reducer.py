@@ -485,14 +485,17 @@ class GradReducer(BackwardReducer, StockOnly):
         self._budgeted = None
         self._attached += 1
         config = self.config
-        self.sharder: GradSharder = make_grad_sharder(
-            self.params,
-            self.names,
-            self._group,
-            sparse=[i for i, is_sparse in enumerate(config.sparse) if is_sparse],
-            in_fp32=config.in_fp32,
-            sums_in_fp32=config.sums_in_fp32,
-        )
+        sparse = [i for i, is_sparse in enumerate(config.sparse) if is_sparse]
+        self.sharder: GradSharder = GradSharder()
+        if config.sharded:
+            self.sharder = make_grad_sharder(
+                self.params,
+                self.names,
+                self._group,
+                sparse=sparse,
+                in_fp32=config.in_fp32,
+                sums_in_fp32=config.sums_in_fp32,
+            )
         self.sharder.identity = self.identity
         self._assignment = BucketAssignment(
             self.params,

@@ -7,6 +7,7 @@ does, and a script may wrap no model.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -130,11 +131,13 @@ class Takeover:
                 return
             from ovpatch.overlap.comm.consensus import check_consistent
             from ovpatch.overlap.comm.kept_state import group_store
+            from ovpatch.overlap.data_parallel.grad_sharder import is_chosen
 
             reason = objection(ddp, parameters)
             config = self._config(ddp, parameters, expect_sparse_gradient)
             terms = _terms(parameters, config, static_graph)
-            if _ranks_are_together.get() and group_store(ddp.process_group) is not None:
+            together = _ranks_are_together.get()
+            if together and group_store(ddp.process_group) is not None:
                 reason = check_consistent(
                     ddp.process_group,
                     "ddp",
@@ -146,9 +149,11 @@ class Takeover:
                 stock()
                 _report_stock(ddp, reason)
             else:
-                _install(ddp, parameters, config)
+                sparse = [i for i, is_sparse in enumerate(config.sparse) if is_sparse]
+                sharded = is_chosen(ddp.module, parameters, ddp.process_group, sparse=sparse, together=together)
+                _install(ddp, parameters, dataclasses.replace(config, sharded=sharded))
                 _kept_values(ddp)[_STOCK_HELPER] = original
-                if _ranks_are_together.get():
+                if together:
                     _identify(ddp)
                 else:
                     ddp.reducer.on_first_use = functools.partial(_agree_late, weakref.ref(ddp), terms)

@@ -5,13 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from ovpatch.hookspecs import Option
-
-
-def _count(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise ValueError("expected a number of elements, 0 or more")
-    return int(text)
+from ovpatch.hookspecs import Option, make_count_parser
 
 
 def _capacity(text: str) -> float:
@@ -25,6 +19,15 @@ def _capacity(text: str) -> float:
 
 
 OPTIONS: Final = (
+    Option(
+        "shard",
+        "always",
+        "Which models are sharded. always: all. auto: those where a step is not longer for it, by the number and size "
+        "of their parameters, the number of ranks, the backend, and whether modules are compiled. All ranks decide "
+        "together when DistributedDataParallel is built, and the report says what and why. In doubt it is off. Models "
+        "with main parameters (main_params_in_fp32) are always sharded.",
+        choices=("always", "auto"),
+    ),
     Option(
         "overlap_param_gather",
         True,
@@ -66,7 +69,7 @@ OPTIONS: Final = (
         "min_param_numel",
         16384,
         "Parameters with fewer elements are updated whole on every rank. Cutting them would cost more than it saves.",
-        parse=_count,
+        parse=make_count_parser("a number of elements, 0 or more"),
     ),
     Option(
         "main_params_in_fp32",

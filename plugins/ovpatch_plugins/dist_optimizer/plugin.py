@@ -33,13 +33,19 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from ovpatch.overlap.tensors.pending_param import APPLIES_IN_C, READ_HOOKS, ContextHook, wrap_unflatten
+    from ovpatch.overlap.tensors.pending_param import APPLIES_IN_C, READ_HOOKS, ContextHook, ModuleHook, wrap_unflatten
     from ovpatch_plugins.dist_optimizer.clip_grad import wrap_clip, wrap_clip_grad_norm, wrap_norm, wrap_unscale
     from ovpatch_plugins.dist_optimizer.takeover import StepPatches, list_step_classes, wrap_destroy, wrap_zero_grad
 
     if options["overlap_param_gather"]:
         for target, wrap, why, optional in READ_HOOKS:
             patches.register_patch(target, wrap=wrap, optional=optional, why=why)
+        patches.register_hook(
+            "module call",
+            ModuleHook,
+            why="is where every module's call is looked up; scripted functions and extensions read the memory of the "
+            "module's parameters, a global hook makes compiled modules warn, and a wrapper adds frames",
+        )
         if APPLIES_IN_C:
             patches.register_hook(
                 "autograd function",
@@ -111,12 +117,18 @@ def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     from ovpatch_plugins.dist_optimizer.main_params import min_sharded_numel
     from ovpatch_plugins.dist_optimizer.sharded_grads import make_sharded_grads
 
+    choice = None
+    if options["shard"] == "auto":
+        from ovpatch_plugins.dist_optimizer.sharding_choice import choose_sharding
+        from ovpatch_plugins.dist_optimizer.takeover import note_choice
+
+        choice = functools.partial(choose_sharding, dict(options), note_choice)
     factory = functools.partial(
         make_sharded_grads,
         min_numel=functools.partial(min_sharded_numel, dict(options)),
         max_inflight_bytes=options["grads_in_flight_mb"] * 2**20 or math.inf,
     )
-    register_grad_sharder(factory, dict(options))
+    register_grad_sharder(factory, dict(options), choice)
     return []
 
 
@@ -142,7 +154,7 @@ ovpatch_counters = make_counters_hook("ovpatch_plugins.dist_optimizer.report")
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
-    """Return which optimizers were left stock, and why, and what was chosen by measurement."""
+    """Return which models are sharded and which optimizers were left stock, and why, and what was measured."""
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.takeover")
     autotune = sys.modules.get("ovpatch.overlap.autotune")
     remarks = [] if optimizers is None else list(optimizers.remarks())

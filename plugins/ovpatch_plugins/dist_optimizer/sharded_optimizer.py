@@ -370,10 +370,6 @@ class ShardedOptimizer:
 
     # ---------------------------------------------------------------- state
 
-    def state_of(self, shards: ShardedGrads) -> ShardedState:
-        """Return the state of one model's parameters."""
-        return self._states[shards]
-
     def _add_model(self, optimizer: Optimizer, shards: ShardedGrads, params: Sequence[ShardedParam]) -> None:
         """Begin to keep state for one model's parameters."""
         # Gradients and state that are other shards', as of a model that is wrapped again, are fetched now: once hosts

@@ -143,6 +143,8 @@ COMPILED = "its step is compiled by now, and a compiled step reads whole state a
 
 # What is kept for each optimizer that this feature knows: what divides its steps; None if it is stock.
 _SHARDED: Final = "dist_optimizer"
+# What is kept for each optimizer that had nothing to divide at its last step: by what that was found.
+_SEEN: Final = "dist_optimizer: seen"
 _any_sharded = False  # whether one of them is not stock; a graph guards on it, which could not look into a table
 _remarks: list[str] = []
 _strangers: set[str] = set()  # classes of optimizers that stepped and had no parameter of ours
@@ -274,7 +276,11 @@ class StepPatches:
         """Return what divides an optimizer's steps, made at the first call; None if it is stock."""
         kept = kept_values(optimizer)
         if _SHARDED not in kept:
+            seen = sharded_grads.generation(), [len(group["params"]) for group in optimizer.param_groups]
+            if kept.get(_SEEN) == seen:  # no parameter has got shards since
+                return None
             if not _has_sharded_grads(optimizer):
+                kept[_SEEN] = seen
                 _strangers.add(type(optimizer).__name__)
                 return None  # not now; a model may be wrapped later
             reason = unsupported_reason(optimizer, self.named)
@@ -326,15 +332,21 @@ def release_all() -> None:
     for _, one in find_owners(_SHARDED):
         if one is not None:
             one.release()
-    for name in (_SHARDED, BESIDE):
+    for name in (_SHARDED, _SEEN, BESIDE):
         for optimizer, _ in find_owners(name):
             del kept_values(optimizer)[name]
     _note_sharded(lazy=False)
     finish_orphans()
 
 
+def note_choice(text: str) -> None:
+    """Report whether a model is sharded."""
+    if _remark(text):
+        _log.info("%s", text)
+
+
 def remarks() -> list[str]:
-    """Return which optimizers were left stock, or had nothing to divide."""
+    """Return which models are sharded, if that is chosen, and which optimizers are stock or had nothing to divide."""
     found = list(_remarks)
     if _strangers and not (_remarks or COUNTERS.optimizers):
         names = ", ".join(sorted(_strangers))

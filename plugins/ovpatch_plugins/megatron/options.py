@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from ovpatch.hookspecs import Option
+from ovpatch.hookspecs import Option, make_count_parser
 
 PIPELINE_SCHEDULES: Final = ("auto", "stock", "1f1b", "zb-h1")
 SCHEDULES: Final = ("stock", "bulk", "ring", "chunk", "fused", "auto")  # of tp_linear
-
-
-def _parse_chunks(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) == 0:
-        raise ValueError("expected a number of chunks, 1 or more")
-    return int(text)
-
-
-def _parse_gflop(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise ValueError("expected a number of billions of operations, 0 or more")
-    return int(text)
 
 
 OPTIONS: Final = (
@@ -40,13 +28,13 @@ OPTIONS: Final = (
         128,
         "On GPUs, leave linears to Megatron whose product has fewer billions of operations on a rank, unless their "
         "weight gradients are delayed: the host takes longer for ours. 0: none.",
-        parse=_parse_gflop,
+        parse=make_count_parser("a number of billions of operations, 0 or more"),
     ),
     Option(
         "chunks",
         4,
         "Into how many parts schedule chunk cuts a product, as far as the rows divide.",
-        parse=_parse_chunks,
+        parse=make_count_parser("a number of chunks, 1 or more", least=1),
     ),
     Option(
         "regather",

@@ -16,10 +16,13 @@ from typing import Any, Final
 
 import torch
 
+from ovpatch.overlap.comm.kept_state import kept_values
 from ovpatch.overlap.tensors.pending_param import mark_pending, mark_ready, without_modes
 from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.takeover import find_place, list_bucket_groups, note_left
 
+_GATHER: Final = "megatron: gather"  # of a bucket group, from a step to the end of the next backward
+_OWNERS: Final = "megatron: owners of parameters"  # of an optimizer
 _LOCK: Final = threading.RLock()
 
 
@@ -120,10 +123,6 @@ class ParamGather:
         mark_ready(self._params)
 
 
-_GATHERS: Final[weakref.WeakKeyDictionary[Any, ParamGather]] = weakref.WeakKeyDictionary()  # by the bucket group
-_KEPT: Final[weakref.WeakKeyDictionary[Any, _Kept]] = weakref.WeakKeyDictionary()  # by the optimizer
-
-
 def wrap_step(original: Callable[..., bool]) -> Callable[..., bool]:
     """Wrap ``DistributedOptimizer.step_with_ready_grads``: starts the gathers at its end."""
 
@@ -143,23 +142,26 @@ def wrap_step(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _start(optimizer: Any, groups: Sequence[Any]) -> None:
-    kept = _KEPT.get(optimizer) or _KEPT.setdefault(optimizer, _Kept(optimizer))
+    kept = kept_values(optimizer).get(_OWNERS)
+    if kept is None:
+        kept = kept_values(optimizer)[_OWNERS] = _Kept(optimizer)
     tensors = kept.count_tensors(groups)
     gathers = [ParamGather(group) for group in groups]
     try:
         reasons = [gather.mark(kept.owners, tensors) for gather in gathers]
         for group, gather in zip(groups, gathers, strict=True):
             if gather.start(group):
-                _GATHERS[group] = gather
+                kept_values(group)[_GATHER] = gather
                 COUNTERS.gathers += 1
     except BaseException:  # a KeyboardInterrupt, too: nothing would ever arrive
         for gather in gathers:
             gather.settle()
         raise
     for group, reason in zip(groups, reasons, strict=True):
-        if reason and group in _GATHERS:
+        started = _find_gather(group)
+        if reason and started is not None:
             note_left(f"gathers of parameters, for which step() waits: {reason}")
-            _GATHERS[group].wait()
+            started.wait()
 
 
 def wrap_start(original: Callable[..., None]) -> Callable[..., None]:
@@ -167,7 +169,7 @@ def wrap_start(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def start_param_sync(self: Any, force_sync: bool = False) -> None:
-        if self not in _GATHERS:
+        if _find_gather(self) is None:
             original(self, force_sync=force_sync)
         elif force_sync:
             # Megatron gathers again if it has waited for the last gather, which may differ from rank to rank here.
@@ -182,7 +184,7 @@ def wrap_finish(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def finish_param_sync(self: Any, skip_next_bucket_dispatch: bool = False) -> None:
-        gather = _GATHERS.get(self)
+        gather = _find_gather(self)
         if gather is None:
             original(self, skip_next_bucket_dispatch=skip_next_bucket_dispatch)
             return
@@ -210,8 +212,12 @@ def finish_all() -> None:
         _finish(group)
 
 
+def _find_gather(group: Any) -> ParamGather | None:
+    return kept_values(group).get(_GATHER)
+
+
 def _finish(group: Any) -> None:
-    gather = _GATHERS.pop(group, None)
+    gather = kept_values(group).pop(_GATHER, None)
     if gather is None:
         return
     _wait_for_handle(group)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, wait_limit_s
+from ovpatch.overlap.comm.kept_state import find_owners, kept_values, weak_method
 from ovpatch.overlap.data_parallel.reducer import apply_function
 from ovpatch.overlap.tensors.pending_param import wait_for_param
 from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad, find_wrapped, wrap_function
@@ -52,14 +53,15 @@ _REMEDY: Final = (
     "OVPATCH variables; OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock on all ranks leaves pipelines to Megatron."
 )
 
-_ENGINES: Final[weakref.WeakSet[LoopEngine]] = weakref.WeakSet()  # that have communicators
+_ENGINE: Final = "megatron: engine"  # of a model, as its pipeline's ranks have agreed
 
 
 def close_all() -> None:
     """Close the engines of all pipelines."""
-    for engine in _ENGINES:
-        engine.close()
-    _ENGINES.clear()
+    for model, known in find_owners(_ENGINE):
+        if known.engine is not None:
+            known.engine.close()
+        del kept_values(model)[_ENGINE]
 
 
 class _Step:
@@ -168,7 +170,6 @@ class PipelinePatches:
         self._schedule: str = options["pipeline_schedule"]
         self._step: _Step | None = None
         self._wrappers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # by the model
-        self._known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()  # by the model
 
     def wrap_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``forward_backward_pipelining_without_interleaving``."""
@@ -320,7 +321,8 @@ class PipelinePatches:
         )
         varies = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
         make = functools.partial(_make_buffer, config.pipeline_dtype)
-        engine.start_step(order, given["num_microbatches"], make, step.compute, varies=varies)
+        compute = weak_method(step.compute)  # which may reference the model: that keeps the engine
+        engine.start_step(order, given["num_microbatches"], make, compute, varies=varies)
         return step
 
     def _find_engine(self, model: Any, config: Any, group: dist.ProcessGroup) -> tuple[LoopEngine | None, str]:
@@ -329,7 +331,7 @@ class PipelinePatches:
             self._wrappers[model] = _find_wrapper(model)
         device = torch.device(torch.cuda.current_device())
         objection = self._wrappers[model] or _find_setting(config) or find_group_reason(group, device)
-        known = self._known.get(model)
+        known: _Known | None = kept_values(model).get(_ENGINE)
         if known is None or known.group is not group or known.objection != objection:
             terms = {"pipeline_schedule": self._schedule}
             limit = wait_limit_s(group, LATE_START_S)
@@ -337,9 +339,7 @@ class PipelinePatches:
                 group, "megatron pipeline", terms, objection=objection, timeout_s=limit, remedy=_REMEDY
             )
             engine = None if reason else LoopEngine(group, device)
-            if engine is not None:
-                _ENGINES.add(engine)
-            self._known[model] = known = _Known(group, objection, engine, reason)
+            kept_values(model)[_ENGINE] = known = _Known(group, objection, engine, reason)
         return known.engine, known.reason
 
     def _delays(self, config: Any, group: dist.ProcessGroup) -> bool:

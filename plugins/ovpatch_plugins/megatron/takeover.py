@@ -13,8 +13,10 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+from ovpatch.overlap.comm.kept_state import find_owners, kept_values
 from ovpatch_plugins.megatron.report import COUNTERS
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
@@ -54,13 +56,28 @@ class BucketChain:
         return next((name for name, one in named if one is param), "of unknown name")
 
 
-_PLACES: Final[weakref.WeakKeyDictionary[Any, tuple[BucketChain, int]]] = weakref.WeakKeyDictionary()
+@dataclass
+class BucketPlace:
+    """Where a bucket group is reduced.
+
+    Attributes:
+        chain: The groups of its family.
+        index: Its own among them.
+        counts: Whether it counts a gradient right now.
+    """
+
+    chain: BucketChain
+    index: int
+    counts: bool = False
+
+
+_PLACE: Final = "megatron: place"  # of a bucket group
 _LEFT: Final[dict[str, None]] = {}  # why parts of models are left to Megatron
 
 
-def find_place(group: Any) -> tuple[BucketChain, int] | None:
-    """Return the chain of a bucket group and its index there; None if its model is not known."""
-    return _PLACES.get(group)
+def find_place(group: Any) -> BucketPlace | None:
+    """Return the place of a bucket group; None if its model is not known."""
+    return kept_values(group).get(_PLACE)
 
 
 def take_over(model: Any) -> None:
@@ -68,7 +85,7 @@ def take_over(model: Any) -> None:
     for groups in (model.bucket_groups, model.expert_parallel_bucket_groups):
         chain = BucketChain(model, groups)
         for index, group in enumerate(groups):
-            _PLACES[group] = chain, index
+            kept_values(group)[_PLACE] = BucketPlace(chain, index)
     COUNTERS.models += 1
     for kind in {type(module) for module in model.module.modules()}:
         foreign = kind.__module__.startswith(("megatron.core.extensions.transformer_engine", "transformer_engine"))
@@ -88,13 +105,14 @@ def take_over_all() -> None:
 
 def give_back_all() -> None:
     """Forget all models."""
-    _PLACES.clear()
+    for group in list_bucket_groups():
+        del kept_values(group)[_PLACE]
     _LEFT.clear()
 
 
 def list_bucket_groups() -> list[Any]:
     """Return the bucket groups of all known models."""
-    return list(_PLACES)
+    return [group for group, _ in find_owners(_PLACE)]
 
 
 def note_left(text: str) -> None:
@@ -120,8 +138,6 @@ def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
 
 # --- reductions ---
 
-_counting: set[int] = set()  # ids of the bucket groups that count a gradient right now
-
 
 def wrap_register(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``register_grad_ready``: refuses a late gradient, and has a complete group wait for its turn."""
@@ -132,12 +148,12 @@ def wrap_register(original: Callable[..., None]) -> Callable[..., None]:
         if place is None:
             original(self, param, *args, **kwargs)
             return
-        _refuse_late_grad(self, param, place[0])
-        _counting.add(id(self))
+        _refuse_late_grad(self, param, place.chain)
+        place.counts = True
         try:
             original(self, param, *args, **kwargs)
         finally:
-            _counting.discard(id(self))
+            place.counts = False
 
     return register_grad_ready
 
@@ -147,12 +163,11 @@ def wrap_start(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        place = find_place(self) if id(self) in _counting else None
-        if place is None:  # Megatron starts all groups, which it does in their order
+        place = find_place(self)
+        if place is None or not place.counts:  # Megatron starts all groups, which it does in their order
             original(self, *args, **kwargs)
         else:
-            chain, index = place
-            chain.start_in_order(index, functools.partial(original, self, *args, **kwargs))
+            place.chain.start_in_order(place.index, functools.partial(original, self, *args, **kwargs))
 
     return start_grad_sync
 
@@ -182,7 +197,7 @@ def wrap_reset(original: Callable[..., None]) -> Callable[..., None]:
 def _rewind(group: Any) -> None:
     place = find_place(group)
     if place is not None:
-        place[0].rewind()
+        place.chain.rewind()
 
 
 def _refuse_late_grad(group: Any, param: Any, chain: BucketChain) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ovpatch.hookspecs import Option
+from ovpatch.hookspecs import Option, make_count_parser
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -19,12 +19,6 @@ EXCHANGES: Final = ("c10d", "symmetric", "auto")
 """How rows travel: by torch.distributed's all-to-alls, over symmetric memory, as measured."""
 
 DEFAULT_EXCHANGE: Final = "c10d"
-
-
-def _parse_count(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise ValueError("expected a number of parts, or 0 for as many as the cut thinks best")
-    return int(text)
 
 
 OPTIONS: Final = (
@@ -40,7 +34,7 @@ OPTIONS: Final = (
         "parts",
         0,
         "Number of chunks. 0: up to 4 groups of experts, or 2 slices of tokens; auto measures 2, 4 and 8.",
-        parse=_parse_count,
+        parse=make_count_parser("a number of parts, or 0 for as many as the cut thinks best"),
         aliases=("multi_data", "pipeline_degree"),
     ),
     Option(

@@ -43,10 +43,9 @@ from ovpatch_plugins.pipeline.measured_costs import (
     read_times,
 )
 from ovpatch_plugins.pipeline.orders import Kind, Placement, Schedule, ScheduleError, check_schedule, write_orders
-from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program
 from ovpatch_plugins.pipeline.race import Race, StepTimer, Turn, Verdict, judge, merge_ranks
-from ovpatch_plugins.pipeline.report import ScheduleReport
+from ovpatch_plugins.pipeline.report import Prediction, ScheduleReport
 from ovpatch_plugins.pipeline.transport import PeerToPeer
 
 WARM_UP: Final = 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -171,10 +172,21 @@ def cut(
 
 
 class _Stage(PipelineStage):
-    """A stage that sends nothing to its own rank, as torch 2.11 does to connect the ranks, and gloo cannot."""
+    """A stage without two faults of torch 2.11.
+
+    To connect the ranks it sends to its own, too, which gloo cannot. And after an evaluation that comes first, what it
+    receives has no gradient, so that the first step fails.
+    """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self, "_shape_inference"):  # else torch infers anew
+            for info in itertools.chain.from_iterable(self.args_recv_info.values()):
+                if isinstance(buffer := getattr(info, "buffer", None), Tensor):
+                    buffer.requires_grad_()
+        return super()._prepare_backward_infra(*args, **kwargs)
 
 
 # --- checks ---

@@ -28,9 +28,8 @@ from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch_plugins.pipeline.clock import Clock
 from ovpatch_plugins.pipeline.failures import StepFailures
 from ovpatch_plugins.pipeline.orders import Kind
-from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, Receive, Step
-from ovpatch_plugins.pipeline.report import COUNTERS, StepTimes
+from ovpatch_plugins.pipeline.report import COUNTERS, Prediction, StepTimes
 from ovpatch_plugins.pipeline.stage_run import StageRun
 from ovpatch_plugins.pipeline.torch_stage import defers_wait, finalizes_gradients
 from ovpatch_plugins.pipeline.transport import CopiedMessages, PeerToPeer, StepReceives

@@ -367,20 +367,6 @@ def split_backwards(schedule: Schedule) -> Schedule:
     return [[part for action in order for part in parts(action)] for order in schedule]
 
 
-def merge_backwards(schedule: Schedule) -> Schedule:
-    """Return the schedule with each B whose W follows at once as a full backward."""
-    merged: list[list[Action]] = []
-    for order in schedule:
-        merged.append([])
-        for action in order:
-            before = merged[-1][-1] if merged[-1] else None
-            if action.kind is Kind.W and before == action._replace(kind=Kind.B):
-                merged[-1][-1] = action._replace(kind=Kind.BW)
-            else:
-                merged[-1].append(action)
-    return merged
-
-
 # --- text ---
 
 

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent
+from ovpatch.overlap.comm.kept_state import find_owners, kept_values
 from ovpatch_plugins.pipeline.clock import make_clock
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
 from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO, COPIES
@@ -30,9 +30,8 @@ from ovpatch_plugins.pipeline.orders import (
     convert_torch_order,
     count_slots,
 )
-from ovpatch_plugins.pipeline.prediction import Prediction
 from ovpatch_plugins.pipeline.program import Program, make_program
-from ovpatch_plugins.pipeline.report import COUNTERS, ScheduleReport, StepTimes, note_schedule, note_stock
+from ovpatch_plugins.pipeline.report import COUNTERS, Prediction, ScheduleReport, StepTimes, note_schedule, note_stock
 from ovpatch_plugins.pipeline.stage_run import StageRun, list_stages
 from ovpatch_plugins.pipeline.torch_stage import initialize_stages, limits_sends
 from ovpatch_plugins.pipeline.transport import (
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule
 
 BIDIRECTIONAL: Final = "ScheduleBidirectional"  # in place of a class of torch
+_RECORD: Final = "pipeline: record"  # of a schedule
 _SINGLE: Final = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
 _CHOSEN_FOR: Final = (
     *_SINGLE,
@@ -102,14 +102,14 @@ class Takeover:
             _give_buffers_back(schedule)
             return run_stock()
         given.apply_defaults()
-        _records[schedule].run(_prepare_inputs(schedule, given.arguments))
+        kept_values(schedule)[_RECORD].run(_prepare_inputs(schedule, given.arguments))
         return None
 
     def _find_engine(self, schedule: Any, owner: str) -> Engine | None:
-        known = _records.get(schedule)
+        known = _find_record(schedule)
         facts = _facts_of(schedule, owner)
         if known is None or not known.is_for(facts):
-            known = _records[schedule] = _Record(facts, *self._make_engine(schedule, owner))
+            known = kept_values(schedule)[_RECORD] = _Record(facts, *self._make_engine(schedule, owner))
         return known.engine
 
     def _make_engine(self, schedule: Any, owner: str) -> tuple[Engine | None, AutoSchedule | None]:
@@ -284,14 +284,15 @@ class _Record:
         return len(facts) == len(self._facts) and all(a is b for a, b in zip(facts, self._facts, strict=True))
 
 
-_records: weakref.WeakKeyDictionary[Any, _Record] = weakref.WeakKeyDictionary()
+def _find_record(schedule: Any) -> _Record | None:
+    return kept_values(schedule).get(_RECORD)
 
 
 def release_all() -> None:
     """Give all stages what stock expects, and forget the engines."""
-    for schedule in list(_records):
+    for schedule, _ in find_owners(_RECORD):
         _give_buffers_back(schedule)
-    _records.clear()
+        del kept_values(schedule)[_RECORD]
     Takeover.current = None
     close_edges()
 
@@ -402,7 +403,7 @@ def _agree(group: dist.ProcessGroup, terms: Mapping[str, Any], reason: str) -> s
 
 def _is_first_step_of_stock(schedule: Any, engine: Engine) -> bool:
     """Tell whether stock computes this step, see [Note: first step of a wrapped stage]."""
-    record = _records[schedule]
+    record = kept_values(schedule)[_RECORD]
     wants = any(stage.data_parallel.first_step_is_stock for stage in engine.stages.values())
     record.stock_steps += 1
     return wants and record.stock_steps == 1
@@ -418,7 +419,7 @@ def _prepare_inputs(schedule: Any, given: Mapping[str, Any]) -> StepInputs:
 
 
 def _give_buffers_back(schedule: Any) -> None:
-    record = _records.get(schedule)
+    record = _find_record(schedule)
     if record is not None and record.engine is not None:
         for stage in record.engine.stages.values():
             stage.give_buffers_back()

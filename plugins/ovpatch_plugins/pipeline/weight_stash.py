@@ -8,18 +8,19 @@ Stock's order of computations stays; what they compute does not, as weights are 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from ovpatch.overlap.comm.kept_state import kept_values
 from ovpatch_plugins.pipeline.data_parallel import is_data_parallel
 from ovpatch_plugins.pipeline.report import COUNTERS
 from ovpatch_plugins.pipeline.stage_run import StageRun
 from ovpatch_plugins.pipeline.wgrad import has_hooks, walk_modules
 
+_OPTIMIZERS: Final = "pipeline: optimizers"  # of a schedule, as attach_optimizer() names them
 _REMEDY: Final = "Correct that on all ranks, or set OVPATCH_PIPELINE_WEIGHT_STASH=off."
 
 
@@ -38,17 +39,14 @@ def attach_optimizer(schedule: Any, *optimizers: torch.optim.Optimizer) -> None:
         optimizers: Those of all trained parameters of this rank's stages, and of nothing else that has gradients. They
             replace those of an earlier call.
     """
-    _attached.setdefault(schedule, [])[:] = optimizers
-
-
-_attached: weakref.WeakKeyDictionary[Any, list[torch.optim.Optimizer]] = weakref.WeakKeyDictionary()
+    kept_values(schedule).setdefault(_OPTIMIZERS, [])[:] = optimizers
 
 
 def find_reason_against(schedule: Any, stages: Sequence[Any], options: Mapping[str, Any]) -> str:
     """Return why this rank cannot stash weights, or ""."""
     if options["schedule"] not in ("as-given", "1f1b"):
         return f"weight_stash needs schedule=as-given or 1f1b, not {options['schedule']}"
-    if not _attached.get(schedule):
+    if not kept_values(schedule).get(_OPTIMIZERS):
         return "weight_stash needs ovpatch_plugins.pipeline.attach_optimizer(schedule, optimizer)"
     if getattr(schedule, "_shared_grads", None):
         return "weight_stash cannot add up gradients of weights that several stages share"
@@ -77,7 +75,7 @@ class StashedStageRun(StageRun):
     def __init__(self, stage: Any, schedule: Any, *, varies: bool) -> None:
         super().__init__(stage, delay_wgrad_compute="off", varies=varies)
         self.objection = self.report.objection = "weight_stash steps the optimizer behind each backward"
-        self._optimizers = _attached[schedule]
+        self._optimizers: list[torch.optim.Optimizer] = kept_values(schedule)[_OPTIMIZERS]
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._version: dict[int, Tensor] = {}  # copies of the newest weights, by id of the parameter
         self._stashes: dict[int, dict[int, nn.Parameter]] = {}  # by microbatch, those of its forward

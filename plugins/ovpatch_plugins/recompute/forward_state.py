@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ovpatch.overlap.comm.kept_state import kept_values
 from ovpatch_plugins.recompute.report import note
+
+_CHANGING: Final = "recompute: buffers"  # of a block, that its forward changes
 
 
 class RandomState:
@@ -87,7 +89,7 @@ class Buffers:
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._known = _changing.get(block)
+        self._known: frozenset[str] | None = kept_values(block).get(_CHANGING)
         self._versions = {name: (id(buffer), _version(buffer)) for name, buffer in block.named_buffers()}
         wanted = self._versions if self._known is None else self._known
         self._before = {name: buffer.detach().clone() for name, buffer in block.named_buffers() if name in wanted}
@@ -106,7 +108,8 @@ class Buffers:
         if self._known is not None and not changed <= self._known:
             raise KeyError(min(changed - self._known))
         if self._known is None:
-            _changing[self._block] = self._known = frozenset(changed | _list_averages(self._block))
+            self._known = frozenset(changed | _list_averages(self._block))
+            kept_values(self._block)[_CHANGING] = self._known
             self._before = {name: value for name, value in self._before.items() if name in self._known}
 
     @contextmanager
@@ -127,9 +130,6 @@ class Buffers:
         finally:
             for name, (buffers, key) in places.items():
                 buffers[key] = now[name]
-
-
-_changing: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 def _list_averages(block: nn.Module) -> set[str]:

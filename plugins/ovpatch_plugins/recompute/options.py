@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ovpatch.hookspecs import Option
+from ovpatch.hookspecs import Option, make_count_parser
 
 FULL: Final = "full"
 SELECTIVE: Final = "selective"
@@ -29,12 +29,6 @@ def _parse_operators(text: str) -> str:
         if "::" not in name and not name.startswith("aten."):
             raise ValueError("expected names of operators, as aten.mm or mylib::op, separated by commas")
     return ",".join(names)
-
-
-def _parse_count(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise ValueError("expected a number of blocks, 0 for none")
-    return int(text)
 
 
 OPTIONS: Final = (
@@ -65,6 +59,6 @@ OPTIONS: Final = (
         "How many blocks of a pipeline's stage are recomputed before the gradient of the stage's output has come. "
         "Each takes the memory of its activations. 0: none; under tensor parallelism, recomputation then starts only "
         "after the wait for the gradient, too.",
-        parse=_parse_count,
+        parse=make_count_parser("a number of blocks, 0 for none"),
     ),
 )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from ovpatch.overlap.comm.kept_state import find_owners, kept_values
 from ovpatch.overlap.comm.streams import BACKWARD_WAITS
 from ovpatch_plugins.recompute.blocks import Block, find_blocks, is_checkpoint_wrapper, list_class_names
 from ovpatch_plugins.recompute.options import FULL, GRANULARITIES, NONE, split_names
@@ -77,15 +76,8 @@ def _find_cell(forward: Callable[..., Any]) -> Any:
     return cells[code.co_freevars.index("forward")]
 
 
-@dataclass
-class _Taken:
-    """What was taken over: blocks, and the forwards of their classes."""
-
-    blocks: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    classes: dict[type[nn.Module], _WrappedForward] = field(default_factory=dict)
-
-
-_taken: Final = _Taken()
+_TAKEN: Final = "recompute: taken over"  # of a block
+_wrapped: dict[type[nn.Module], _WrappedForward] = {}
 
 
 # --- models ---
@@ -167,7 +159,7 @@ def recompute(model: nn.Module, granularity: str = FULL, blocks: str = "", keep:
     if granularity == NONE:
         for block in found:
             _give_back(block.module)
-        _restore_classes(set(map(_find_owner, _taken.blocks)))
+        _restore_classes({_find_owner(block) for block, _ in find_owners(_TAKEN)})
         return [block.name for block in found]
     return take_over(model, found, granularity, split_names(keep))
 
@@ -181,16 +173,16 @@ def take_over(model: nn.Module, blocks: Sequence[Block], granularity: str, keep:
     for block in blocks:
         reason = find_reason_against(block.module)
         if reason:
-            if block.module not in _taken.blocks:
+            if _TAKEN not in kept_values(block.module):
                 note_left(reason)
             continue
         owner = _find_owner(block.module)
-        if owner not in _taken.classes:
-            _taken.classes[owner] = _WrappedForward(owner)
+        if owner not in _wrapped:
+            _wrapped[owner] = _WrappedForward(owner)
         mark: Mark = granularity, tuple(keep), block.name, f"{owner.__module__}.{owner.__qualname__}"
         block.module.__dict__[_MARK] = mark
-        COUNTERS.blocks += block.module not in _taken.blocks
-        _taken.blocks.add(block.module)
+        COUNTERS.blocks += _TAKEN not in kept_values(block.module)
+        kept_values(block.module)[_TAKEN] = True
         taken.append(block)
     if taken:
         classes = ", ".join(list_class_names(taken))
@@ -221,7 +213,7 @@ def _find_owner(module: nn.Module) -> type[nn.Module]:
 
 def give_back_all() -> None:
     """Give all blocks and their classes back to stock."""
-    for block in list(_taken.blocks):
+    for block, _ in find_owners(_TAKEN):
         _give_back(block)
     _restore_classes(set())
     drop_remarks()
@@ -230,13 +222,13 @@ def give_back_all() -> None:
 
 def _restore_classes(used: set[type[nn.Module]]) -> None:
     """Restore the forwards of all classes but those used."""
-    for owner in set(_taken.classes) - used:
-        _taken.classes.pop(owner).restore()
+    for owner in set(_wrapped) - used:
+        _wrapped.pop(owner).restore()
 
 
 def _give_back(block: nn.Module) -> None:
     vars(block).pop(_MARK, None)
-    _taken.blocks.discard(block)
+    kept_values(block).pop(_TAKEN, None)
 
 
 def fill_backward_waits(ahead: int) -> None:

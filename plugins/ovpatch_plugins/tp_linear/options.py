@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ovpatch.hookspecs import Option
+from ovpatch.hookspecs import Option, make_count_parser
 
 SCHEDULES: Final = ("stock", "bulk", "ring", "chunk", "fused", "auto")
 DEFAULT: Final = "bulk"
@@ -14,12 +14,6 @@ MEASURED: Final = tuple(name for name in SCHEDULES if name != "auto")
 
 FIXED: Final = "bulk"
 """What ``auto`` takes where it does not measure."""
-
-
-def _chunks(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) == 0:
-        raise ValueError("expected a number of chunks, 1 or more")
-    return int(text)
 
 
 OPTIONS: Final = (
@@ -37,7 +31,7 @@ OPTIONS: Final = (
         "chunks",
         4,
         "Into how many parts schedule chunk cuts a product, as far as the rows divide.",
-        parse=_chunks,
+        parse=make_count_parser("a number of chunks, 1 or more", least=1),
         aliases=("num_splits",),
     ),
     Option(

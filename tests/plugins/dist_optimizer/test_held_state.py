@@ -89,9 +89,11 @@ def check_held(results: list[dict[str, Any]]) -> None:
 def test_state_that_is_held_over_steps_is_what_stocks_is(ranks, world):
     cases = dict[str, Any]()
     for kind in ("adamw", *KINDS):
-        wanted = table(kind=[kind], how=HOLDERS, when=["after", "before"], write=[True, False])
-        # Every fifth: of all holders one, and both ways of reading and writing.
-        cases |= wanted if kind == "adamw" and world == 2 else dict(list(wanted.items())[::5])
+        wanted = list(table(kind=[kind], how=HOLDERS, when=["after", "before"], write=[True, False]).items())
+        if kind == "adamw" and world == 2:  # half of them: each holder at both times, and in both ways
+            cases |= {name: case for i, (name, case) in enumerate(wanted) if (i + i // 2 + i // 4) % 2 == 0}
+        else:  # every fifth: of all holders one, and both ways of reading and writing
+            cases |= wanted[::5]
     results = ranks(world)(all_both, held, cases, apply=apply_all, timeout=120)
     check_all(results, check=check_held)
 

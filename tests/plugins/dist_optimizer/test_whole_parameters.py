@@ -189,7 +189,7 @@ def dealt(numels: list[int]) -> list[int]:
         loads = [0] * dist.get_world_size()
         for opt in opts:
             for part in find_sharded(opt).params_to_step(opt):
-                (owner,) = find_sharded(opt).state_of(part.shards).owners_of([part.index])
+                (owner,) = find_sharded(opt)._states[part.shards].owners_of([part.index])
                 loads[owner] += part.param.numel()
         dist.barrier()
     return loads

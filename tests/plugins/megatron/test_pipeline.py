@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 
 import ovpatch
+from ovpatch.overlap.comm.kept_state import find_owners
 from ovpatch_plugins.megatron import pipeline, takeover
 from ovpatch_plugins.megatron.pipeline import PipelinePatches
+from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
 from tests.plugins.megatron.models import SEQUENCE
 from tests.plugins.megatron.stages import Case, run_both, train
@@ -158,6 +161,19 @@ def test_all_ranks_leave_the_schedule_to_megatron_if_one_does(ranks):
         assert not differing
         assert counters["pipeline_steps"] == 0
         assert any("a setting of one rank is on (rank 1)" in text for text in remarks)
+
+
+def drop_a_model() -> tuple[int, int]:
+    """Return how many steps the engine of a model ran, and how many engines are kept when the model is gone."""
+    before = COUNTERS.pipeline_steps
+    with ovpatch.applied("megatron"):
+        train(Case(steps=1))
+        gc.collect()
+        return COUNTERS.pipeline_steps - before, len(find_owners(pipeline._ENGINE))
+
+
+def test_a_model_goes_with_its_engine(ranks):
+    assert ranks(2)(drop_a_model) == [(1, 0)] * 2
 
 
 class Timers:

@@ -166,9 +166,9 @@ def _stay_away() -> list[str]:
                 texts.append(str(error))
         dist.barrier()
         if dist.get_rank():
-            (record,) = takeover._records.values()
-            record.engine._failures.start_step(record.engine._transport.step + 1)
-            texts.append(record.engine._failures.read())
+            engine = takeover._find_record(schedule).engine
+            engine._failures.start_step(engine._transport.step + 1)
+            texts.append(engine._failures.read())
         ovpatch.revert()
     return texts
 

@@ -19,7 +19,6 @@ from ovpatch_plugins.pipeline.orders import (
     convert_torch_order,
     count_slots,
     list_messages,
-    merge_backwards,
     split_backwards,
 )
 from tests.plugins.pipeline.torch_orders import PLACEMENT_OF, BareStage, torch_object, torch_order
@@ -167,12 +166,10 @@ def test_what_is_unknown_in_an_order_is_named():
         convert_torch_order({1: []})
 
 
-def test_full_backwards_are_split_and_merged():
+def test_full_backwards_are_split():
     schedule = build_order("1f1b", ranks=2, microbatches=3)
     split = split_backwards(schedule)
     assert text(split[1]) == "F0 B0 W0 F1 B1 W1 F2 B2 W2"
-    assert merge_backwards(split) == schedule
-    assert text(merge_backwards(build_order("zb-h1", ranks=2, microbatches=2))[1]) == "F0 B0 F1 B1 W0 W1"
 
 
 # --- rules ---
