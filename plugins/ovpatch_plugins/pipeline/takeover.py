@@ -212,7 +212,7 @@ class Takeover:
             rank=rank,
             microbatches=engine.microbatches,
             peak_activations=program.peak_activations,
-            bubbles=lambda: engine.bubbles,
+            prediction=prediction,
             stages={index: run.report for index, run in runs.items()},
             times=times,
             notes=["messages are carried by copy engines"] if by_copies else [],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,25 @@ def _two_schedules() -> list[str]:
 
 def test_two_schedules_in_one_process(ranks: Any) -> None:
     assert ranks(2)(_two_schedules) == [[], []]
+
+
+def _drop() -> tuple[list[bool], str]:
+    """Return what is left of a schedule that the report still shows, and what that says of its bubble."""
+    ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
+    case = dataclasses.replace(Case(), steps=7)
+    schedule, parts = make_schedule(case)
+    run_steps(case, schedule, [], torch.optim.SGD(parts[0].parameters()), 0)
+    references = [weakref.ref(one) for one in (schedule, schedule._stage, parts[0], *parts[0].parameters())]
+    del schedule, parts
+    gc.collect()
+    bubbles = [line for line in feature_report().remarks if line.startswith("bubble")]
+    return [one() is not None for one in references], bubbles[-1]
+
+
+def test_the_report_of_a_schedule_that_was_dropped_keeps_no_stage(ranks: Any) -> None:
+    for alive, bubble in ranks(2)(_drop):
+        assert not any(alive)
+        assert "% predicted" in bubble
 
 
 def _turn_off_and_on() -> tuple[list[str], dict[str, int]]:
