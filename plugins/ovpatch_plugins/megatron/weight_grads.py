@@ -60,10 +60,10 @@ class _Watch:
 class WeightGradQueue:
     """The weight gradients that are due on a stage, by microbatch.
 
-    Products are made of the operands of Megatron's backward and given to the weight through the engine, which calls all
-    hooks, in the order of the microbatches: all bits are Megatron's. A weight that is also read elsewhere gets a sum,
-    which would round otherwise. So its first step shows whether it has one contribution; until then, and for good if
-    not, its gradient is computed in the backward.
+    Products are made of the operands of Megatron's backward and given to the weight through the engine, which calls
+    Megatron's hook, in the order of the microbatches: all bits are Megatron's. A weight that is also read elsewhere
+    gets a sum, which would round otherwise. So its first step shows whether it has one contribution; until then, and
+    for good if not, its gradient is computed in the backward. So is that of a weight with hooks of the script.
 
     A later step may bring further contributions. In that step they are held until the product is due, and the weight
     gets the sum then, as one gradient; from the next step on its gradient is computed in the backward.
@@ -136,7 +136,10 @@ class WeightGradQueue:
                 return weight, functools.partial(watch.show, compute)
             if not known[1]:
                 return weight, compute
-            self._held[key] = _register_first_hook(weight, functools.partial(self._hold, weight))
+            if _count_hooks(weight):  # which would be called for what is held, and again for the sum
+                note_left("weight gradients of weights that have hooks: they stay in the backward")
+                return weight, compute
+            self._held[key] = weight.register_hook(functools.partial(self._hold, weight))
         return weight.detach().requires_grad_(), functools.partial(self._add, weight, compute)
 
     def holds(self, weight: Tensor) -> bool:
@@ -156,7 +159,16 @@ class WeightGradQueue:
         if self._is_computing:
             return None
         self._learn(weight, is_alone=False)
-        if self._recorded is None or grad is None:  # Megatron adds at once what a backward inside a forward brings
+        if self._recorded is None:  # Megatron adds at once what a backward inside a forward brings
+            return None
+        if _count_hooks(weight) > 1:
+            raise RuntimeError(
+                f"ovpatch: a weight of shape {tuple(weight.shape)} is read more than once from this step on, and has "
+                f"got a hook inside the step, which would be called for each part of its gradient. {_REMEDY}"
+            )
+        if grad is None:
+            if weight.grad is None and hasattr(weight, "grad_added_to_main_grad"):  # Megatron's hook asks for one
+                weight.grad = torch.full_like(weight, -0.0)
             return None
         self._record(weight, self._recorded, lambda: grad)
         # A hook must not make it dense.
@@ -182,13 +194,8 @@ class WeightGradQueue:
         return COUNTERS.weight_grads - before
 
 
-def _register_first_hook(weight: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-    """Register a hook that is called before those that a weight has: they see what it returns."""
-    handle: RemovableHandle = weight.register_hook(hook)
-    hooks: Any = weight._backward_hooks
-    for key in [key for key in hooks if key != handle.id]:
-        hooks[key] = hooks.pop(key)
-    return handle
+def _count_hooks(weight: Tensor) -> int:
+    return len(weight._backward_hooks or ()) + len(getattr(weight, "_post_accumulate_grad_hooks", None) or ())
 
 
 def _split_by_call(recorded: _Recorded) -> list[list[Due]]:

@@ -83,6 +83,7 @@ class PeerToPeer:
         self._device = device
         self._tag = 0
         self._sent: dict[int, deque[tuple[list[Work], list[Tensor]]]] = {}
+        self._abandoned: list[object] = []  # what steps that ended by an error have sent
         self._steps = group_state(group).get_or_create(("pipeline", "steps"), _Steps)
         self._communicators = _Communicators()
         self._arrived: torch.cuda.Event | None = None
@@ -171,10 +172,16 @@ class PeerToPeer:
         """Wait until all messages are sent."""
         for receiver in self._sent:
             self.release(receiver, 0)
+        self._abandoned.clear()
 
     def abandon(self) -> None:
-        """Drop all messages, after an error of the transport."""
-        self._sent.clear()
+        """Wait for no message of a step that ended by an error.
+
+        What it has sent is kept until the next step ends, as another rank may still wait for it: gloo cancels what is
+        dropped.
+        """
+        self._abandoned.append(self._sent)
+        self._sent = {}
 
 
 class StepReceives:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch_plugins.pipeline import LoopEngine, LoopError
+from tests.support import signs
 
 
 def run_step(engine: LoopEngine, order: str, microbatches: int, *, varies: bool = False) -> list[str]:
@@ -88,3 +89,24 @@ def test_a_loop_of_another_order_is_refused(ranks):
             f"the loop ended before {rank}F0",
             "the loop runs F where its order has the step's end",
         ]
+
+
+def interrupted_steps() -> list[float]:
+    engine, rank = LoopEngine(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    found: list[float] = []
+    for step in range(2):  # each ends behind the first F, as by an exception on both ranks
+        if rank > step:
+            signs.await_others("in the second step")
+        engine.start_step("1f1b", 2, torch.empty, print, varies=False)
+        if step > rank:
+            signs.give("in the second step")
+        for received in engine.receive([(1,)], is_forward=True):
+            found += received.tolist()
+        engine.send([torch.tensor([7.0 + step])])
+    run_step(engine, "1f1b", 3)
+    assert not engine._transport._abandoned, "it is not kept for longer"
+    return found
+
+
+def test_what_an_interrupted_step_has_sent_arrives_at_a_rank_that_comes_later(ranks):
+    assert ranks(2)(interrupted_steps) == [[], [7.0, 8.0]]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, check_same, device, draw, mesh, whole
 from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
 from tests.plugins.tp_linear.test_models import LAYOUTS
@@ -158,3 +159,24 @@ def differentiated_twice(kind: str) -> str:
 def test_a_second_derivative_of_an_opaque_operator_is_an_error(ranks, kind):
     for result in ranks(2)(both, differentiated_twice, kind, options=OPAQUE):
         assert "cannot be differentiated twice" in result["patched"]
+
+
+def compiled_functions() -> list[list[Tensor]]:
+    torch._dynamo.reset()
+    up, down = draw(6, 4, seed=1).requires_grad_(), draw(4, 6, seed=2).requires_grad_()
+
+    def mlp(x: Tensor) -> Tensor:
+        (h,) = all_gather_linear(x, [up], dist.group.WORLD)
+        return linear_reduce_scatter(torch.relu(h), down, dist.group.WORLD)
+
+    found = []
+    for run in (torch.compile(mlp, backend="eager"), mlp):
+        x = draw(2, 4, seed=3).requires_grad_()
+        out = run(x)
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), [x, up, down])])
+    return found
+
+
+def test_the_functions_run_outside_of_a_compiled_graph(ranks):
+    for compiled, eager in ranks(2)(compiled_functions):
+        assert all(one.equal(other) for one, other in zip(compiled, eager, strict=True))
