@@ -107,7 +107,7 @@ class Takeover:
         return None
 
     def _find_engine(self, schedule: Any, owner: str) -> Engine | None:
-        known: _Record | None = kept_values(schedule).get(_RECORD)
+        known = _find_record(schedule)
         facts = _facts_of(schedule, owner)
         if known is None or not known.is_for(facts):
             known = kept_values(schedule)[_RECORD] = _Record(facts, *self._make_engine(schedule, owner))
@@ -284,6 +284,10 @@ class _Record:
     def is_for(self, facts: tuple[Any, ...]) -> bool:
         """Tell whether nothing has changed since."""
         return len(facts) == len(self._facts) and all(a is b for a, b in zip(facts, self._facts, strict=True))
+
+
+def _find_record(schedule: Any) -> _Record | None:
+    return kept_values(schedule).get(_RECORD)
 
 
 def release_all() -> None:
