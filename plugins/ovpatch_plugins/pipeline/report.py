@@ -65,11 +65,13 @@ class StageReport:
         objection: Why its weight gradients stay in the backward, or "".
         reasons: Why linears stay in B, with their number.
         expert_weights: How many trained weights of grouped experts, ``[experts, out, in]``, stay in B.
+        receive_nbytes: Bytes that it receives for a microbatch.
     """
 
     objection: str = ""
     reasons: Counter[str] = field(default_factory=Counter)
     expert_weights: int = 0
+    receive_nbytes: int = 0
 
 
 class Prediction:
@@ -245,6 +247,9 @@ def _describe(schedule: ScheduleReport) -> list[str]:
         where = f"stage {index}"
         costs = [f"{kind.value} {1000 * cost:.2f}" for kind in Kind if (cost := times.cost(index, kind))]
         lines.append(f"{where}: {', '.join(costs)} ms" if costs else f"{where}: not run yet")
+        if stage.receive_nbytes:
+            size = f"{stage.receive_nbytes / 2**20:.1f} MiB a microbatch"
+            lines.append(f"{where}: receive buffers of {size}, for those in flight instead of {schedule.microbatches}")
         if stage.objection:
             lines.append(f"{where}: weight gradients stay in the backward: {stage.objection}")
         lines += [f"{where}: {_count(number)} in B: {reason}" for reason, number in stage.reasons.items()]

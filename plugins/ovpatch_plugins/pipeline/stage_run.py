@@ -7,6 +7,7 @@ Only methods of torch's stages that have kept name and meaning from 2.11 to 2.15
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -239,6 +240,8 @@ class StageRun:
                     kept[microbatch] = find_shapes(items)
                     self._sent, self._expected = {}, None
                 set_buffers(items, kept[microbatch])
+        shapes = itertools.chain(self._inputs.get(0, ()), self._grads.get(0, ()))
+        self.report.receive_nbytes = sum(shape.nbytes for shape in shapes if shape is not None)
         kept_values(self.stage)[_TAKEN] = self._inputs, self._grads
 
     def forget_sizes(self) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import ovpatch
 from ovpatch_plugins.pipeline import takeover
 from ovpatch_plugins.pipeline.engine import Engine
+from ovpatch_plugins.pipeline.report import list_schedules
 from tests.plugins.pipeline.cases import (
     Case,
     compute_loss,
@@ -191,6 +192,8 @@ def _run_csv(path: str, base: str) -> tuple[list[str], int, str]:
     stock = run()
     ovpatch.apply("pipeline", options={"pipeline": {"schedule": "gpipe"}})
     changes = differences(stock, run())
+    ((_, stage),) = list_schedules()[-1].stages.items()
+    assert stage.receive_nbytes == ROWS * 2 * WIDTH * 4, "an activation on one rank, its gradient on the other"
     return changes, counters()["weight_grads"], " ".join(feature_report().remarks)
 
 
@@ -207,6 +210,7 @@ def test_a_loaded_order_is_run_as_it_is(ranks: Any, tmp_path: Path, base: str) -
         assert not changes
         assert deferred
         assert "runs as its own order" in remarks
+        assert "receive buffers of 0.0 MiB a microbatch, for those in flight instead of 3" in remarks
         assert "at most 3 with activations" in remarks or "at most 2 with activations" in remarks
 
 
