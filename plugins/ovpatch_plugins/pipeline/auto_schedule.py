@@ -339,7 +339,8 @@ class AutoSchedule:
         if self._programs and pipeline.device.type == "cuda":
             torch.cuda.empty_cache()  # else what only the other orders need stays allocated
         self._programs, self._race = [], None
-        self.engine.set_program(program, Prediction(pipeline.group, schedule, pipeline.placement))
+        self._report.prediction = Prediction(pipeline.group, schedule, pipeline.placement)
+        self.engine.set_program(program, self._report.prediction)
         self.engine.times.clear()
         self._report.notes = list(notes)
         self._report.peak_activations = program.peak_activations

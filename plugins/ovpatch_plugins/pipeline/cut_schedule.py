@@ -172,10 +172,11 @@ def cut(
 
 
 class _Stage(PipelineStage):
-    """A stage without two faults of torch 2.11.
+    """A stage without three faults of torch.
 
-    To connect the ranks it sends to its own, too, which gloo cannot. And after an evaluation that comes first, what it
-    receives has no gradient, so that the first step fails.
+    To connect the ranks, torch 2.11 sends to its own rank, too, which gloo cannot. After an evaluation that comes
+    first, what its stages receive has no gradient, so that the first step fails. And to torch 2.15 an evaluation of
+    stages in a V fails, which hand gradients to each other that there are none of.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -184,9 +185,18 @@ class _Stage(PipelineStage):
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self, "_shape_inference"):  # else torch infers anew
             for info in itertools.chain.from_iterable(self.args_recv_info.values()):
-                if isinstance(buffer := getattr(info, "buffer", None), Tensor):
-                    buffer.requires_grad_()
+                buffer = getattr(info, "buffer", None)
+                if isinstance(buffer, Tensor) and not buffer.requires_grad:
+                    info.buffer = torch.empty_like(buffer, requires_grad=True)  # it may be of an inference mode
         return super()._prepare_backward_infra(*args, **kwargs)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        own: Any = super()  # untyped in torch
+        return own.get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 # --- checks ---

@@ -169,11 +169,6 @@ class Engine:
         """Run another order of the same pipeline from the next step on."""
         self.program, self._prediction = program, prediction
 
-    @property
-    def bubbles(self) -> Sequence[float]:
-        """The bubble that the simulator expects, by rank; empty until it is known."""
-        return self._prediction.bubbles
-
     # --- a computation ---
 
     def _run_step(self, step: Step, inputs: StepInputs) -> None:

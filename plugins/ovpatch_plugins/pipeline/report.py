@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -85,7 +86,7 @@ class Prediction:
 
     def __init__(self, group: dist.ProcessGroup, schedule: Schedule, placement: Sequence[int]) -> None:
         self.bubbles: Sequence[float] = ()
-        self._group = group
+        self._group = weakref.ref(group)  # the report keeps the prediction
         self._schedule, self._placement = schedule, placement
         self._number = next(group_state(group).get_or_create(("pipeline", "predictions"), itertools.count))
         self._steps = 0
@@ -93,7 +94,10 @@ class Prediction:
     def add_step(self, times: StepTimes) -> None:
         """Share costs after some steps, and read those of the others when they are there."""
         self._steps += 1
-        store = None if self.bubbles or self._steps < _SHARED_AFTER else group_store(self._group)
+        if self.bubbles or self._steps < _SHARED_AFTER:
+            return
+        group = self._group()
+        store = None if group is None else group_store(group)
         if store is None:
             return
         if self._steps == _SHARED_AFTER:
@@ -123,7 +127,7 @@ class Prediction:
 
 @dataclass
 class ScheduleReport:
-    """What is said of a schedule, kept when the schedule itself is gone.
+    """What is said of a schedule, kept when the schedule itself is gone; so nothing in it references stages.
 
     Attributes:
         name: Its class.
@@ -131,7 +135,7 @@ class ScheduleReport:
         rank: Rank in the pipeline.
         microbatches: Their number in a step.
         peak_activations: Most microbatches with activations at one time.
-        bubbles: The bubble that the simulator expects, by rank; empty until it is known.
+        prediction: What the simulator expects.
         stages: The rank's stages.
         times: Costs of the computations.
         notes: What else is said of it: how its order was chosen.
@@ -142,7 +146,7 @@ class ScheduleReport:
     rank: int
     microbatches: int
     peak_activations: int
-    bubbles: Callable[[], Sequence[float]]
+    prediction: Prediction
     stages: dict[int, StageReport]
     times: StepTimes
     notes: list[str] = field(default_factory=list)
@@ -248,7 +252,7 @@ def _describe(schedule: ScheduleReport) -> list[str]:
             lines.append(f"{where}: {stage.expert_weights} weights of experts in B: their products are grouped")
     bubble = times.bubble(schedule.microbatches)
     if bubble is not None:
-        expected = schedule.bubbles()
+        expected = schedule.prediction.bubbles
         text = f", {100 * expected[schedule.rank]:.1f}% predicted" if expected else ""
         lines.append(f"bubble on rank {schedule.rank}: {100 * bubble:.1f}% of a step measured{text}")
     return lines

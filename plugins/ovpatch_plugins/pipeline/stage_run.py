@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.comm.kept_state import find_owners, kept_values
 from ovpatch.overlap.comm.streams import BACKWARD_WAITS
 from ovpatch_plugins.pipeline.data_parallel import (
     FullyShardedGradients,
@@ -35,6 +36,8 @@ from ovpatch_plugins.pipeline.torch_stage import (
     shape_of,
 )
 from ovpatch_plugins.pipeline.wgrad import WeightGradQueue
+
+_TAKEN: Final = "pipeline: receive buffers"  # of a stage, which several schedules may share
 
 
 class StageRun:
@@ -236,14 +239,7 @@ class StageRun:
                     kept[microbatch] = find_shapes(items)
                     self._sent, self._expected = {}, None
                 set_buffers(items, kept[microbatch])
-
-    def give_buffers_back(self) -> None:
-        """Give the stage receive buffers for all microbatches, where stock expects them."""
-        for infos, kept in ((self.stage.args_recv_info, self._inputs), (self.stage.grad_recv_info, self._grads)):
-            for microbatch, items in infos.items():
-                if microbatch in kept and not makes_buffers(self.stage):
-                    set_buffers(items, [self._make(shape) for shape in kept[microbatch]])
-        self._inputs, self._grads = {}, {}
+        kept_values(self.stage)[_TAKEN] = self._inputs, self._grads
 
     def forget_sizes(self) -> None:
         """Make the next messages in the shapes of the first step."""
@@ -355,10 +351,7 @@ class StageRun:
                 set_buffers(infos[microbatch], kept[microbatch])
 
     def _make(self, shape: Tensor | None) -> Tensor | None:
-        if shape is None:
-            return None
-        made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=self.stage.device)
-        return made.requires_grad_(shape.requires_grad)
+        return _make_buffer(shape, self.stage.device)
 
     # --- parameters in FSDP2 ---
 
@@ -403,6 +396,31 @@ def list_stages(schedule: Any) -> list[Any]:
     """Return this rank's stages of one of torch's schedules, in its order."""
     stages = getattr(schedule, "_stages", None)
     return [schedule._stage] if stages is None else list(stages)
+
+
+def give_buffers_back(stage: Any) -> None:
+    """Give a stage receive buffers for all microbatches, where stock expects them and a :class:`StageRun` took them."""
+    taken = kept_values(stage).pop(_TAKEN, None)
+    if taken is None:
+        return
+    for infos, kept in zip((stage.args_recv_info, stage.grad_recv_info), taken, strict=True):
+        for microbatch, items in infos.items():
+            if microbatch in kept and not makes_buffers(stage):
+                set_buffers(items, [_make_buffer(shape, stage.device) for shape in kept[microbatch]])
+        kept.clear()
+
+
+def give_all_buffers_back() -> None:
+    """Give all stages receive buffers, also those whose schedule was dropped."""
+    for stage, _ in find_owners(_TAKEN):
+        give_buffers_back(stage)
+
+
+def _make_buffer(shape: Tensor | None, device: torch.device) -> Tensor | None:
+    if shape is None:
+        return None
+    made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=device)
+    return made.requires_grad_(shape.requires_grad)
 
 
 def _resize(shapes: Sequence[Tensor | None], sizes: Sequence[torch.Size]) -> list[Tensor | None]:

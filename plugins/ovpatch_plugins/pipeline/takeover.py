@@ -32,7 +32,7 @@ from ovpatch_plugins.pipeline.orders import (
 )
 from ovpatch_plugins.pipeline.program import Program, make_program
 from ovpatch_plugins.pipeline.report import COUNTERS, Prediction, ScheduleReport, StepTimes, note_schedule, note_stock
-from ovpatch_plugins.pipeline.stage_run import StageRun, list_stages
+from ovpatch_plugins.pipeline.stage_run import StageRun, give_all_buffers_back, give_buffers_back, list_stages
 from ovpatch_plugins.pipeline.torch_stage import initialize_stages, limits_sends
 from ovpatch_plugins.pipeline.transport import (
     AHEAD,
@@ -99,7 +99,8 @@ class Takeover:
         engine = self._find_engine(schedule, owner) if schedule._has_backward else None
         if engine is None or _is_first_step_of_stock(schedule, engine):
             COUNTERS.stock_steps += schedule._has_backward
-            _give_buffers_back(schedule)
+            for stage in list_stages(schedule):
+                give_buffers_back(stage)
             return run_stock()
         given.apply_defaults()
         kept_values(schedule)[_RECORD].run(_prepare_inputs(schedule, given.arguments))
@@ -117,8 +118,9 @@ class Takeover:
 
         With schedule=auto, also what runs the steps until an order is chosen.
         """
-        _give_buffers_back(schedule)
         stages = list_stages(schedule)
+        for stage in stages:
+            give_buffers_back(stage)
         group = stages[0].group or dist.distributed_c10d._get_default_group()
         stashes = self._options["weight_stash"] != "off"
         reason = _find_reason_against(schedule, stages, group)
@@ -212,7 +214,7 @@ class Takeover:
             rank=rank,
             microbatches=engine.microbatches,
             peak_activations=program.peak_activations,
-            bubbles=lambda: engine.bubbles,
+            prediction=prediction,
             stages={index: run.report for index, run in runs.items()},
             times=times,
             notes=["messages are carried by copy engines"] if by_copies else [],
@@ -290,8 +292,8 @@ def _find_record(schedule: Any) -> _Record | None:
 
 def release_all() -> None:
     """Give all stages what stock expects, and forget the engines."""
+    give_all_buffers_back()
     for schedule, _ in find_owners(_RECORD):
-        _give_buffers_back(schedule)
         del kept_values(schedule)[_RECORD]
     Takeover.current = None
     close_edges()
@@ -416,10 +418,3 @@ def _prepare_inputs(schedule: Any, given: Mapping[str, Any]) -> StepInputs:
     loss_kwargs = given.get("loss_kwargs")
     initialize_stages(schedule, args[0], kwargs[0], None if targets is None else targets[0], loss_kwargs)
     return StepInputs(args, kwargs, targets, losses, given["return_outputs"], loss_kwargs)
-
-
-def _give_buffers_back(schedule: Any) -> None:
-    record = _find_record(schedule)
-    if record is not None and record.engine is not None:
-        for stage in record.engine.stages.values():
-            stage.give_buffers_back()

@@ -103,6 +103,38 @@ def test_evaluation_between_steps(ranks: Any, patched: bool) -> None:
     assert ranks(2)(_evaluate, patched) == [[], []]
 
 
+def _evaluate_first(placement: str, patched: bool) -> list[str]:
+    """Return what differs from the whole model in evaluations, of which one comes first, and in the steps behind."""
+    whole = _model()
+    made = _cut(copy.deepcopy(whole), dist.group.WORLD, placement=placement)
+    if patched:
+        ovpatch.apply("pipeline")
+    wanted, wrong = dict(whole.named_parameters()), []
+    for step in range(2):
+        ids, target = _batch(step)
+        losses: list[Tensor] = []
+        with torch.inference_mode():
+            out = made.eval(ids, target=target, losses=losses)
+        outs, expected = _run_whole(whole, step)
+        if made.has_last_stage and not torch.equal(out, torch.cat(outs)):
+            wrong.append("outputs")
+        if made.has_last_stage and not torch.equal(torch.stack(losses), torch.stack(expected)):
+            wrong.append("losses")
+        made.step(ids, target=target)
+        for loss in expected:
+            (loss / MICROBATCHES).backward()
+        wrong += [name for name, param in made.named_parameters() if not torch.equal(param.grad, wanted[name].grad)]
+        for module in [*made.model_parts, whole]:
+            module.zero_grad()
+    return wrong
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("placement", ["straight", "vee"])
+def test_evaluation_before_the_first_step(ranks: Any, placement: str, patched: bool) -> None:
+    assert ranks(2)(_evaluate_first, placement, patched) == [[], []]
+
+
 # --- other features ---
 
 

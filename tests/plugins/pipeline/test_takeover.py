@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,16 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import ovpatch
 from ovpatch_plugins.pipeline import takeover
 from ovpatch_plugins.pipeline.engine import Engine
-from tests.plugins.pipeline.cases import Case, counters, differences, feature_report, make_schedule, run_steps, train
+from tests.plugins.pipeline.cases import (
+    Case,
+    compute_loss,
+    counters,
+    differences,
+    feature_report,
+    make_schedule,
+    run_steps,
+    train,
+)
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
 
 SIX = ROWS * 6
@@ -82,6 +93,57 @@ def _two_schedules() -> list[str]:
 
 def test_two_schedules_in_one_process(ranks: Any) -> None:
     assert ranks(2)(_two_schedules) == [[], []]
+
+
+def _share_a_stage() -> tuple[list[str], int]:
+    def run() -> list[Any]:
+        case, found = dataclasses.replace(Case(), steps=1), []
+        schedule, parts = make_schedule(case)
+        params = [(f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()]
+        optimizer = torch.optim.SGD([param for _, param in params], lr=0.1)
+        other = schedules.ScheduleGPipe(schedule._stage, case.microbatches, loss_fn=compute_loss)
+
+        def evaluate() -> None:
+            out = other.eval(*_first(_rows()), target=_rows(), losses=(losses := []))
+            found.extend([[loss.clone() for loss in losses], None if out is None else out.clone()])
+
+        evaluate()  # first: in torch 2.11 a stage that is initialised for evaluation cannot be trained
+        for seed in range(2):
+            found += run_steps(case, schedule, params, optimizer, seed)
+            evaluate()
+        found += run_steps(case, schedule, params, optimizer, 2)
+        del schedule
+        evaluate()
+        return found
+
+    stock = run()
+    ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
+    before = counters()
+    changes = differences(stock, run())
+    return changes, _advance(before)["steps"]
+
+
+def test_a_schedule_that_only_evaluates_shares_its_stage_with_one_that_trains(ranks: Any) -> None:
+    assert ranks(2)(_share_a_stage) == [([], 3), ([], 3)]
+
+
+def _drop() -> tuple[list[bool], str]:
+    """Return what is left of a schedule that the report still shows, and what that says of its bubble."""
+    ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
+    case = dataclasses.replace(Case(), steps=7)
+    schedule, parts = make_schedule(case)
+    run_steps(case, schedule, [], torch.optim.SGD(parts[0].parameters()), 0)
+    references = [weakref.ref(one) for one in (schedule, schedule._stage, parts[0], *parts[0].parameters())]
+    del schedule, parts
+    gc.collect()
+    bubbles = [line for line in feature_report().remarks if line.startswith("bubble")]
+    return [one() is not None for one in references], bubbles[-1]
+
+
+def test_the_report_of_a_schedule_that_was_dropped_keeps_no_stage(ranks: Any) -> None:
+    for alive, bubble in ranks(2)(_drop):
+        assert not any(alive)
+        assert "% predicted" in bubble
 
 
 def _turn_off_and_on() -> tuple[list[str], dict[str, int]]:
