@@ -37,18 +37,20 @@ _REMEDY = "Set OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock"
 
 
 class _Watch:
-    """Whether a weight's gradients all come from its linear."""
+    """Whether a weight's gradients all come from its linear, in the backwards of the pipeline."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, is_recording: Callable[[], bool]) -> None:
         self.weight = weight
         self.product: Tensor | None = None  # what its linear has returned to autograd
         self.is_computed = False
         self.is_alone = True
         self.hook = weight.register_hook(self._compare)
+        self._is_recording = is_recording
 
     def _compare(self, grad: Tensor) -> None:
         # A sum with other contributions is another tensor: the product is held here, so that none is added to it.
-        self.is_alone &= grad is self.product
+        # A forward that takes gradients of the weight needs the weight in its graph.
+        self.is_alone &= grad is self.product and self._is_recording()
         self.product = None
 
     def show(self, compute: WeightGrad, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
@@ -132,7 +134,7 @@ class WeightGradQueue:
         if key not in self._held:
             known = self._delays.get(key)
             if known is None or known[0]() is not weight:
-                watch = self._watched.get(key) or self._watched.setdefault(key, _Watch(weight))
+                watch = self._watched.get(key) or self._watched.setdefault(key, _Watch(weight, self._is_recording))
                 return weight, functools.partial(watch.show, compute)
             if not known[1]:
                 return weight, compute
@@ -141,6 +143,9 @@ class WeightGradQueue:
                 return weight, compute
             self._held[key] = weight.register_hook(functools.partial(self._hold, weight))
         return weight.detach().requires_grad_(), functools.partial(self._add, weight, compute)
+
+    def _is_recording(self) -> bool:
+        return self._recorded is not None
 
     def holds(self, weight: Tensor) -> bool:
         """Return whether what a weight gets now stands for a gradient that it gets when its product is due."""

@@ -407,6 +407,20 @@ def test_gradients_taken_in_a_forward_are_an_error(linear):
         linear.step(recorded=False)
 
 
+def test_a_weight_whose_gradient_a_forward_takes_stays_in_the_graph():
+    linear = Delayed()
+    for _ in range(2):
+        linear.weight.grad = None
+        with linear.queue.running():
+            out = linear().sum()
+            (taken,) = torch.autograd.grad(out, linear.weight, retain_graph=True)
+            with linear.queue.recording():
+                out.backward()
+            linear.queue.compute(1)
+        assert is_right(linear)
+        assert taken.equal(linear.weight.grad)
+
+
 class Nothing(torch.autograd.Function):
     """Reads a tensor and has no gradient for it."""
 
