@@ -25,7 +25,7 @@ OPTIONS: Final = (
     ),
     Option(
         "min_linear_gflop",
-        128,
+        512,
         "On GPUs, leave linears to Megatron whose product has fewer billions of operations on a rank, unless their "
         "weight gradients are delayed: the host takes longer for ours. 0: none.",
         parse=make_count_parser("a number of billions of operations, 0 or more"),
