@@ -81,19 +81,22 @@ def finish(group: dist.ProcessGroup | None = None) -> None:
     At most for a group's time-out: a dead rank leaves its peers' streams waiting for ever.
     """
     for one, chosen in group_values(Chosen, group):
-        if chosen.engine is not None and not chosen.engine.drain(group_timeout_s(one)):
-            _log.warning(_LATE, group_timeout_s(one))
-            _stuck.append(chosen.engine)
-            chosen.engine = None
+        _end(one, chosen, lambda engine, timeout_s: engine.drain(timeout_s))
 
 
 def abort(group: dist.ProcessGroup) -> None:
     """End a group's copies in flight, for which ranks are missing; later calls of its engines are refused."""
-    for _, chosen in group_values(Chosen, group):
-        if chosen.engine is not None and not chosen.engine.abort(group_timeout_s(group)):
-            _log.warning(_LATE, group_timeout_s(group))
-            _stuck.append(chosen.engine)
-            chosen.engine = None
+    for one, chosen in group_values(Chosen, group):
+        _end(one, chosen, lambda engine, timeout_s: engine.abort(timeout_s))
+
+
+def _end(group: dist.ProcessGroup, chosen: Chosen, end: Callable[[Engine, float], bool]) -> None:
+    """End the copies of an engine; one whose copies do not complete in time is given up."""
+    timeout_s = group_timeout_s(group)
+    if chosen.engine is not None and not end(chosen.engine, timeout_s):
+        _log.warning(_LATE, timeout_s)
+        _stuck.append(chosen.engine)
+        chosen.engine = None
 
 
 def forget(group: dist.ProcessGroup | None = None) -> None:

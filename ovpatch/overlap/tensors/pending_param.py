@@ -451,12 +451,12 @@ class ModuleHook:
 
     def __init__(self) -> None:
         self._call: Any = ModuleCall(vars(nn.Module)["_call_impl"])
-        nn.Module._call_impl = self._call  # type: ignore[assignment]
+        nn.Module._call_impl = self._call  # type: ignore[assignment]  # a descriptor, which returns the method
 
     def remove(self) -> None:
         """Stop to wait, unless a script has put another function there, which may call this one."""
         if vars(nn.Module)["_call_impl"] is self._call:
-            nn.Module._call_impl = self._call._function  # type: ignore[method-assign]
+            nn.Module._call_impl = self._call._function  # type: ignore[method-assign]  # what was there before
 
 
 class ContextHook:
