@@ -169,22 +169,44 @@ if hasattr(os, "register_at_fork"):
 
 def is_exiting_by_error() -> bool:
     """Return whether this process ends by an exception. Its peers may hang in a collective until it is gone."""
-    error = sys.exc_info()[1]  # set in a child of multiprocessing, which gets here while the exception propagates
+    error = sys.exc_info()[1]  # until Python 3.12, a child of multiprocessing gets here while the exception propagates
     if isinstance(error, SystemExit):
         return bool(error.code)
-    return error is not None or getattr(sys, "last_value", None) is not None
+    return error is not None or getattr(sys, "last_value", None) is not None or _has_failed_in_child()
+
+
+def _has_failed_in_child() -> bool:
+    """Return whether this is a child of multiprocessing that exits by an error.
+
+    From Python 3.13 on, forked children run what is registered at exit when the exception has been handled. Then only
+    the function that forked has the exit code.
+    """
+    frame = sys._getframe() if multiprocessing.parent_process() is not None else None
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if name == "multiprocessing.process" and frame.f_code.co_name == "_bootstrap":
+            return False  # it still runs
+        if name in ("multiprocessing.popen_fork", "multiprocessing.forkserver") and "code" in frame.f_locals:
+            return bool(frame.f_locals["code"])
+        frame = frame.f_back
+    return False
 
 
 def register_at_exit(function: Callable[[], None]) -> None:
-    """Run a function before threads are torn down, also in children of multiprocessing, which skip atexit.
+    """Run a function once, before threads are torn down, if it is this process that exits, not a fork of it.
 
     A second call for the same function does nothing.
     """
     if _registered.get(function) != os.getpid():
         _registered[function] = os.getpid()
-        atexit.unregister(function)  # a fork inherits it
-        atexit.register(function)
-        multiprocessing.util.Finalize(None, function, exitpriority=0)
+        run = functools.partial(_run_at_exit, function)
+        atexit.register(run)
+        multiprocessing.util.Finalize(None, run, exitpriority=0)  # forked children skip atexit until Python 3.12
+
+
+def _run_at_exit(function: Callable[[], None]) -> None:
+    if _registered.pop(function, None) == os.getpid():
+        function()
 
 
 _registered: dict[Callable[[], None], int] = {}  # the process that registered it; a fork inherits the table

@@ -120,12 +120,14 @@ class _FlagSum:
 
     @staticmethod
     def start(steps: range, flags: Sequence[int], device: torch.device, all_reduce: AllReduce) -> _FlagSum:
-        is_cuda = device.type == "cuda"
-        # From pinned memory: the host would wait for the device's whole queue otherwise.
-        values = torch.tensor(flags, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
-        sums = values.to(device, non_blocking=True)
+        # Filled on the device: a copy from the host would wait for the device's whole queue, and an allocation of pinned
+        # memory for a collective of the script's that is in flight, which may be waiting for this one on another rank.
+        sums = torch.zeros(len(flags), dtype=torch.int32, device=device)
+        for i, flag in enumerate(flags):
+            if flag:
+                sums[i].fill_(flag)
         (work,) = all_reduce([sums])
-        if not is_cuda:
+        if device.type != "cuda":
             return _FlagSum(steps, flags[0] > 0, work, sums)
         # A side stream copies the sum when it is there, and does not hold back the compute.
         side = _side_stream(device)

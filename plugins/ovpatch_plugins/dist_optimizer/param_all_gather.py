@@ -188,7 +188,8 @@ class AllGatherBucket:
                 elements = elements.view(world, size)
                 copies.append((elements, column))
                 packed.append(elements)
-        torch._chunk_cat(packed, 0, world, out=rows)
+        # Not torch._chunk_cat: it allocates pinned memory, which waits for a collective of the script's that is in flight.
+        torch.cat(packed, 1, out=rows)
         return rows.view(-1)
 
     def finish_all_gather(self) -> None:

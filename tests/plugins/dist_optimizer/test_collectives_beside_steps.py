@@ -77,7 +77,9 @@ def all_cases_in_a_hurry(*args: Any) -> Any:
         return all_cases(*args)
 
 
-@pytest.mark.gpu(2)
+# The first all-gather connects the communicator. Over sockets, which ranks that share a GPU have, NCCL then allocates
+# pinned memory, and that waits for the script's collective.
+@pytest.mark.gpu(2, own=True)
 def test_before_on_one_rank_and_after_on_another_with_nccl(ranks):
     results = ranks(2)(all_cases_in_a_hurry, trained, CASES, **NCCL)
     check_all(results, steps=STEPS, by_parts=None, bitwise=False)
