@@ -120,8 +120,8 @@ class _FlagSum:
 
     @staticmethod
     def start(steps: range, flags: Sequence[int], device: torch.device, all_reduce: AllReduce) -> _FlagSum:
-        # Filled on the device: a copy from the host would wait for the device's whole queue, and an allocation of pinned
-        # memory for a collective of the script's that is in flight, which may be waiting for this one on another rank.
+        # Filled on the device. A copy from the host would wait for the device's whole queue. An allocation of pinned
+        # memory would wait for a collective of the script's, behind which another rank may call this one.
         sums = torch.zeros(len(flags), dtype=torch.int32, device=device)
         for i, flag in enumerate(flags):
             if flag:
