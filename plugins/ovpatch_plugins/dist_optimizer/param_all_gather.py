@@ -188,7 +188,7 @@ class AllGatherBucket:
                 elements = elements.view(world, size)
                 copies.append((elements, column))
                 packed.append(elements)
-        # Not torch._chunk_cat: it allocates pinned memory, which waits for a collective of the script's that is in flight.
+        # Not torch._chunk_cat, whose pinned memory waits for a collective of the script's that is in flight.
         torch.cat(packed, 1, out=rows)
         return rows.view(-1)
 
