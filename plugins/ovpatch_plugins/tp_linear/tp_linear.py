@@ -120,10 +120,11 @@ class TPLinear:
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks over which the linear is cut, which have agreed on how to compute."""
+        if torch.compiler.is_compiling():
+            # The ranks agree when the linear is cut, or in an eager forward. A graph would write the generation.
+            return self.mesh.get_group() if self._group is None else self._group
         if self._group is None or self._era != tp_group.generation():
             group = self.mesh.get_group()
-            if torch.compiler.is_compiling():
-                return group  # the ranks agree when the linear is cut, or in an eager forward
             agree_on_terms(group)
             self.set_group(group)
             return group
