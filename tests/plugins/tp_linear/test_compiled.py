@@ -177,6 +177,9 @@ def compiled_functions() -> list[list[Tensor]]:
     return found
 
 
+@pytest.mark.skipif(
+    (2, 12) <= torch.__version__ < (2, 13), reason="stock torch 2.12 cannot break a graph where a group is an argument"
+)
 def test_the_functions_run_outside_of_a_compiled_graph(ranks):
     for compiled, eager in ranks(2)(compiled_functions):
         assert all(one.equal(other) for one, other in zip(compiled, eager, strict=True))

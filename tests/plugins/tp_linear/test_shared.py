@@ -25,6 +25,7 @@ from tests.support.rarely import RARELY
 
 WIDTH = 24
 IS_TORCH_2_11 = torch.__version__ < (2, 12)
+HAS_DTENSORS_IN_INFERENCE_MODE = torch.__version__ >= (2, 13)  # made of local tensors, by stock
 Forward = Callable[["Two", Any], Any]
 
 
@@ -142,8 +143,10 @@ CASES: dict[str, dict[str, Any]] = {
     "one is not called": {"body": one_is_not_called, "hook": "b"},
     "a pre-hook that changes the weight": {"body": both_called, "pre_hook": True},
     "saved": {"body": saved, "locals": (True,)},
-    # Stock torch 2.11 cannot make a DTensor of a local tensor in inference mode.
-    "under inference mode": {"body": under_inference_mode, "locals": (False, *([] if IS_TORCH_2_11 else [True]))},
+    "under inference mode": {
+        "body": under_inference_mode,
+        "locals": (False, True) if HAS_DTENSORS_IN_INFERENCE_MODE else (False,),
+    },
     "other features": {"body": other_features, "second": (WIDTH // 2, torch.float64), "locals": (True,)},
     "other dtype": {"body": other_dtype, "second": (WIDTH, torch.float32)},
 }
