@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from ovpatch._version import __version__
 from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
-from ovpatch.insight.bench import analysis, rounds
+from ovpatch.insight.bench import analysis
 from ovpatch.insight.bench.analysis import BenchFigures, UserFigures, compute_figures
 from ovpatch.insight.bench.rounds import (
     MIN_STEPS,
@@ -21,6 +22,7 @@ from ovpatch.insight.bench.rounds import (
     BenchPlan,
     BenchRuns,
     FailedError,
+    Progress,
     StoppedError,
     run_rounds,
 )
@@ -67,8 +69,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
     try:
-        with rounds.show_progress(plan) as shown:
-            runs = run_rounds(plan, shown)
+        progress = Progress(plan)
+        with nullcontext() if progress.bar.disable else progress.bar:
+            runs = run_rounds(plan, progress)
     except (StoppedError, KeyboardInterrupt):
         return _fail("interrupted; nothing was concluded", ExitCode.INTERRUPTED)
     except FailedError as error:
@@ -78,15 +81,11 @@ def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
     )
     if arguments.json is not None:
         workers.write_json(arguments.json, _data(plan, runs, found))
-    _show(plan, runs, found)
-    return ExitCode.OK
-
-
-def _show(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> None:
     colour = wants_colour(sys.stdout)
     line = f"ovpatch bench: {analysis.format_verdict(runs, found)}"
     print(f"\033[1m{line}\033[0m" if colour else line)
     print(analysis.format_report(plan, runs, found, colour=colour))
+    return ExitCode.OK
 
 
 def _data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, Any]:

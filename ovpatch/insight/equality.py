@@ -197,7 +197,8 @@ def _tensors(a: torch.Tensor, b: torch.Tensor) -> Difference:
     if found.first is None:
         return found
     flat = found.first[0] // (2 if len(a.shape) > len(shape) else 1)
-    return Difference(found.max_abs, found.finite, _unravel(flat, shape), found.values)
+    index = tuple(int(position) for position in torch.unravel_index(torch.tensor(flat, device="cpu"), shape))
+    return Difference(found.max_abs, found.finite, index, found.values)
 
 
 def _same_at_once(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -214,7 +215,7 @@ def _by_chunks(a: torch.Tensor, b: torch.Tensor) -> Difference:
     total = Difference()
     for start in range(0, a.numel(), CHUNK):
         x, y = a[start : start + CHUNK], b[start : start + CHUNK].to(a.device)
-        part = _floats(x, y) if a.is_floating_point() else _integers(x, y)
+        part = _compare_chunk(x, y)
         if part.first is None:
             continue
         first, values = (total.first, total.values) if total.first else ((start + part.first[0],), part.values)
@@ -223,41 +224,23 @@ def _by_chunks(a: torch.Tensor, b: torch.Tensor) -> Difference:
     return total
 
 
-def _floats(a: torch.Tensor, b: torch.Tensor) -> Difference:
-    x, y = a.to(torch.float64), b.to(torch.float64)  # exact for every narrower format
+def _compare_chunk(a: torch.Tensor, b: torch.Tensor) -> Difference:
+    # Exact for every narrower format; uint64 keeps its bits: a distance across 2**63 is just huge.
+    wide = torch.float64 if a.is_floating_point() else torch.int64
+    x, y = a.to(wide), b.to(wide)
     unequal = (x != y) & ~(x.isnan() & y.isnan())
     if not unequal.any():
         return Difference()
-    distance = (x - y).abs_()
+    distance = (x.to(torch.float64) - y.to(torch.float64)).abs_()
     finite = distance.isfinite()  # NaN or infinite on one side only, opposite infinities, or an overflow
     all_finite = not bool((unequal & ~finite).any())
     # Where both are NaN or the same infinity, the distance is NaN, and the values are equal.
-    largest = distance.masked_fill_(~(unequal & finite), 0.0).max().item()
-    index = _first(unequal)
-    return Difference(float(largest), all_finite, (index,), (x[index].item(), y[index].item()))
-
-
-def _integers(a: torch.Tensor, b: torch.Tensor) -> Difference:
-    x, y = a.to(torch.int64), b.to(torch.int64)  # uint64 keeps its bits: a distance across 2**63 is just huge
-    unequal = x != y
-    if not unequal.any():
-        return Difference()
-    distance = (x.to(torch.float64) - y.to(torch.float64)).abs_()
-    largest = max(1.0, float(distance.max().item()))  # beyond 2**53, float64 can make neighbours equal
-    index = _first(unequal)
-    return Difference(largest, True, (index,), (a[index].item(), b[index].item()))
-
-
-def _first(mask: torch.Tensor) -> int:
-    return int(mask.to(torch.uint8).argmax().item())
-
-
-def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        flat, position = divmod(flat, size)
-        index.append(position)
-    return tuple(reversed(index))
+    largest = float(distance.masked_fill_(~(unequal & finite), 0.0).max().item())
+    if wide is torch.int64:
+        largest = max(1.0, largest)  # beyond 2**53, float64 can make neighbours equal
+        x, y = a, b  # to show values as they are: True, and not 1
+    index = int(unequal.to(torch.uint8).argmax().item())
+    return Difference(largest, all_finite, (index,), (x[index].item(), y[index].item()))
 
 
 def _sparse_values(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -349,11 +332,6 @@ class Comparison:
         """Raise AssertionError, with a table of the worst values, unless every value is equal, perhaps within noise."""
         self._require({Verdict.BITWISE, Verdict.WITHIN_NOISE}, "different")
 
-    def to_json(self) -> dict[str, Any]:
-        """Return verdict, counts and rows as JSON types."""
-        counts = {verdict.value: sum(row.verdict is verdict for row in self.rows) for verdict in Verdict}
-        return {"verdict": self.verdict.value, "counts": counts, "rows": [row.to_json() for row in self.rows]}
-
     def table(self, count: int = 10) -> str:
         """Return the worst rows as a table in plain text."""
         head = ("name", "verdict", "max |diff|", "allowed", "first at", "what")
@@ -396,7 +374,7 @@ def compare(
     expected, actual = flatten(stock), flatten(patched)
     noise_runs = [flatten(run) for run in (reordered, *reruns) if run is not None]
     rows = [_row(name, leaf, actual, noise_runs, floor) for name, leaf in expected.items()]
-    rows += [_different(name, "extra: stock has no such value") for name in actual if name not in expected]
+    rows += [make_different(name, "extra: stock has no such value") for name in actual if name not in expected]
     return Comparison(tuple(rows))
 
 
@@ -404,9 +382,9 @@ def _row(
     name: str, stock: Leaf, patched: Mapping[str, Leaf], noise_runs: Sequence[Mapping[str, Leaf]], floor: float
 ) -> Row:
     if name not in patched:
-        return _different(name, "missing in the patched run")
+        return make_different(name, "missing in the patched run")
     if reason := describe_mismatch(stock, patched[name]):
-        return _different(name, reason)
+        return make_different(name, reason)
     found = measure_difference(stock, patched[name])
     if found is None or found.equal:
         note = _NOTHING if isinstance(stock, EmptyContainer) else ""
@@ -418,7 +396,8 @@ def _row(
     return Row(name, verdict, found.size, allowed, found.first, note)
 
 
-def _different(name: str, note: str) -> Row:
+def make_different(name: str, note: str) -> Row:
+    """Return the row of a value that differs other than by an amount."""
     return Row(name, Verdict.DIFFERENT, note=note)
 
 

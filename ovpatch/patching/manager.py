@@ -7,7 +7,7 @@ import difflib
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from ovpatch.patching.patch import (
@@ -143,7 +143,10 @@ class PatchManager:
         known = {record.declared.feature for record in self._select(())}
         for name in features:
             if name not in known:
-                raise PatchError(_unknown_text(name, known))
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                remedy = "Correct the name, or register its patches before they are applied"
+                raise PatchError(f"nothing is registered for feature {name!r}.{hint} {remedy}")
         self._apply(self._select(features))
 
     def revert(self, *features: str) -> None:
@@ -387,15 +390,6 @@ def _find_slot(target: str) -> Slot:
     if not isinstance(found, Slot):
         raise TargetNotFoundError(f"{target}: {found.reason}")
     return found if found.inherited_from is None else Slot(found.inherited_from, found.name, found.raw)
-
-
-def _unknown_text(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return (
-        f"nothing is registered for feature {name!r}.{hint} Correct the name, or register its patches before they are "
-        "applied"
-    )
 
 
 def _remove_wrapper(record: PatchRecord, chain: WrapperChain, wrapper: Wrapper) -> None:

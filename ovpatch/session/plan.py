@@ -191,16 +191,19 @@ def make_plan(
 
     ``asked`` are the features named in the call; empty means the defaults. ``arguments`` are the options given in calls
     so far. Active features stay on unless the environment turns them off. Without ``ask_machine`` the plugins'
-    ``ovpatch_reasons_against``, which need torch, are not called.
-
-    Raises:
-        ovpatch.SettingsError: A setting cannot be parsed.
+    ``ovpatch_reasons_against``, which need torch, are not called. Raises SettingsError if a setting cannot be parsed.
     """
     settings.check_names(environment, asked, arguments, found)
     is_strict = bool(strict) if environment.strict is None else environment.strict
     plan = FeaturePlan(environment, is_strict, {})
     for name, one in found.items():
-        plan.records[name] = _start(one, _get_request(one, environment, asked, found), active)
+        if environment.third_party or one.first_party:
+            request = settings.get_request(name, environment, asked, found)
+        else:
+            request = FeatureRequest(False, enforced=True, reason="left out by OVPATCH_THIRD_PARTY=0")
+        plan.records[name] = record = FeatureRecord(one, request, PLANNED)
+        if request.on is False and (request.enforced or name not in active):
+            record.stand_down("disabled", request.reason)
     _load(plan, plugins)
     _resolve(plan, arguments)
     if ask_machine:
@@ -213,25 +216,8 @@ def make_plan(
     return plan
 
 
-def _get_request(
-    one: FoundPlugin, environment: Environment, asked: Collection[str], known: Collection[str]
-) -> FeatureRequest:
-    if not environment.third_party and not one.first_party:
-        return FeatureRequest(False, enforced=True, reason="left out by OVPATCH_THIRD_PARTY=0")
-    return settings.get_request(one.name, environment, asked, known)
-
-
-def _start(one: FoundPlugin, request: FeatureRequest, active: Mapping[str, FeatureRecord]) -> FeatureRecord:
-    stays = one.name in active and not request.enforced
-    if request.on is False and not stays:
-        return FeatureRecord(one, request, "disabled", request.reason)
-    return FeatureRecord(one, request, PLANNED)
-
-
 def _load(plan: FeaturePlan, plugins: Plugins) -> None:
-    """Block plugins that are off, load the others, and leave out those that are off by default."""
-    for name, record in plan.records.items():
-        (plugins.unblock_plugin if record.state == PLANNED else plugins.block_plugin)(name)
+    """Load the plugins that may be on, and leave out those that are off by default."""
     for record in plan.records.values():
         if record.state == PLANNED:
             with _standing_down(record):
@@ -262,19 +248,12 @@ def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]]) -> N
     for name, feature in described.items():
         record = plan.records[name]
         if record.state in (PLANNED, "disabled"):
-            with _standing_down(record):
-                _resolve_one(record, feature, arguments.get(name, {}), variables)
-
-
-def _resolve_one(
-    record: FeatureRecord, feature: Feature, arguments: Mapping[str, Any], variables: Mapping[str, str]
-) -> None:
-    try:
-        record.options = opts.resolve_options(feature, arguments, variables)
-    except settings.SettingsError:
-        raise
-    except Exception as error:  # a plugin's parse= may raise any exception, although only ValueError is allowed
-        raise PluginError(f"parsing its options raised {describe_error(error)}") from error
+            try:
+                record.options = opts.resolve_options(feature, arguments.get(name, {}), variables)
+            except settings.SettingsError:
+                raise
+            except Exception as error:  # noqa: BLE001  # of a plugin's parse=, although only ValueError is allowed
+                record.stand_down("failed", f"parsing its options raised {describe_error(error)}")
 
 
 def _ask(plan: FeaturePlan, plugins: Plugins, active: Mapping[str, FeatureRecord]) -> None:

@@ -89,10 +89,8 @@ def resolve_options(
 ) -> dict[str, OptionValue]:
     """Return the value of every option of a feature: environment over argument over default.
 
-    Arguments are by name or alias; the environment has the variables of features, as text.
-
-    Raises:
-        SettingsError: An argument is unknown, a value cannot be parsed, or a name and its alias disagree.
+    Arguments are by name or alias; the environment has the variables of features, as text. Raises SettingsError if an
+    argument is unknown, a value cannot be parsed, or a name and its alias disagree.
     """
     known = {name for option in feature.options for name in (option.name, *option.aliases)}
     given = {normalise_name(name): value for name, value in arguments.items()}

@@ -38,11 +38,7 @@ class Selection(NamedTuple):
 
 
 def parse_selection(text: str) -> Selection:
-    """Parse the value of ``OVPATCH``.
-
-    Raises:
-        SettingsError: Plain and signed names are mixed, or a word such as ``all`` does not stand alone.
-    """
+    """Parse ``OVPATCH``; raise SettingsError if plain and signed names are mixed, or ``all`` does not stand alone."""
     items = [item.strip() for item in text.split(",") if item.strip()]
     words = {item.lower() for item in items}
     if not items or (len(items) == 1 and words <= set(ON_WORDS)):
@@ -134,9 +130,7 @@ class Environment(NamedTuple):
     auto: bool  # ``OVPATCH_AUTO``
     strict: bool | None  # ``OVPATCH_STRICT``, or None if it is unset
     log: str  # ``OVPATCH_LOG``, or an empty string
-    cache_dir: Path | None  # ``OVPATCH_CACHE_DIR``, or the user's cache directory; None for a user without a home
     third_party: bool  # ``OVPATCH_THIRD_PARTY``
-    report_dir: str  # ``OVPATCH_REPORT_DIR``, or an empty string
     features: Mapping[str, str]  # the remaining variables as text; each must belong to a feature
 
 
@@ -150,10 +144,9 @@ class FeatureRequest(NamedTuple):
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Parse the environment; variables of features stay text, and an empty value counts as unset.
+    """Parse the environment; raise SettingsError if a value cannot be parsed.
 
-    Raises:
-        SettingsError: A value cannot be parsed.
+    Variables of features stay text, and an empty value counts as unset.
     """
     source = os.environ if environ is None else environ
     ours = {k: v.strip() for k, v in source.items() if k == PREFIX or k.startswith(PREFIX + "_")}
@@ -163,9 +156,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         auto=_flag(ours, "OVPATCH_AUTO") or False,
         strict=_flag(ours, "OVPATCH_STRICT"),
         log=_level(ours.get("OVPATCH_LOG", "")),
-        cache_dir=cache_dir(source),
         third_party=_flag(ours, "OVPATCH_THIRD_PARTY") is not False,
-        report_dir=ours.get("OVPATCH_REPORT_DIR", ""),
         features={k: v for k, v in ours.items() if k not in RESERVED},
     )
 
@@ -312,16 +303,9 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     None for a user without a home, as in many containers.
     """
     source = os.environ if environ is None else environ
-    named = source.get("OVPATCH_CACHE_DIR", "").strip()
-    if named:
-        return _expanded(Path(named))
-    bases = (source.get("XDG_CACHE_HOME", ""), source.get("LOCALAPPDATA", ""))
-    base = next((path for path in bases if os.path.isabs(path)), os.path.join("~", ".cache"))
-    return _expanded(Path(base) / "ovpatch")
-
-
-def _expanded(path: Path) -> Path | None:
+    named, base = source.get("OVPATCH_CACHE_DIR", "").strip(), source.get("XDG_CACHE_HOME", "")
+    users = Path(base if os.path.isabs(base) else "~/.cache") / "ovpatch"
     try:
-        return path.expanduser()
+        return (Path(named) if named else users).expanduser()
     except RuntimeError:  # raised by pathlib for a user without a home
         return None

@@ -218,7 +218,9 @@ def _rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
         worst, _ = run.find_worst_rank(run.shown)
         for tracks in run.ranks:
             mark = " <- most exposed" if tracks is worst and len(run.ranks) > 1 else ""
-            yield run.name, f"{tracks.rank}{mark}", *_cells(run.get_parts(tracks, run.shown))
+            parts = run.get_parts(tracks, run.shown)
+            times = (parts.step, parts.compute, parts.hidden, parts.exposed, parts.copies, parts.idle)
+            yield run.name, f"{tracks.rank}{mark}", *map(format_ms, times), format_percent(parts.hidden_share)
 
 
 def _pipeline_rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
@@ -226,11 +228,6 @@ def _pipeline_rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
         for tracks, parts in list_parts(run):
             times = (parts.F, parts.B, parts.W, parts.other, parts.wait)
             yield run.name, str(tracks.rank), *map(format_ms, times), format_percent(parts.bubble)
-
-
-def _cells(parts: StepParts) -> tuple[str, ...]:
-    times = (parts.step, parts.compute, parts.hidden, parts.exposed, parts.copies, parts.idle)
-    return *map(format_ms, times), format_percent(parts.hidden_share)
 
 
 def _group_rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
@@ -244,7 +241,7 @@ def _group_rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
 def list_conclusions(runs: Sequence[TimelineRun]) -> Iterator[str]:
     """Yield the conclusions, a line each, with the definition of each ratio."""
     for run in runs:
-        yield f"{run.name}: {_exposure(run)}{_spread(run)}"
+        yield f"{run.name}: {_exposure(run)}"
         if has_pipeline([run]):
             yield f"{run.name}: {format_percent(measure_bubble(run))} of step {run.shown} is bubble, the mean of ranks"
     if len(runs) == 2:
@@ -265,20 +262,15 @@ def _efficiency(stock: TimelineRun, patched: TimelineRun) -> str:
 
 def _exposure(run: TimelineRun) -> str:
     tracks, parts = run.find_worst_rank(run.shown)
+    exposed = [run.find_worst_rank(number)[1].exposed for number in run.steps]
+    least, most = format_ms(min(exposed)), format_ms(max(exposed))
+    spread = f"; {least} to {most} ms over steps {run.steps[0]} to {run.steps[-1]}" if len(run.steps) > 1 else ""
     if parts.hidden_share is None:
-        return f"no communication in step {run.shown}"
+        return f"no communication in step {run.shown}{spread}"
     return (
         f"{format_ms(parts.exposed)} of {format_ms(parts.step)} ms are exposed communication "
-        f"(rank {tracks.rank}, step {run.shown}); hidden share {format_percent(parts.hidden_share)}"
+        f"(rank {tracks.rank}, step {run.shown}); hidden share {format_percent(parts.hidden_share)}{spread}"
     )
-
-
-def _spread(run: TimelineRun) -> str:
-    if len(run.steps) < 2:
-        return ""
-    exposed = [run.find_worst_rank(number)[1].exposed for number in run.steps]
-    first, last = format_ms(min(exposed)), format_ms(max(exposed))
-    return f"; {first} to {last} ms over steps {run.steps[0]} to {run.steps[-1]}"
 
 
 #: Share of a step that recording may cost.
@@ -321,12 +313,9 @@ class Recording:
 
 
 def read_recording(name: str, folder: Path, wanted: range, also: re.Pattern[str] | None = None) -> Recording:
-    """Read the recording of a variant from the folder of its processes' files.
+    """Read the recording of a variant from the folder of its processes' files; raise TraceError if there is none.
 
     ``wanted`` are the requested steps, and ``also`` is the user's pattern of further communication kernels.
-
-    Raises:
-        TraceError: Nothing was recorded; the text has the reason and the remedy.
     """
     facts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("recording-rank*.json"))]
     traces = sorted(folder.glob("trace-rank*.json*"))

@@ -169,12 +169,9 @@ def drop_empty_steps(steps: Iterable[Step], events: Sequence[TraceEvent]) -> tup
 
 
 def read_all_ranks(paths: Iterable[Path], also: re.Pattern[str] | None = None) -> tuple[RankTracks, ...]:
-    """Read the traces of all ranks of one run, and return their tracks by rank.
+    """Return the tracks of all ranks of one run; raise TraceError if a file cannot be used, or two are of one rank.
 
     ``also`` is the user's pattern of further communication kernels.
-
-    Raises:
-        TraceError: A file cannot be used, or two are of one rank.
     """
     run: dict[int, RankTracks] = {}
     paths = list(paths)

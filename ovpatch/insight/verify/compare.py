@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.insight import equality
-from ovpatch.insight.equality import Row, Verdict, measure_difference
+from ovpatch.insight.equality import Row, Verdict, make_different, measure_difference
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.recording import UNREAD, KeptValue, RecordedEvent, RecordedRun
 
@@ -150,11 +150,8 @@ def judge_value(
         allowed = allowed._replace(largest=allowed.largest + _unit(stock.values))
     row = _judged(name, stock, patched, allowed)
     if row.verdict is Verdict.DIFFERENT and rounded:
-        nearer = _without_single_units(stock.values, patched.values)
-        if (
-            nearer is not None
-            and _judged(name, stock, patched._replace(values=nearer), allowed).verdict is not row.verdict
-        ):
+        nearer = patched._replace(values=_without_single_units(stock.values, patched.values))
+        if nearer.values is not None and _judged(name, stock, nearer, allowed).verdict is not row.verdict:
             note = f"{row.note}; few of its elements, by a unit in the last place"
             return replace(row, verdict=Verdict.WITHIN_NOISE, allowed=row.max_abs_diff, note=note)
     return row
@@ -297,7 +294,7 @@ def compare_runs(
             _compare_process(process, stock.events(process), patched.events(process), others, noise, cut, compared)
         elif not cut:
             other = "the patched run" if process in stock.processes else "stock"
-            row = Row(ORDER, Verdict.DIFFERENT, note=f"nothing happened here in {other}")
+            row = make_different(ORDER, f"nothing happened here in {other}")
             compared.findings.append(Finding(row, process, 1, 0, "the whole run"))
     return compared
 
@@ -344,9 +341,8 @@ def _allow_if_unchanged(
     if expected is None or actual is None or expected.form != actual.form:
         return row
     name = known.get((expected.digest, actual.digest))
-    if name is None:
-        return row
-    return replace(row, verdict=Verdict.WITHIN_NOISE, note=f"it is '{name}' of the step before")
+    note = f"it is '{name}' of the step before"
+    return row if name is None else replace(row, verdict=Verdict.WITHIN_NOISE, note=note)
 
 
 def _out_of_step(
@@ -357,12 +353,11 @@ def _out_of_step(
     beside: Mapping[str, RecordedEvent | None],
 ) -> Finding:
     step = stock.step if stock is not None else patched.step if patched is not None else 1
-    note = f"stock: {stock or 'the end'}; patched: {patched or 'the end'}"
+    row = make_different(ORDER, f"stock: {stock or 'the end'}; patched: {patched or 'the end'}")
     wanted = stock.signature if stock is not None else None
     if any((event.signature if event is not None else None) != wanted for event in beside.values()):
-        row = Row(ORDER, Verdict.WITHIN_NOISE, note=f"{note}; stock does not repeat itself here either")
-    else:
-        row = Row(ORDER, Verdict.DIFFERENT, note=note)
+        note = f"{row.note}; stock does not repeat itself here either"
+        row = replace(row, verdict=Verdict.WITHIN_NOISE, note=note)
     return Finding(row, process, step, order, str(stock or patched))
 
 
@@ -375,20 +370,20 @@ def compare_values(
     """Return a row for each value of an event that is not bitwise equal; ``noise_of`` takes the value's name."""
     unequal = [name for name, value in stock.items() if name not in patched or patched[name][:2] != value[:2]]
     scales = _scales(stock) if unequal else {}
-    moving = bool(unequal) and any(_moved(stock, values) for values in noise_runs.values())
+    moving = bool(unequal) and any(
+        name in values and values[name][:2] != value[:2]
+        for values in noise_runs.values()
+        for name, value in stock.items()
+    )
     rows = []
     for name in unequal:
         others = [values.get(name) for values in noise_runs.values()]
         floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
         rows.append(_row(name, stock[name], patched.get(name), others, floor, noise_of, moving))
     changing = any(values.keys() - stock.keys() for values in noise_runs.values())  # as do names that contain the time
-    extra = _unrepeated if changing else _different
+    extra = _unrepeated if changing else make_different
     rows += [extra(name, "stock has no such value") for name in patched if name not in stock]
     return [row for row in rows if row.verdict is not Verdict.BITWISE]
-
-
-def _moved(stock: Mapping[str, KeptValue], other: Mapping[str, KeptValue]) -> bool:
-    return any(name in other and other[name][:2] != value[:2] for name, value in stock.items())
 
 
 def _scales(values: Mapping[str, KeptValue]) -> dict[str, float]:
@@ -423,7 +418,7 @@ def _row(
     moving: bool,
 ) -> Row:
     if patched is None:
-        missing = _unrepeated if None in noise_runs else _different
+        missing = _unrepeated if None in noise_runs else make_different
         return missing(name, "missing in the patched run")
     if stock.form != patched.form or stock.form in _EXACT or stock.not_finite != patched.not_finite:
         return _exact(name, stock, patched, noise_runs)
@@ -443,17 +438,13 @@ def _of_sums(row: Row) -> Row:
 
 def _exact(name: str, stock: KeptValue, patched: KeptValue, noise_runs: Sequence[KeptValue | None]) -> Row:
     if stock.form != patched.form:
-        return _different(name, f"{stock.form} became {patched.form}")
+        return make_different(name, f"{stock.form} became {patched.form}")
     if stock.not_finite != patched.not_finite:  # no noise run allows that, as in the equality rule
-        return _different(name, f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}")
+        return make_different(name, f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}")
     if any(value is not None and value.digest != stock.digest for value in noise_runs):
         return Row(name, Verdict.WITHIN_NOISE, note="stock does not repeat it either")
-    return _different(name, f"{stock.digest} became {patched.digest}")
+    return make_different(name, f"{stock.digest} became {patched.digest}")
 
 
 def _unrepeated(name: str, note: str) -> Row:
     return Row(name, Verdict.WITHIN_NOISE, note=f"{note}; stock does not repeat it either")
-
-
-def _different(name: str, note: str) -> Row:
-    return Row(name, Verdict.DIFFERENT, note=note)

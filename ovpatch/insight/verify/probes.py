@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ovpatch.insight import steps
-from ovpatch.insight.steps import StepCounter, StepHooks, find_root_modules
+from ovpatch.insight.steps import StepCounter, StepHooks, find_root_modules, list_children
 from ovpatch.insight.verify import noise_runs
 from ovpatch.insight.verify.recording import (
     BACKWARD,
@@ -132,21 +132,22 @@ def _owners(positions: Mapping[int, int]) -> list[nn.Module]:
     return [root for *_, root in sorted(found, key=lambda one: one[:2])]
 
 
+Values = dict[str, KeptValue]
 Save = Callable[..., Any]
-Saved = Callable[[str, dict[str, KeptValue]], None]
-Read = Callable[[str], dict[str, KeptValue]]
+Saved = Callable[[str, Values], None]
+Read = Callable[[str], Values]
 
 #: Key of the source of a checkpoint's values.
 SOURCE: Final = "(what was looked at)"
 
 
-def list_contents(saved: Any) -> dict[str, KeptValue]:
+def list_contents(saved: Any) -> Values:
     """Return the record of each key of a nested object or a module's state_dict: tensors by value, others by type."""
     return {name or "(itself)": kept for name, kept in _walk(saved, "", ())}
 
 
 def _walk(value: Any, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, KeptValue]]:
-    children = _children(value.state_dict() if isinstance(value, nn.Module) else value)
+    children = list_children(value.state_dict() if isinstance(value, nn.Module) else value)
     if children is None or id(value) in above:
         yield name, _keep(value)
         return
@@ -156,12 +157,6 @@ def _walk(value: Any, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, 
         yield from _walk(child, f"{name}.{key}" if name else str(key), (*above, id(value)))
 
 
-def _children(value: Any) -> list[tuple[Any, Any]] | None:
-    if isinstance(value, Mapping):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, (list, tuple)) else None
-
-
 def _keep(value: Any) -> KeptValue:
     if not isinstance(value, Tensor):
         return keep_text(type(value).__name__)
@@ -169,12 +164,12 @@ def _keep(value: Any) -> KeptValue:
     return keep_text(f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}") if kept.form == UNREAD else kept
 
 
-def _of_torch(path: str) -> dict[str, KeptValue]:
+def _of_torch(path: str) -> Values:
     mapped = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
     return list_contents(torch.load(path, map_location="cpu", mmap=mapped, weights_only=True))
 
 
-def _of_safetensors(path: str) -> dict[str, KeptValue]:
+def _of_safetensors(path: str) -> Values:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -211,7 +206,7 @@ def _wrap(original: Save, first: str, read: Read | None, saved: Saved) -> Save:
     return save
 
 
-def _stored(handed: Any, file: Any, read: Read | None) -> dict[str, KeptValue]:
+def _stored(handed: Any, file: Any, read: Read | None) -> Values:
     """Return the contents of a saved file, or of the saved object if the file cannot be read back.
 
     A patch inside the saving function can make the file differ from the object, so the file counts. It is read without
@@ -245,9 +240,6 @@ def _shown(file: Any) -> str:
     """Return the name of the file without its folder, which may differ between runs."""
     path = getattr(file, "name", file)
     return Path(os.fspath(path)).name if isinstance(path, (str, os.PathLike)) else f"a {type(file).__name__}"
-
-
-Values = dict[str, KeptValue]
 
 
 class ScriptRecorder:
@@ -349,7 +341,7 @@ class ScriptRecorder:
 
         return update
 
-    def _saved(self, file: str, contents: dict[str, KeptValue]) -> None:
+    def _saved(self, file: str, contents: Values) -> None:
         values = {f"saved {name}": kept for name, kept in contents.items()}
         self._recorder.record_event(CHECKPOINT, values, step=max(1, self._steps.count), label=file)
         self._recorder.flush_events()  # some scripts leave by os._exit after their last checkpoint
@@ -360,19 +352,17 @@ def _norm(gradients: list[Tensor]) -> float | None:
     parts = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
     dense = [part.to_dense() if part.layout is not torch.strided else part for part in parts]
     try:
-        norms = [float(torch.linalg.vector_norm(part.detach(), dtype=_wide(part)).item()) for part in dense]
+        wide = [torch.complex128 if part.is_complex() else torch.float64 for part in dense]
+        each = zip(dense, wide, strict=True)
+        norms = [float(torch.linalg.vector_norm(part.detach(), dtype=dtype)) for part, dtype in each]
     except (RuntimeError, NotImplementedError):  # a dtype or tensor class without norms
         return None
     return math.sqrt(sum(norm * norm for norm in norms))
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
-
-
 def _collect(name: str, value: Any, into: Values) -> None:
     """Record nested state, by name."""
-    children = _children(value)
+    children = list_children(value)
     if children is None:
         into[name] = keep_value(value)
     for key, child in children or ():

@@ -214,7 +214,9 @@ class _Verifier:
             self._draw_more(stock, patched, wrong)
         was_on = outcome.applied or outcome.exercised
         if was_on and self.failed and self.compared.findings and not wrong:
-            return Conclusion.UNDECIDED, self._describe_what_is_open()
+            amount, failed = _describe_amount(self.compared), " and ".join(self.failed)
+            why = f"{amount}, and how much of that is noise is not known, because {failed}, and stock did not"
+            return Conclusion.UNDECIDED, why
         if was_on and (self.compared.different or wrong):
             self._find_the_feature(stock)
             if wrong and any(one.row.name == ORDER for one in self.compared.different):
@@ -410,12 +412,6 @@ class _Verifier:
         partly = [f"; {name} left some work to stock" for name in patched.left_to_stock]
         return f"{steps}, {ranks}, {compared.values} values{''.join(idle + partly)}"
 
-    def _describe_what_is_open(self) -> str:
-        return (
-            f"{_describe_amount(self.compared)}, and how much of that is noise is not known, because "
-            f"{' and '.join(self.failed)}, and stock did not"
-        )
-
     def _describe_difference(self, wrong: str) -> str:
         first = self.compared.first
         feature = f", because of {' or '.join(self.blamed)}" if self.blamed else ""
@@ -436,11 +432,8 @@ class _Verifier:
 def verify(request: Request, progress: Callable[[str, int], None] = lambda variant, step: None) -> Verification:
     """Run a command stock and patched, and conclude whether it computes the same.
 
-    ``progress`` is called with a variant's name and the last step that all its processes have taken.
-
-    Raises:
-        ovpatch.SettingsError: The command cannot be observed.
-        ovpatch.insight.launch.NotStartedError: The command could not be started.
+    ``progress`` is called with a variant's name and the last step that all its processes have taken. Raises
+    SettingsError if the command cannot be observed, and NotStartedError if it cannot be started.
     """
     variants.check_autoload()
     progress("stock", 0)
@@ -493,8 +486,10 @@ def print_result(result: Verification, console: Console) -> None:
         console.print(Text(line), soft_wrap=True)
     if result.compared.findings:
         console.print(_table(result.compared, result.measured))
-    for outcome in _telling(result):
-        _show_end(outcome, console)
+    for name, outcome in result.outcomes.items():
+        telling = result.verdict is Conclusion.UNDECIDED or name in ("stock", "patched")
+        if telling and (outcome.code or outcome.timed_out or outcome.failures):
+            _show_end(outcome, console)
 
 
 def _lines(result: Verification) -> Iterator[str]:
@@ -518,8 +513,8 @@ def _lines(result: Verification) -> Iterator[str]:
 
 
 def _scope(compared: RunComparison) -> str:
-    counts = {"backward": "losses", "step": "optimizer steps", "scale": "loss scales", "checkpoint": "checkpoints"}
-    events = ", ".join(f"{compared.events.get(kind, 0)} {name}" for kind, name in counts.items() if kind != "scale")
+    counts = {"backward": "losses", "step": "optimizer steps", "checkpoint": "checkpoints"}
+    events = ", ".join(f"{compared.events.get(kind, 0)} {name}" for kind, name in counts.items())
     return f"{compared.values} values on {', '.join(compared.processes)}, to step {compared.steps}: {events}"
 
 
@@ -549,26 +544,12 @@ def _table(compared: RunComparison, measured: bool) -> Table:
         title += f": {'the first, then ' if first else ''}the worst of {len(compared.findings)}"
     table = Table("step", "process", "value", "|diff|", "allowed", "what", title=title, title_justify="left")
     for finding in shown:
-        table.add_row(*map(Text, _cells(finding, measured)), style=None if finding.different else "dim")
+        row = finding.row
+        far = "" if row.max_abs_diff is None else f"{row.max_abs_diff:.3g}"
+        allowed = "" if row.allowed is None or not measured else f"{row.allowed:.3g}"
+        cells = (str(finding.step), finding.process, row.name, far, allowed, row.note)
+        table.add_row(*map(Text, cells), style=None if finding.different else "dim")
     return table
-
-
-def _cells(finding: Finding, measured: bool) -> tuple[str, ...]:
-    row = finding.row
-    return (
-        str(finding.step),
-        finding.process,
-        row.name,
-        "" if row.max_abs_diff is None else f"{row.max_abs_diff:.3g}",
-        "" if row.allowed is None or not measured else f"{row.allowed:.3g}",
-        row.note,
-    )
-
-
-def _telling(result: Verification) -> list[Outcome]:
-    unhappy = [outcome for outcome in result.outcomes.values() if outcome.code or outcome.timed_out or outcome.failures]
-    telling = None if result.verdict is Conclusion.UNDECIDED else ("stock", "patched")
-    return [outcome for outcome in unhappy if telling is None or outcome.variant.name in telling]
 
 
 def _show_end(outcome: Outcome, console: Console) -> None:
