@@ -12,20 +12,9 @@ from typing import Any
 from ovpatch._version import __version__
 from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
-from ovpatch.insight.bench import analysis
+from ovpatch.insight.bench import analysis, rounds
 from ovpatch.insight.bench.analysis import BenchFigures, UserFigures, compute_figures
-from ovpatch.insight.bench.rounds import (
-    MIN_STEPS,
-    MIN_WARMUP,
-    PATCHED,
-    STOCK,
-    BenchPlan,
-    BenchRuns,
-    FailedError,
-    Progress,
-    StoppedError,
-    run_rounds,
-)
+from ovpatch.insight.bench.rounds import PATCHED, STOCK, BenchPlan, BenchRuns, FailedError, StoppedError
 from ovpatch.session import workers
 from ovpatch.session.report import wants_colour
 
@@ -34,8 +23,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ovpatch bench``."""
     add = parser.add_argument
     number = command_line.make_int_parser
-    add("--steps", type=number(MIN_STEPS), default=30, metavar="N", help="steps to measure in each run (30)")
-    add("--warmup", type=number(MIN_WARMUP), default=10, metavar="M", help="steps of warm-up before them (10)")
+    add("--steps", type=number(rounds.MIN_STEPS), default=30, metavar="N", help="steps to measure in each run (30)")
+    add("--warmup", type=number(rounds.MIN_WARMUP), default=10, metavar="M", help="steps of warm-up before them (10)")
     add("--rounds", type=number(1), default=3, metavar="R", help="pairs of a stock and a patched run (3)")
     command_line.add_features(parser)
     add(
@@ -69,9 +58,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
     try:
-        progress = Progress(plan)
+        progress = rounds.Progress(plan)
         with nullcontext() if progress.bar.disable else progress.bar:
-            runs = run_rounds(plan, progress)
+            runs = rounds.run_rounds(plan, progress)
     except (StoppedError, KeyboardInterrupt):
         return _fail("interrupted; nothing was concluded", ExitCode.INTERRUPTED)
     except FailedError as error:

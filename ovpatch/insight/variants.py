@@ -147,14 +147,13 @@ class Outcome:
         """Errors of ovpatch or the tool in a process: pid, rank and error."""
         return workers.read_reports(self.folder, "failed")
 
-    def log_contains(self, words: str) -> bool:
-        """Tell whether a line of the log contains a text."""
-        with self.log.open(encoding="utf-8", errors="replace") as lines:
-            return any(words in line for line in lines)
+    def read_log(self) -> str:
+        """Return the command's output."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
 
     def read_failure(self) -> str:
         """Return what the log says about how the command ended, as :func:`find_failure` finds it."""
-        return find_failure(self.log.read_text(encoding="utf-8", errors="replace"))
+        return find_failure(self.read_log())
 
 
 _HEAD: Final = re.compile(r"^(\[rank\d+\]: ?)?Traceback \(most recent call last\):$")

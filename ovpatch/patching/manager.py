@@ -222,15 +222,11 @@ class PatchManager:
             plan = make_plan(records, chains, version, finished)
             if plan.slot_plans:
                 watch_for_torch()
-            plan.build_wrappers()
-            try:
-                committed = self._commit(plan)
-            except BaseException:  # raised again: also Ctrl-C must not leave hooks installed
-                plan.remove_hooks()
-                raise
-            if committed:
-                return plan
-            plan.remove_hooks()
+            with contextlib.ExitStack() as undo:  # no hook stays installed where nothing is written
+                plan.build_wrappers(undo)
+                if self._commit(plan):
+                    undo.pop_all()
+                    return plan
 
     def _commit(self, plan: PatchPlan) -> bool:
         with WRITE_LOCK:
@@ -334,7 +330,14 @@ class PatchManager:
             handles = [(record, record.handle) for record in live if record.handle is not None]
             for record in live:
                 record.handle = None
-        problems = [problem for record, handle in handles for problem in _remove_handle(record, handle)]
+        problems: list[PatchError] = []
+        for record, handle in handles:
+            try:
+                handle.remove()
+            except Exception as error:  # noqa: BLE001 - the other hooks and patches must be removed all the same
+                text = f"{record.declared} could not be removed: {error!r}; correct its remove()"
+                problems.append(PatchError(text, record.declared))
+                problems[-1].__cause__ = error
         if chains:
             reset_compiled_code()
         if problems:
@@ -396,18 +399,6 @@ def _remove_wrapper(record: PatchRecord, chain: WrapperChain, wrapper: Wrapper) 
     chain.remove_wrapper(wrapper)
     record.retain_counts(wrapper)
     record.wrappers = [one for one in record.wrappers if one[1] is not wrapper]
-
-
-def _remove_handle(record: PatchRecord, handle: Removable) -> list[PatchError]:
-    try:
-        handle.remove()
-    except Exception as error:  # noqa: BLE001 - the other hooks and patches must be removed all the same
-        problem = PatchError(
-            f"{record.declared} could not be removed: {error!r}; correct its remove()", record.declared
-        )
-        problem.__cause__ = error
-        return [problem]
-    return []
 
 
 def _rebind_references(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -246,20 +247,15 @@ class PatchPlan:
         if not record.wrappers:
             self.not_applied.append((record, PatchState.INCOMPATIBLE, text, ()))
 
-    def build_wrappers(self) -> None:
-        """Call the wrap functions and install the hooks.
-
-        If one of them fails, which is a PatchError, all installed hooks are removed again.
-        """
-        try:
-            for slot_plan in self.slot_plans:
-                self._stage(slot_plan)
-            self.slot_plans = [slot_plan for slot_plan in self.slot_plans if slot_plan.staged]
-            for record, hook in self.hooks:
-                self.handles.append((record, _install(hook)))
-        except BaseException:  # raised again: also Ctrl-C must not leave hooks installed
-            self.remove_hooks()
-            raise
+    def build_wrappers(self, undo: ExitStack) -> None:
+        """Call the wrap functions and install the hooks, which ``undo`` removes; PatchError if one of them fails."""
+        for slot_plan in self.slot_plans:
+            self._stage(slot_plan)
+        self.slot_plans = [slot_plan for slot_plan in self.slot_plans if slot_plan.staged]
+        for record, hook in self.hooks:
+            handle = _install(hook)
+            undo.callback(handle.remove)
+            self.handles.append((record, handle))
 
     def _stage(self, slot_plan: SlotPlan) -> None:
         while slot_plan.records:
@@ -271,11 +267,6 @@ class PatchPlan:
                 record = next(record for record in slot_plan.records if record.declared in error.patches)
                 self._refuse(record, str(error))
                 slot_plan.records.remove(record)
-
-    def remove_hooks(self) -> None:
-        """Remove the installed hooks, the last first."""
-        while self.handles:
-            self.handles.pop()[1].remove()
 
 
 def make_plan(

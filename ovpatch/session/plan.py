@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, Final
 
 from ovpatch.exit_codes import ExitCode
@@ -57,15 +58,10 @@ def find_conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection
     stays on; two of the same group are both left out.
     """
     lost: dict[str, str] = {}
-    names = list(features)
-    pairs = [
-        (a, b)
-        for i, a in enumerate(names)
-        for b in names[i + 1 :]
-        if b in features[a].conflicts or a in features[b].conflicts
-    ]
+    pairs = combinations(features, 2)
     for a, b in sorted(pairs, key=lambda pair: min(_rank(pair[0], ranking), _rank(pair[1], ranking))):
-        if a in lost or b in lost:
+        in_conflict = b in features[a].conflicts or a in features[b].conflicts
+        if not in_conflict or a in lost or b in lost:
             continue
         for loser, winner in ((a, b), (b, a)):
             if _rank(loser, ranking) >= _rank(winner, ranking):
@@ -144,14 +140,12 @@ class FeaturePlan:
             if record.state == PLANNED and record.feature is not None
         }
 
-    def get_reasons(self) -> dict[str, str]:
-        """Return why each other feature is not on."""
-        return {n: e.reason or e.state for n, e in self.records.items() if e.state not in (PLANNED, "applied")}
-
     def drop_unmet(self) -> list[str]:
         """Leave out features whose requirements are not on; returns their names."""
         on = {n: e.feature for n, e in self.records.items() if e.state == "applied" and e.feature is not None}
-        lost = find_unmet({**on, **self.get_planned()}, self.get_reasons())
+        others = (e for e in self.records.values() if e.state not in (PLANNED, "applied"))
+        reasons = {e.found.name: e.reason or e.state for e in others}
+        lost = find_unmet({**on, **self.get_planned()}, reasons)
         for name, reason in lost.items():
             self.records[name].stand_down("skipped", reason)
         return list(lost)

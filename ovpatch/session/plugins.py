@@ -213,6 +213,7 @@ class Plugins:
         except Exception as error:  # a plugin's objects may raise any exception
             raise PluginError(f"{hook} returned {type(found).__name__}, not a list of texts") from error
 
+
 def describe_error(error: BaseException) -> str:
     """Return the type and text of an error in one line."""
     text = " ".join(str(error).split())

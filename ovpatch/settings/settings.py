@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -84,8 +85,6 @@ def parse_flag(text: str) -> bool | None:
 
 def suggest_name(word: str, candidates: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the nearest candidate, or nothing."""
-    from difflib import get_close_matches  # only on the way to an error
-
     near = get_close_matches(word, sorted(set(candidates)), n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -181,27 +180,12 @@ def _corrected(name: str) -> str:
         return ""
     upper = name.upper()
     head, _, rest = upper.partition("_")
-    if head != PREFIX and not _differs_by_one(head, PREFIX):
+    one_edit = SequenceMatcher(None, head, PREFIX).ratio() > 0.85  # a letter missing, added, replaced or swapped
+    if head != PREFIX and not one_edit:
         if not upper.replace("_", "").startswith(PREFIX):  # an underscore too many or too few
             return ""
         rest = upper[len(PREFIX) + upper[: len(PREFIX) + 1].count("_") :].lstrip("_")
     return f"{PREFIX}_{rest}" if rest else PREFIX
-
-
-def _differs_by_one(one: str, other: str) -> bool:
-    """Return whether one letter is missing, added, replaced or swapped with its neighbour."""
-    short, long = sorted((one, other), key=len)
-    if len(long) - len(short) > 1:
-        return False
-    if len(long) > len(short):
-        return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
-    wrong = [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
-    swapped = (
-        len(wrong) == 2
-        and wrong[1] == wrong[0] + 1
-        and one[wrong[0]] + one[wrong[1]] == other[wrong[1]] + other[wrong[0]]
-    )
-    return len(wrong) == 1 or swapped
 
 
 def make_variable_name(feature: str, option: str = "") -> str:

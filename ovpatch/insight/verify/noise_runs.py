@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Final
 
@@ -121,15 +121,13 @@ def _wrap_init(original: Callable[..., None], turn: int) -> Callable[..., None]:
 def _wrap_norm(original: Callable[..., Tensor], pieces: int) -> Callable[..., Tensor]:
     @wraps(original)
     def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        return original([piece for tensor in given for piece in _split_tensor(tensor, pieces)], *args, **kwargs)
+        split: list[Tensor] = []
+        for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+            plain = type(tensor) is Tensor and tensor.layout is torch.strided
+            split += tensor.flatten().chunk(pieces) if plain and tensor.numel() >= pieces else [tensor]
+        return original(split, *args, **kwargs)
 
     return get_total_norm
-
-
-def _split_tensor(tensor: Tensor, pieces: int) -> Sequence[Tensor]:
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    return tensor.flatten().chunk(pieces) if plain and tensor.numel() >= pieces else [tensor]
 
 
 _library: torch.library.Library | None = None  # keeps the kernels alive

@@ -21,18 +21,8 @@ from torch.optim import Optimizer
 
 from ovpatch.insight import steps
 from ovpatch.insight.steps import StepCounter, StepHooks, find_root_modules, list_children
-from ovpatch.insight.verify import noise_runs
-from ovpatch.insight.verify.recording import (
-    BACKWARD,
-    CHECKPOINT,
-    SCALE,
-    STEP,
-    UNREAD,
-    EventRecorder,
-    KeptValue,
-    keep_text,
-    keep_value,
-)
+from ovpatch.insight.verify import noise_runs, recording
+from ovpatch.insight.verify.recording import EventRecorder, KeptValue, keep_text, keep_value
 from ovpatch.logs import logger
 from ovpatch.overlap.tensors.lazy_tensor import peek
 from ovpatch.patching import PatchManager
@@ -161,7 +151,7 @@ def _keep(value: Any) -> KeptValue:
     if not isinstance(value, Tensor):
         return keep_text(type(value).__name__)
     kept = keep_value(value)
-    return keep_text(f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}") if kept.form == UNREAD else kept
+    return keep_text(recording.describe_form(value)) if kept.form == recording.UNREAD else kept
 
 
 def _of_torch(path: str) -> Values:
@@ -282,7 +272,7 @@ class ScriptRecorder:
         losses = [root for root in roots if isinstance(root, Tensor)]
         names = ["loss"] if len(losses) == 1 else [f"loss {number}" for number in range(len(losses))]
         values = {name: keep_value(loss) for name, loss in zip(names, losses, strict=True)}
-        self._recorder.record_event(BACKWARD, values, step=self._steps.count + 1)
+        self._recorder.record_event(recording.BACKWARD, values, step=self._steps.count + 1)
 
     # ---------------------------------------------------------------- step
 
@@ -306,7 +296,7 @@ class ScriptRecorder:
         values |= noise_runs.digest_generators()
         step = max(self._steps.count, taken + 1)  # of the turn that the most frequent optimizer started
         label = type(optimizer).__name__
-        self._recorder.record_event(STEP, values, step=step, index=index, label=label)
+        self._recorder.record_event(recording.STEP, values, step=step, index=index, label=label)
 
     def _index(self, optimizer: Optimizer) -> int:
         return self._order.setdefault(optimizer, len(self._order))
@@ -337,13 +327,13 @@ class ScriptRecorder:
             original(scaler, *args, **kwargs)
             if scaler.is_enabled():
                 values = {"loss scale": keep_value(scaler.get_scale())}
-                self._recorder.record_event(SCALE, values, step=max(1, self._steps.count))
+                self._recorder.record_event(recording.SCALE, values, step=max(1, self._steps.count))
 
         return update
 
     def _saved(self, file: str, contents: Values) -> None:
         values = {f"saved {name}": kept for name, kept in contents.items()}
-        self._recorder.record_event(CHECKPOINT, values, step=max(1, self._steps.count), label=file)
+        self._recorder.record_event(recording.CHECKPOINT, values, step=max(1, self._steps.count), label=file)
         self._recorder.flush_events()  # some scripts leave by os._exit after their last checkpoint
 
 

@@ -287,9 +287,13 @@ def _keep_tensor(tensor: Tensor) -> KeptValue:
         return _keep_unread(tensor)
 
 
+def describe_form(tensor: Tensor) -> str:
+    """Return dtype and shape, for example ``float32 [3, 4]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
 def _keep_strided(tensor: Tensor) -> KeptValue:
-    form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    bits = compute_digest(tensor)
+    form, bits = describe_form(tensor), compute_digest(tensor)
     if tensor.numel() <= WHOLE:
         return KeptValue(form, bits, tensor.detach().to("cpu", copy=True).contiguous())
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -36,12 +36,9 @@ class Conclusion(str, Enum):
     @property
     def code(self) -> ExitCode:
         """The exit code."""
-        known = {
-            Conclusion.BITWISE: ExitCode.OK,
-            Conclusion.NOISE: ExitCode.OK,
-            Conclusion.DIFFERENT: ExitCode.PROBLEM,
-            Conclusion.INTERRUPTED: ExitCode.INTERRUPTED,
-        }
+        if self in (Conclusion.BITWISE, Conclusion.NOISE):
+            return ExitCode.OK
+        known = {Conclusion.DIFFERENT: ExitCode.PROBLEM, Conclusion.INTERRUPTED: ExitCode.INTERRUPTED}
         return known.get(self, ExitCode.UNDECIDED)
 
 
@@ -284,7 +281,7 @@ class _Verifier:
     def _stock(self) -> RecordedRun:
         run = self._run(self.request.make_variant("stock"))
         outcome = self.outcomes["stock"]
-        if self.request.deterministic and self.request.strict and outcome.code and outcome.log_contains(_NO_FORM):
+        if self.request.deterministic and self.request.strict and outcome.code and _NO_FORM in outcome.read_log():
             self.request = replace(self.request, strict=False, out=self.request.out / "warned")
             self.request.out.mkdir()
             self.notes.append("Not all is deterministic: the script uses operations of which torch has no such form.")
@@ -361,10 +358,8 @@ class _Verifier:
     def _unless_stock_does_so_too(self, wrong: str) -> str:
         """Return nothing if stock fails now here, now there: another end of the patched run means nothing."""
         stock, patched = self.outcomes["stock"], self.outcomes["patched"]
-        others = [self.outcomes[name] for name in self.noise_runs]
-        if not (wrong and stock.code and patched.code) or all(
-            _describe_end(one) == _describe_end(stock) for one in others
-        ):
+        ends = {_describe_end(self.outcomes[name]) for name in self.noise_runs}
+        if not (wrong and stock.code and patched.code) or ends <= {_describe_end(stock)}:
             return wrong
         self.notes.append(f"That {wrong} says nothing: other stock runs end elsewhere, too.")
         return ""
@@ -459,7 +454,7 @@ def _describe_failure(stock: Outcome, patched: Outcome) -> str:
 
 
 def _describe_end(outcome: Outcome) -> str:
-    found = variants.find_exception_name(outcome.log.read_text(encoding="utf-8", errors="replace"))
+    found = variants.find_exception_name(outcome.read_log())
     by = f" by {found}" if found else ""
     return f"after step {variants.read_furthest_step(outcome.folder)} with exit code {outcome.code}{by}"
 
