@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from ovpatch.insight import equality as differences
-from ovpatch.insight.equality import Verdict, compare
+from ovpatch.insight.equality import Verdict
+from tests.support.equality import compare
 
 NAN, INF = math.nan, math.inf
 

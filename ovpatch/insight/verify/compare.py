@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.insight import equality
-from ovpatch.insight.equality import Row, Verdict, make_different, measure_difference
+from ovpatch.insight.equality import Row, Verdict, judge_difference, make_different, measure_difference
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.recording import UNREAD, KeptValue, RecordedEvent, RecordedRun
 
@@ -100,7 +100,7 @@ def _apart(one: Any, other: Any) -> Size:
     """Return the distance of numbers from others, or of a tensor from zero."""
     if not isinstance(one, Tensor):
         found = measure_difference(one, other)
-        return Size() if found is None else Size(found.max_abs, found.max_abs)
+        return Size(found.max_abs, found.max_abs)
     if not one.numel():
         return Size()
     distances = _real(one) if other is None else _real(one) - _real(other)
@@ -158,7 +158,7 @@ def judge_value(
 
 
 def _judged(name: str, stock: KeptValue, patched: KeptValue, allowed: Size) -> Row:
-    (row,) = equality.compare({name: stock.values}, {name: patched.values}, floor=allowed.largest).rows
+    row = judge_difference(name, measure_difference(stock.values, patched.values), floor=allowed.largest)
     if row.verdict is not Verdict.WITHIN_NOISE:
         return row
     mean = measure_distance(stock, patched).mean
@@ -377,9 +377,18 @@ def compare_values(
     )
     rows = []
     for name in unequal:
+        value, other = stock[name], patched.get(name)
         others = [values.get(name) for values in noise_runs.values()]
-        floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
-        rows.append(_row(name, stock[name], patched.get(name), others, floor, noise_of, moving))
+        if other is None:
+            missing = _unrepeated if None in others else make_different
+            rows.append(missing(name, "missing in the patched run"))
+        elif value.form != other.form or value.form in _EXACT or value.not_finite != other.not_finite:
+            rows.append(_exact(name, value, other, others))
+        else:
+            comparable = [one for one in others if one is not None and one.form == value.form]
+            floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
+            row = judge_value(name, value, other, comparable, floor=floor, noise=noise_of(name), moving=moving)
+            rows.append(_of_sums(row) if value.folded else row)
     changing = any(values.keys() - stock.keys() for values in noise_runs.values())  # as do names that contain the time
     extra = _unrepeated if changing else make_different
     rows += [extra(name, "stock has no such value") for name in patched if name not in stock]
@@ -406,25 +415,6 @@ def _family(name: str) -> str:
     if kind == "saved":
         return f"saved {rest.partition('.')[0]}"
     return kind if kind in ("gradient", "parameter", "buffer", "frozen") else name
-
-
-def _row(
-    name: str,
-    stock: KeptValue,
-    patched: KeptValue | None,
-    noise_runs: Sequence[KeptValue | None],
-    floor: float,
-    noise_of: Callable[[str], Size],
-    moving: bool,
-) -> Row:
-    if patched is None:
-        missing = _unrepeated if None in noise_runs else make_different
-        return missing(name, "missing in the patched run")
-    if stock.form != patched.form or stock.form in _EXACT or stock.not_finite != patched.not_finite:
-        return _exact(name, stock, patched, noise_runs)
-    comparable = [value for value in noise_runs if value is not None and value.form == stock.form]
-    row = judge_value(name, stock, patched, comparable, floor=floor, noise=noise_of(name), moving=moving)
-    return _of_sums(row) if stock.folded else row
 
 
 def _of_sums(row: Row) -> Row:
