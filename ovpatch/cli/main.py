@@ -1,8 +1,6 @@
 """The command line: ``ovpatch list | doctor | run | verify | bench | timeline | pipeline``.
 
-``python -m ovpatch`` is the same.
-
-Exit codes are those of :class:`ovpatch.exit_codes.ExitCode`.
+``python -m ovpatch`` is the same. Exit codes are those of :class:`ovpatch.exit_codes.ExitCode`.
 """
 
 from __future__ import annotations

@@ -52,10 +52,7 @@ class Variant:
 def leave_one_out(
     variant: Variant, features: Sequence[str], requires: Mapping[str, Collection[str]]
 ) -> dict[str, Variant]:
-    """Return one variant per feature that ran in a patched variant, with that feature, and those that require it, off.
-
-    A feature that all others require has no such variant: it would be stock.
-    """
+    """Return a variant without each feature, and those that require it; none for one that all require: it is stock."""
     found = {}
     for feature in features:
         off = {feature}

@@ -83,10 +83,7 @@ class PatchRecord:
 
 
 def find_chain(chains: Sequence[WrapperChain], slot: Slot) -> WrapperChain | None:
-    """Return the manager's chain that a slot belongs to, through any alias.
-
-    All module attributes that hold one function share a chain. Each class attribute has its own.
-    """
+    """Return the chain of a slot: all module attributes that hold one function share it, each class has its own."""
     for chain in chains:
         of_modules = is_module(slot.owner) and is_module(chain.slot.owner)
         if chain.slot.is_same(slot):

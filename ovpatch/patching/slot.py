@@ -102,10 +102,7 @@ def make_descriptor(slot: Slot, kind: SlotKind, function: Function) -> Any:
 
 
 def unwrap_replacement(replacement: Any, slot: Slot, kind: SlotKind) -> Function:
-    """Return the function of a replacement, which may be a descriptor of the slot's kind.
-
-    Raises IncompatiblePatchError for a descriptor of another kind, or a property with a setter of its own.
-    """
+    """Return a replacement's function; IncompatiblePatchError for another descriptor, or a property with a setter."""
     wanted = {staticmethod: SlotKind.STATIC, classmethod: SlotKind.CLASSMETHOD, property: SlotKind.GETTER}.get(
         type(replacement)
     )
@@ -158,10 +155,7 @@ def make_base(slot: Slot, kind: SlotKind) -> Function:
 
 
 def set_picklable_name(function: Any, slot: Slot, away: Callable[[types.ModuleType], bool]) -> None:
-    """Name an installed function so that its qualified name leads to it, as pickle demands.
-
-    References in a module that is ``away`` keep the original.
-    """
+    """Name a function so that pickle finds it by that name; a module that is ``away`` keeps the original."""
     if is_class(slot.owner):
         if slot.inherited_from is not None:
             function.__module__ = slot.owner.__module__

@@ -17,10 +17,7 @@ from ovpatch.settings.settings import Environment, FeatureRequest
 
 
 def sort_by_requirements(features: Mapping[str, Feature]) -> list[str]:
-    """Return the names, each after the features that it requires; the given order is kept otherwise.
-
-    Features that require each other keep the given order.
-    """
+    """Return the names, each after the features that it requires; otherwise, and in circles, in the given order."""
     ordered: list[str] = []
     visiting: set[str] = set()
 

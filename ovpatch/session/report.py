@@ -148,10 +148,7 @@ class Report:
 
 
 def did_work(counters: Mapping[str, int], work: Collection[str] = ()) -> bool:
-    """Return whether a feature's counters show work: those of real work, by default all but ``stock_…``.
-
-    Counters ``stock_…`` count calls that were left to stock.
-    """
+    """Return whether counters show work: those of ``work``, or all but ``stock_…``, which count calls left to stock."""
     return any(count for name, count in counters.items() if (name in work if work else not name.startswith("stock_")))
 
 
@@ -176,10 +173,7 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 def format_report(data: Mapping[str, Any], *, colour: bool = False, width: int | None = None) -> str:
-    """Return the table of a report given as JSON, of one process or merged over several.
-
-    ``data`` is the result of :meth:`Report.to_json` or of :func:`ovpatch.session.workers.merge_reports`.
-    """
+    """Return the table of :meth:`Report.to_json`, or of :func:`ovpatch.session.workers.merge_reports`."""
     rows = [(f["name"], _shown_state(f), _details(f)) for f in data["features"]]
     return render_table(_title(data), _HEADS, rows, colour=colour, width=width)
 
@@ -258,10 +252,7 @@ def render_table(
     width: int | None = None,
     right: Collection[str] = (),
 ) -> str:
-    """Return a table as text, as wide as the terminal by default; plain ASCII and no escape codes unless ``colour``.
-
-    ``right`` are the heads of right-aligned columns.
-    """
+    """Return a table as text, plain ASCII unless ``colour``; ``right`` are the heads of right-aligned columns."""
     from rich import box  # rich is slow to import, and apply() does not need it
     from rich.console import Console
     from rich.table import Table
@@ -354,10 +345,7 @@ def _active(record: FeatureRecord, plugins: Plugins, patches: Sequence[PatchStat
 
 
 def _idleness(counters: Mapping[str, int], work: Collection[str], patches: Sequence[PatchStatus]) -> str:
-    """Return the remark on a feature that has done no work so far; "" if it has, or has no counters.
-
-    A call is counted when it enters a patch, also if it raises.
-    """
+    """Return the remark on a feature that has done no work so far; "" if it has, or has no counters."""
     functions = [patch for patch in patches if patch.kind != "hook" and patch.state == "applied"]
     if did_work(counters, work) or not (counters or functions):
         return ""

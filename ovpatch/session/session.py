@@ -220,11 +220,7 @@ class Session:
     def apply(
         self, asked: Iterable[str], options: Options | None, strict: bool | None, *, tolerant: bool = False
     ) -> Report:
-        """Turn features on; see :func:`ovpatch.apply`.
-
-        With ``tolerant`` features that cannot run are reported, also those requested by name, as ``ovpatch doctor``
-        does.
-        """
+        """Turn features on; see :func:`ovpatch.apply`. With ``tolerant``, what cannot run is reported, not raised."""
         with self._exclusive():
             plan = self.plan(asked, options, strict)
             logs.log_to_stderr(plan.environment.log)

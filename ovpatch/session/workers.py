@@ -359,10 +359,7 @@ def read_orders(environ: Mapping[str, str] | None = None) -> Orders | None:
 
 
 def follow_orders() -> None:
-    """Carry out the orders in this process, unless it is a launcher.
-
-    The directory does not exist on a host without a shared file system, which is an OSError.
-    """
+    """Carry out the orders in this process, unless it is a launcher; OSError on a host that lacks their directory."""
     orders = read_orders()
     if orders is None or not may_train():
         return

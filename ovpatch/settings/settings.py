@@ -143,10 +143,7 @@ class FeatureRequest(NamedTuple):
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Parse the environment; raise SettingsError if a value cannot be parsed.
-
-    Variables of features stay text, and an empty value counts as unset.
-    """
+    """Parse the environment; features' variables stay text, empty is unset. Raises SettingsError for a wrong value."""
     source = os.environ if environ is None else environ
     ours = {k: v.strip() for k, v in source.items() if k == PREFIX or k.startswith(PREFIX + "_")}
     ours = {k: v for k, v in ours.items() if v}
@@ -161,10 +158,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
 
 
 def find_near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return warnings about variables that look like misspelt ones of ovpatch, such as ``OVPATH=0``.
-
-    They may belong to other software, so they are no error.
-    """
+    """Return warnings about variables that look like misspelt ones, as ``OVPATH=0``; they may be other software's."""
     source = os.environ if environ is None else environ
     found = [(name, _corrected(name)) for name in source]
     return [
@@ -224,10 +218,7 @@ def read_switch(environment: Environment, name: str, known: Collection[str] = ()
 def get_request(
     name: str, environment: Environment, asked: Collection[str], known: Collection[str] = ()
 ) -> FeatureRequest:
-    """Return whether the settings turn a feature on, by the rule of this module.
-
-    ``asked`` are the features named in the call; empty means the defaults.
-    """
+    """Return whether the settings turn a feature on; ``asked`` are those named in the call, none for the defaults."""
     selection, own, said = environment.selection, make_variable_name(name), read_switch(environment, name, known)
     if selection.kind == "nothing":
         return FeatureRequest(False, enforced=True, reason=f"off by OVPATCH={selection.text}")

@@ -68,10 +68,7 @@ def compute_quantile(values: Sequence[float], share: float) -> float:
 
 
 def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Judgement:
-    """Judge the second kind of run against the first by their step times; see [Note: when a difference is one].
-
-    Runs at the same index make a pair.
-    """
+    """Judge the second kind of run, a pair at each index, by step times; see [Note: when a difference is one]."""
     if not first or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} runs make no pairs")
     pairs = [median(a) / median(b) for a, b in zip(first, second, strict=True)]
@@ -104,10 +101,7 @@ def measure_run_noise(runs: Sequence[Sequence[float]]) -> float:
 def bootstrap_interval(
     first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], level: float
 ) -> tuple[float, float]:
-    """Return the bootstrap interval of the median ratio over pairs.
-
-    Blocks of neighbouring steps are resampled, because slow steps come in groups.
-    """
+    """Return the bootstrap interval of the median ratio over pairs; slow steps come in groups, so blocks are drawn."""
     chance = random.Random(0)  # deterministic
     ratios = [
         median(_resampled(a, chance) / _resampled(b, chance) for a, b in zip(first, second, strict=True))
@@ -150,10 +144,7 @@ _MOSTLY: Final = 0.9  # of a step's operations: loss and norms of a bf16 model a
 
 
 def find_peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, str]:
-    """Return the device's peak in FLOP/s for a step in half precision, or None with the reason.
-
-    ``flops`` are the operations of the step by dtype.
-    """
+    """Return the device's peak in FLOP/s for a step in half precision, by its operations by dtype, or None and why."""
     total = sum(flops.values())
     half = sum(flops.get(dtype, 0) for dtype in HALF)
     if not total:

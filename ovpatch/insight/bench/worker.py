@@ -56,10 +56,7 @@ class BorderClock:
         return [(after - before) / 1e6 for before, after in pairwise(self._host)]
 
     def read_times(self) -> list[float]:
-        """Return the steps' times in ms: those on the device if there is one, else the host's.
-
-        Waits until the device has reached the last border.
-        """
+        """Return the steps' times in ms, on the device if there is one; waits until it has reached the last border."""
         used = self._events[: len(self._host)]
         if not used:
             return self.read_host_times()
@@ -114,10 +111,7 @@ def read_clock_mhz(device: torch.device) -> int | None:
 
 
 def start_worker(orders: Orders) -> None:
-    """Start the measurements in this process.
-
-    The orders' details are ``warmup`` (at least 3), ``steps`` and ``count_flops``.
-    """
+    """Start to measure this process; the orders' details are ``warmup`` (at least 3), ``steps`` and ``count_flops``."""
     worker = _Worker(orders.directory, **orders.details)
     worker.start()
     run_at_exit(worker.write_results)

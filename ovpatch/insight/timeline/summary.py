@@ -30,9 +30,8 @@ MIN_STEPS: Final = 3  # of each run, for a ratio between runs
 class StepParts:
     """Nanoseconds of one step of one rank.
 
-    Every nanosecond of a step is in exactly one of: compute; exposed communication (no compute
-    at the time); copies only (neither of the two); idle. Hidden communication is the part of compute under which
-    something communicates, so compute + exposed + copies + idle is the step.
+    The step is compute + exposed communication (without compute) + copies (without the two) + idle. Hidden
+    communication is the part of compute under which something communicates.
     """
 
     step: int
@@ -118,10 +117,7 @@ def split_step(tracks: RankTracks, step: Step) -> StepParts:
 
 
 def group_communications(tracks: RankTracks, step: Step) -> tuple[CollectiveGroup, ...]:
-    """Return a step's communication by collective and label, the most exposed first.
-
-    Time in which two groups run counts in both: the groups do not add up to the whole.
-    """
+    """Return a step's communication by collective and label, the most exposed first; times of groups may overlap."""
     members: dict[tuple[str, str], list[Communication]] = defaultdict(list)
     for one in tracks.communications:
         if one.start < step.end and one.end > step.start:
@@ -135,10 +131,7 @@ def group_communications(tracks: RankTracks, step: Step) -> tuple[CollectiveGrou
 
 
 class Efficiency(NamedTuple):
-    """Overlap efficiency against a stock run: 1 - exposed, patched / exposed, stock.
-
-    0 is as exposed as stock, 1 is all hidden, negative is worse.
-    """
+    """Overlap efficiency, 1 - exposed, patched / exposed, stock: 1 is all hidden, 0 is as stock, less is worse."""
 
     median: float  # of the shown steps
     low: float  # lowest over the steps of both runs

@@ -333,10 +333,7 @@ def _compare_process(
 def _allow_if_unchanged(
     row: Row, stock: Mapping[str, KeptValue], patched: Mapping[str, KeptValue], known: Mapping[tuple[str, str], str]
 ) -> Row:
-    """Return the row of a saved value as noise if both runs saved the bits that a step left: those were judged there.
-
-    ``known`` has the names of the last steps' values by their digests in both runs.
-    """
+    """Return a saved value as noise if it has the bits that the last steps left, by digests in both: judged there."""
     expected, actual = stock.get(row.name), patched.get(row.name)
     if expected is None or actual is None or expected.form != actual.form:
         return row
@@ -405,10 +402,7 @@ def _scales(values: Mapping[str, KeptValue]) -> dict[str, float]:
 
 
 def _family(name: str) -> str:
-    """Return the family whose largest number scales a value's floor.
-
-    All gradients, all states of one kind, and all saved values under one outermost key are a family each.
-    """
+    """Return the family of a value: gradients, states of one kind, what is saved under one outermost key, and so on."""
     kind, _, rest = name.partition(" ")
     if kind == "state":
         return f"state {rest.rpartition('.')[2]}"

@@ -43,10 +43,7 @@ class ParameterNames:
         self._roots: dict[int, list[ref[nn.Module]]] = {}
 
     def name_parameters(self, optimizer: Optimizer, index: int) -> list[tuple[str, Tensor]]:
-        """Return the parameters of an optimizer with their names, in its own order.
-
-        The optimizer's number names parameters without an owner, and those whose name is taken.
-        """
+        """Return the parameters of an optimizer with names; its number is in those without an owner, or if taken."""
         places = list(_places(optimizer))
         if any(self._known(parameter) is None for _, parameter in places):
             self._learn(places, index)
@@ -175,10 +172,7 @@ _SAVING: Final[dict[str, tuple[str, Read | None]]] = {
 
 
 def patch_saving(patches: PatchManager, saved: Saved) -> None:
-    """Declare the patches that call ``saved`` with a checkpoint's file name and contents, after it was saved.
-
-    Libraries are patched when they are imported.
-    """
+    """Declare the patches that call ``saved`` with a checkpoint's file name and contents, after it was saved."""
     for target, (first, read) in _SAVING.items():
         wrap = partial(_wrap, first=first, read=read, saved=saved)
         patches.register_patch(target, wrap=wrap, optional=True, why="checkpoints are compared")
