@@ -123,17 +123,13 @@ class Outcome:
     @property
     def remarks(self) -> dict[str, list[str]]:
         """Remarks of each feature; a remark about idleness only if there is no other."""
+        patches = self.report["patches"] if self.report is not None else ()
+        waiting = tuple(f"{one['target']} is pending" for one in patches if one["state"] == "pending")  # for an import
         found = {}
         for one in self._features:
-            every = [remark for remark in one["remarks"] if not remark.startswith(self._waiting)]
+            every = [remark for remark in one["remarks"] if not remark.startswith(waiting)]
             found[one["name"]] = [remark for remark in every if not remark.startswith(tuple(IDLE))] or every
         return found
-
-    @property
-    def _waiting(self) -> tuple[str, ...]:
-        """Prefixes of the remarks about patches that wait for an import."""
-        patches = self.report["patches"] if self.report is not None else ()
-        return tuple(f"{one['target']} is pending" for one in patches if one["state"] == "pending")
 
     @property
     def _features(self) -> Sequence[dict[str, Any]]:

@@ -206,7 +206,11 @@ class PatchManager:
         try:
             plan = self._carry_out(records, finished)
         except PatchError as error:
-            self._record_failure(records, error)
+            state = PatchState.FAILED if isinstance(error, TargetNotFoundError) else PatchState(error.state)
+            with WRITE_LOCK:
+                for record in records:
+                    if record.declared in error.patches and not record.wrappers:
+                        record.set_state(state, str(error))
             raise
         self._wait_for_imports(plan.modules)
         if plan.slot_plans and not finished:
@@ -273,13 +277,6 @@ class PatchManager:
     def _set_applied(self, record: PatchRecord) -> None:
         record.set_state(PatchState.APPLIED)
         record.applied_order = next(self._numbers)
-
-    def _record_failure(self, records: list[PatchRecord], error: PatchError) -> None:
-        state = PatchState.FAILED if isinstance(error, TargetNotFoundError) else PatchState(error.state)
-        with WRITE_LOCK:
-            for record in records:
-                if record.declared in error.patches and not record.wrappers:
-                    record.set_state(state, str(error))
 
     # --- targets that are imported later ---
 

@@ -371,7 +371,16 @@ class Output:
             self.written = [self.folder / name for name in _PICTURES]
             draw_picture(runs, self.written)
         write_merged_trace(runs, self.trace)
-        write_json(self.folder / _SUMMARY, _summary(recordings))
+        found = compute_efficiency(*runs) if len(runs) == 2 else None
+        numbers = {
+            "version": __version__,
+            "unit": "ns",
+            "overlap_efficiency": found._asdict() if found is not None else None,
+            "recording_cost": {one.run.name: one.cost and one.cost.share for one in recordings},
+            "remarks": [remark for one in recordings for remark in one.remarks],
+            "runs": [run_to_json(run) for run in runs],
+        }
+        write_json(self.folder / _SUMMARY, numbers)
         self.written += [self.trace, self.folder / _SUMMARY]
         costs = [f"{one.run.name}: {one.cost}" for one in recordings if one.cost is not None]
         return "\n".join([summary.format_tables(runs, colour=colour), *costs])
@@ -388,16 +397,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _summary(recordings: Sequence[Recording]) -> dict[str, Any]:
-    runs = [recording.run for recording in recordings]
-    found = compute_efficiency(*runs) if len(runs) == 2 else None
-    return {
-        "version": __version__,
-        "unit": "ns",
-        "overlap_efficiency": found._asdict() if found is not None else None,
-        "recording_cost": {one.run.name: one.cost and one.cost.share for one in recordings},
-        "remarks": [remark for one in recordings for remark in one.remarks],
-        "runs": [run_to_json(run) for run in runs],
-    }

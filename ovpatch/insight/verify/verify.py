@@ -227,7 +227,9 @@ class _Verifier:
                 return Conclusion.NO_STEP, (
                     "every loss and every parameter is NaN or infinite, under stock PyTorch too, and NaNs are all alike"
                 )
-            self._mention_losses()
+            share = f"{self.compared.finite_parameters} of {self.compared.parameters}"
+            told = "Every loss is NaN or infinite, under stock PyTorch too. The answer is that of the parameters"
+            self.notes.append(f"{told}, of which {share} are finite.")
         self._mention_what_was_not_compared()
         if not outcome.exercised:
             return Conclusion.NOT_EXERCISED, _why_not_exercised(outcome)
@@ -379,13 +381,6 @@ class _Verifier:
             self.notes.append("No single feature is to blame: leaving out any one of them, the difference stays.")
 
     # ---------------------------------------------------------------- words
-
-    def _mention_losses(self) -> None:
-        finite, every = self.compared.finite_parameters, self.compared.parameters
-        self.notes.append(
-            f"Every loss is NaN or infinite, under stock PyTorch too. The answer is that of the parameters, of which "
-            f"{finite} of {every} are finite."
-        )
 
     def _mention_what_was_not_compared(self) -> None:
         for one in [finding for finding in self.compared.findings if finding.row.name == ORDER]:
