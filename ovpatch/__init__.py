@@ -40,26 +40,18 @@ __all__ = [
     "revert",
 ]
 
-_HOME = {
-    "FeatureError": "ovpatch.api",
-    "applied": "ovpatch.api",
-    "apply": "ovpatch.api",
-    "report": "ovpatch.api",
-    "revert": "ovpatch.api",
-    "Feature": "ovpatch.hookspecs",
-    "Option": "ovpatch.hookspecs",
-    "Registrar": "ovpatch.hookspecs",
-    "hookimpl": "ovpatch.hookspecs",
-    "PatchError": "ovpatch.patching",
-    "PatchManager": "ovpatch.patching",
-    "Report": "ovpatch.session.report",
-    "SettingsError": "ovpatch.settings.settings",
+_HOMES = {
+    "ovpatch.api": ("FeatureError", "applied", "apply", "report", "revert"),
+    "ovpatch.hookspecs": ("Feature", "Option", "Registrar", "hookimpl"),
+    "ovpatch.patching": ("PatchError", "PatchManager"),
+    "ovpatch.session.report": ("Report",),
+    "ovpatch.settings.settings": ("SettingsError",),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import the module of a public name, and cache the name here."""
-    home = _HOME.get(name)
+    home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module 'ovpatch' has no attribute {name!r}")
     value = getattr(import_module(home), name)

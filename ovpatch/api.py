@@ -16,8 +16,7 @@ from ovpatch.session.session import Session
 __all__ = ["FeatureError", "applied", "apply", "report", "revert", "session"]
 
 session: Final = Session()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=session.after_fork)
+os.register_at_fork(after_in_child=session.after_fork)
 
 
 def apply(*features: str, options: Mapping[str, Mapping[str, Any]] | None = None, strict: bool | None = None) -> Report:

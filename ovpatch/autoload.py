@@ -10,6 +10,7 @@ a job must be patched alike.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 _OFF = ("", "0", "off", "false", "no")
 
@@ -20,9 +21,9 @@ def on_torch_import() -> None:
     if "ovpatch" in os.environ.get("TORCH_LOGS", ""):
         _register_log(at_once=asked)
     if asked:
-        _apply()
+        _guard(_apply, "this process runs WITHOUT ovpatch, as stock PyTorch")
     if os.environ.get("OVPATCH_INSIGHT"):
-        _observe()
+        _guard(_observe, "this process is not observed")
 
 
 def _register_log(*, at_once: bool) -> None:
@@ -41,30 +42,27 @@ def _register_log(*, at_once: bool) -> None:
         _complain(f"TORCH_LOGS=+ovpatch is not available with this torch: {error!r}. Use OVPATCH_LOG=debug instead.")
 
 
-def _apply() -> None:
+def _guard(act: Callable[[], None], problem: str) -> None:
     try:
-        from ovpatch.session import workers
-        from ovpatch.settings import settings
-
-        if settings.read_environment().auto and workers.get_process_role() != "launcher":
-            from ovpatch import api
-
-            api.apply()
+        act()
     except Exception as error:  # noqa: BLE001  # any exception here would kill the user's `import torch`
-        _complain(f"this process runs WITHOUT ovpatch, as stock PyTorch: {_describe(error)}", record=True)
+        _complain(f"{problem}: {str(error) or repr(error)}", record=True)
+
+
+def _apply() -> None:
+    from ovpatch.session import workers
+    from ovpatch.settings import settings
+
+    if settings.read_environment().auto and workers.get_process_role() != "launcher":
+        from ovpatch import api
+
+        api.apply()
 
 
 def _observe() -> None:
-    try:
-        from ovpatch.session import workers
+    from ovpatch.session import workers
 
-        workers.follow_orders()
-    except Exception as error:  # noqa: BLE001  # as above
-        _complain(f"this process is not observed: {_describe(error)}", record=True)
-
-
-def _describe(error: Exception) -> str:
-    return str(error) or repr(error)
+    workers.follow_orders()
 
 
 def _complain(message: str, *, record: bool = False) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 
 import pluggy
 
+from ovpatch.patching.patch import Removable  # the handle of a hook, such as torch.utils.hooks.RemovableHandle
 from ovpatch.settings.settings import cache_dir as cache_dir  # for features that measure
 from ovpatch.settings.settings import parse_flag as parse_flag  # for options whose parse accepts more than a bool
 
@@ -106,13 +107,6 @@ def make_counters_hook(module: str) -> Callable[[], Mapping[str, int]]:
         return counters.as_dict()
 
     return ovpatch_counters
-
-
-class Removable(Protocol):
-    """The handle of a registered hook, for example ``torch.utils.hooks.RemovableHandle``."""
-
-    def remove(self) -> None:
-        """Remove the hook."""
 
 
 class Registrar(Protocol):

@@ -228,7 +228,7 @@ def test_features_that_require_a_changed_one_follow_it(site, apply):
 @pytest.mark.parametrize("spawned", [False, True])
 def test_counters_remarks_and_never_called(site, session, apply, monkeypatch, spawned):
     # Not what this process did: the pool of ranks in the same pytest run starts children.
-    for way in ("popen_spawn_posix", "popen_spawn_win32", "popen_forkserver"):
+    for way in ("popen_spawn_posix", "popen_forkserver"):
         monkeypatch.delitem(sys.modules, f"multiprocessing.{way}", raising=False)
     if spawned:
         monkeypatch.setitem(sys.modules, "multiprocessing.popen_spawn_posix", sys)

@@ -233,7 +233,6 @@ def test_files_stay_small():
 # Module-level containers that are filled while the process runs. What is kept for a process group, a parameter or
 # another object of the script is in kept_state.py; these are all others, each with its reason.
 TABLES = {
-    "ovpatch.insight.steps:_exit_actions": "actions of this process, in order",
     "ovpatch.overlap.autotune.autotuner:_report_lines": "lines of the report",
     "ovpatch.overlap.comm.kept_state:_in_children": "what forked children renew, of any object",
     "ovpatch.overlap.comm.kept_state:_kept": "kept_values() itself",
@@ -249,6 +248,7 @@ TABLES = {
     "ovpatch.overlap.tensors.lazy_tensor:_zeros": "a zero for each dtype and device",
     "ovpatch.overlap.tensors.pending_param:PENDING": "every read hook asks whether it is empty",
     "ovpatch.patching.target:_listeners": "by name of a module that is not imported yet",
+    "ovpatch.session.workers:_exit_actions": "actions of this process, in order",
     "ovpatch_plugins.ddp.report:REMARKS": "lines of the report",
     "ovpatch_plugins.dist_optimizer.param_all_gather:orphans": "all-gathers that nothing else waits for",
     "ovpatch_plugins.dist_optimizer.takeover:_remarks": "lines of the report",

@@ -110,17 +110,6 @@ def test_a_plugin_is_imported_and_described_once(site, find):
     assert site.log == ["import a"]
 
 
-def test_a_blocked_plugin_is_never_imported_until_it_is_let_in(site, find):
-    site.plugin("a")
-    plugins = Plugins()
-    plugins.block_plugin("a")
-    with pytest.raises(PluginError, match="blocked by the settings"):
-        plugins.load_feature(find()["a"])
-    assert "fake_a" not in sys.modules
-    plugins.unblock_plugin("a")
-    assert plugins.load_feature(find()["a"]).name == "a"
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

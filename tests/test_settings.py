@@ -163,9 +163,9 @@ def test_strict_unset_is_told_from_off():
 
 
 def test_cache_dir(tmp_path):
-    assert settings.read_environment({"OVPATCH_CACHE_DIR": str(tmp_path)}).cache_dir == tmp_path
-    assert settings.read_environment({"XDG_CACHE_HOME": str(tmp_path)}).cache_dir == tmp_path / "ovpatch"
-    assert settings.read_environment({"XDG_CACHE_HOME": "cache"}).cache_dir == Path.home() / ".cache" / "ovpatch"
+    assert settings.cache_dir({"OVPATCH_CACHE_DIR": str(tmp_path)}) == tmp_path
+    assert settings.cache_dir({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "ovpatch"
+    assert settings.cache_dir({"XDG_CACHE_HOME": "cache"}) == Path.home() / ".cache" / "ovpatch"
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch):
@@ -173,7 +173,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "expanduser", expanduser)
-    assert settings.read_environment({}).cache_dir is None
+    assert settings.cache_dir({}) is None
 
 
 @pytest.mark.parametrize(

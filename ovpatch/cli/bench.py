@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,7 @@ from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.bench import analysis, rounds
 from ovpatch.insight.bench.analysis import BenchFigures, UserFigures, compute_figures
-from ovpatch.insight.bench.rounds import (
-    MIN_STEPS,
-    MIN_WARMUP,
-    PATCHED,
-    STOCK,
-    BenchPlan,
-    BenchRuns,
-    FailedError,
-    StoppedError,
-    run_rounds,
-)
+from ovpatch.insight.bench.rounds import PATCHED, STOCK, BenchPlan, BenchRuns, FailedError, StoppedError
 from ovpatch.session import workers
 from ovpatch.session.report import wants_colour
 
@@ -32,8 +23,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ovpatch bench``."""
     add = parser.add_argument
     number = command_line.make_int_parser
-    add("--steps", type=number(MIN_STEPS), default=30, metavar="N", help="steps to measure in each run (30)")
-    add("--warmup", type=number(MIN_WARMUP), default=10, metavar="M", help="steps of warm-up before them (10)")
+    add("--steps", type=number(rounds.MIN_STEPS), default=30, metavar="N", help="steps to measure in each run (30)")
+    add("--warmup", type=number(rounds.MIN_WARMUP), default=10, metavar="M", help="steps of warm-up before them (10)")
     add("--rounds", type=number(1), default=3, metavar="R", help="pairs of a stock and a patched run (3)")
     command_line.add_features(parser)
     add(
@@ -67,8 +58,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
     try:
-        with rounds.show_progress(plan) as shown:
-            runs = run_rounds(plan, shown)
+        progress = rounds.Progress(plan)
+        with nullcontext() if progress.bar.disable else progress.bar:
+            runs = rounds.run_rounds(plan, progress)
     except (StoppedError, KeyboardInterrupt):
         return _fail("interrupted; nothing was concluded", ExitCode.INTERRUPTED)
     except FailedError as error:
@@ -78,15 +70,11 @@ def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
     )
     if arguments.json is not None:
         workers.write_json(arguments.json, _data(plan, runs, found))
-    _show(plan, runs, found)
-    return ExitCode.OK
-
-
-def _show(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> None:
     colour = wants_colour(sys.stdout)
     line = f"ovpatch bench: {analysis.format_verdict(runs, found)}"
     print(f"\033[1m{line}\033[0m" if colour else line)
     print(analysis.format_report(plan, runs, found, colour=colour))
+    return ExitCode.OK
 
 
 def _data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, Any]:

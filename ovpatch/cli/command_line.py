@@ -9,10 +9,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ovpatch.insight import launch
 from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError
+
+if TYPE_CHECKING:
+    from ovpatch.session.plan import FeaturePlan
 
 
 def add_features(parser: argparse.ArgumentParser) -> None:
@@ -72,11 +76,7 @@ def make_int_parser(least: int) -> Callable[[str], int]:
 
 
 def make_environment(features: str | None) -> dict[str, str]:
-    """Return the environment of the patched command, with ``OVPATCH`` set to ``features`` if given.
-
-    Raises:
-        ovpatch.SettingsError: Both are set and differ.
-    """
+    """Return the environment of the patched command, with ``features`` as ``OVPATCH``; SettingsError if they differ."""
     environment = dict(os.environ)
     already = environment.get("OVPATCH", "").strip()
     if features is not None and already and already != features:
@@ -94,29 +94,13 @@ def check_command(command: Sequence[str]) -> None:
     launch.check_executable(command)
 
 
-def check_settings(environment: Mapping[str, str]) -> None:
-    """Check the settings in a command's environment.
-
-    Raises:
-        ovpatch.SettingsError: A setting cannot be parsed.
-        ovpatch.FeatureError: A feature requested by name cannot be loaded.
-    """
+def check_settings(environment: Mapping[str, str]) -> FeaturePlan:
+    """Return the plan by an environment; SettingsError if a setting is wrong, FeatureError if a feature cannot load."""
     from ovpatch.session.session import Session
 
-    Session().plan(environ=environment, ask_machine=False).check_requests()
-
-
-def check_comparable(environment: Mapping[str, str]) -> None:
-    """Raise SettingsError if the patched run would be stock, because the environment turns every feature off."""
-    from ovpatch.session.session import Session
-
-    if settings.read_environment(environment).selection.kind == "nothing":
-        raise SettingsError("OVPATCH turns everything off, so there is nothing to compare. Unset it.")
-    records = Session().plan(environ=environment, ask_machine=False).records.values()
-    requests = [record.request for record in records]
-    if requests and all(one.enforced and not one.on for one in requests):  # else the script may turn a feature on
-        reasons = ", ".join(dict.fromkeys(one.reason for one in requests))
-        raise SettingsError(f"every feature is turned off ({reasons}), so there is nothing to compare. Unset one.")
+    plan = Session().plan(environ=environment, ask_machine=False)
+    plan.check_requests()
+    return plan
 
 
 def warn_of_near_misses(environment: Mapping[str, str], command: str) -> None:
@@ -131,8 +115,13 @@ def check_comparison(arguments: argparse.Namespace, subcommand: str) -> list[str
 
     variants.check_autoload()
     environment = make_environment(arguments.features)
-    check_settings(environment)
-    check_comparable(environment)
+    plan = check_settings(environment)
+    if plan.environment.selection.kind == "nothing":
+        raise SettingsError("OVPATCH turns everything off, so there is nothing to compare. Unset it.")
+    requests = [record.request for record in plan.records.values()]
+    if requests and all(one.enforced and not one.on for one in requests):  # else the script may turn a feature on
+        reasons = ", ".join(dict.fromkeys(one.reason for one in requests))
+        raise SettingsError(f"every feature is turned off ({reasons}), so there is nothing to compare. Unset one.")
     warn_of_near_misses(environment, subcommand)
     check_file(arguments.json, "--json")
     check_folder(arguments.out)

@@ -23,17 +23,7 @@ from ovpatch.session.report import TROUBLE, Report, explain_old_torch, render_ta
 from ovpatch.settings import settings
 from ovpatch.settings.options import list_variables
 
-_PACKAGES: Final = (
-    "torch",
-    "wrapt",
-    "pluggy",
-    "packaging",
-    "rich",
-    "triton",
-    "accelerate",
-    "transformers",
-    "lightning",
-)
+_LIBRARIES: Final = ("wrapt", "pluggy", "packaging", "rich", "triton", "accelerate", "transformers", "lightning")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +100,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     return row["name"], default, row["state"], "\n".join(filter(None, (summary, row["reason"])))
 
 
-def main_doctor(arguments: argparse.Namespace) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Print versions, plugins, settings, the state of every feature, and the problems."""
     records, report = _try()
     data = collect_findings(records, report)
@@ -142,7 +132,7 @@ def collect_findings(records: Mapping[str, FeatureRecord], report: Report) -> di
 
 def _versions(report: Report) -> dict[str, str]:
     found = {"ovpatch": report.version, "python": report.python, "platform": platform.platform()}
-    for name in _PACKAGES:
+    for name in ("torch", *_LIBRARIES):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -216,13 +206,18 @@ _SETTING: Final = ("variable", "value", "meaning")
 def _text(data: Mapping[str, Any], report: Report) -> str:
     colour = wants_colour(sys.stdout)
     auto = data["autoload"]["reason"] or "possible"
+    options = [
+        (f"{feature.name}.{name}", str(to_plain_data(option.value)), option.source)
+        for feature in report.features
+        for name, option in feature.options.items()
+    ]
     parts = [
         render_table("versions", ("what", "version"), list(data["versions"].items()), colour=colour),
         render_table("plugins", ("feature", *_PLUGIN[1:]), _rows(data["entry_points"], _PLUGIN), colour=colour),
         f"ovpatch run and OVPATCH_AUTO=1: {auto}",
         _kept(data["measurements"]),
         render_table("settings", _SETTING, _rows(data["settings"], _SETTING), colour=colour),
-        render_table("options", ("option", "value", "source"), _option_rows(report), colour=colour),
+        render_table("options", ("option", "value", "source"), options, colour=colour),
         report.table(colour=colour),
         "\n".join(f"PROBLEM: {problem}" for problem in data["problems"]) or "No problems found.",
     ]
@@ -231,11 +226,3 @@ def _text(data: Mapping[str, Any], report: Report) -> str:
 
 def _rows(found: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(str(one[key]) for key in keys) for one in found]
-
-
-def _option_rows(report: Report) -> list[tuple[str, ...]]:
-    return [
-        (f"{feature.name}.{name}", str(to_plain_data(option.value)), option.source)
-        for feature in report.features
-        for name, option in feature.options.items()
-    ]

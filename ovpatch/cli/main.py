@@ -1,8 +1,6 @@
 """The command line: ``ovpatch list | doctor | run | verify | bench | timeline | pipeline``.
 
-``python -m ovpatch`` is the same.
-
-Exit codes are those of :class:`ovpatch.exit_codes.ExitCode`.
+``python -m ovpatch`` is the same. Exit codes are those of :class:`ovpatch.exit_codes.ExitCode`.
 """
 
 from __future__ import annotations
@@ -26,32 +24,30 @@ class _Command:
     """One subcommand; its module is imported when it is used."""
 
     module: str  # name within ``ovpatch.cli``; has both functions
-    function: str  # takes the parsed arguments, returns the exit code
     help: str  # one line
     about: str  # what it does, in sentences
     examples: tuple[str, ...]  # each as the words after ``ovpatch``
+    function: str = "main"  # takes the parsed arguments, returns the exit code
     configure: str = "configure"  # declares its arguments
 
 
 COMMANDS: Final = {
     "list": _Command(
         "doctor",
-        "main_list",
         "which features there are, and their state on this machine",
         "Show one line for each feature, or the options of one feature.",
         ("list", "list ddp", "list --json"),
-        "configure_list",
+        function="main_list",
+        configure="configure_list",
     ),
     "doctor": _Command(
         "doctor",
-        "main_doctor",
         "versions, plugins, settings, and what is wrong",
         "Turn all features on in a process of its own, and show what was found. The last lines name each problem.",
         ("doctor", "doctor --json"),
     ),
     "run": _Command(
         "run",
-        "main",
         "run a training command with every worker patched",
         "Run a command with ovpatch on in each of its Python processes, and report what each feature did. The script "
         "needs no change.",
@@ -62,7 +58,6 @@ COMMANDS: Final = {
     ),
     "verify": _Command(
         "verify",
-        "main",
         "whether a command computes the same patched as stock",
         "Run a command stock and patched with the same seeds, and compare losses, gradients, parameters, optimizer "
         "state and checkpoints on every rank after each step. Each run writes the files that the script writes.",
@@ -73,7 +68,6 @@ COMMANDS: Final = {
     ),
     "bench": _Command(
         "bench",
-        "main",
         "whether a command is faster patched than stock, and by how much",
         "Run a command stock and patched in turn, and compare step times and memory. A difference is claimed only if "
         "it is larger than the noise between equal runs.",
@@ -84,7 +78,6 @@ COMMANDS: Final = {
     ),
     "timeline": _Command(
         "timeline",
-        "main",
         "record steps of a command and show which communication is exposed",
         "Record a few steps of a command, or read traces of torch.profiler, and show for each rank how much "
         "communication is hidden by compute. The result is a table, a picture and a trace for Perfetto.",
@@ -96,7 +89,6 @@ COMMANDS: Final = {
     ),
     "pipeline": _Command(
         "pipeline",
-        "main",
         "what orders of a pipeline cost, by its size, costs and memory",
         "Compare the orders of a pipeline: by given costs with --what-if, or by costs measured in a run of a command.",
         (
@@ -142,15 +134,11 @@ class _Parser(argparse.ArgumentParser):
         """Parse; an unknown option is an error of the subcommand that it was given to."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            parser = self._chosen(parsed)
+            choices: Any = next(action.choices for action in self._actions if action.dest == "subcommand")
+            parser = choices[parsed.subcommand]
             option = unknown[0].partition("=")[0]
             parser.error(f"unknown option {option}{suggest_name(option, parser._option_string_actions)}")
         return parsed
-
-    def _chosen(self, parsed: argparse.Namespace) -> argparse.ArgumentParser:
-        choices = next(action.choices for action in self._actions if action.dest == "subcommand")
-        found: argparse.ArgumentParser = choices[parsed.subcommand]  # type: ignore[index]  # a dict
-        return found
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.dest == "subcommand" and action.choices is not None and value not in action.choices:

@@ -104,9 +104,9 @@ def _measure(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         outcome = variants.run_variant(
             variant, command, pipeline_plan.__name__, out, timeout=arguments.timeout, progress=_show_step
         )
-        plan = pipeline_plan.read_plan(outcome.folder)
-        if plan is None:
+        if not plan_file.exists():
             return _explain(outcome)
+        plan = json.loads(plan_file.read_text(encoding="utf-8"))
     if arguments.json:
         print(json.dumps(plan, indent=1))
     else:
@@ -179,11 +179,7 @@ def _answer(arguments: argparse.Namespace) -> int:
 
 
 def parse_question(text: str) -> dict[str, Any]:
-    """Parse ``p=8,m=32,memory=1.5x,f=1,b=1.2,w=1,c=0.02``.
-
-    Raises:
-        ovpatch.SettingsError: A word is unknown or missing, or its value cannot be.
-    """
+    """Parse ``p=8,m=32,memory=1.5x,f=1,b=1.2,w=1,c=0.02``; raise SettingsError if a word or its value cannot be."""
     words: dict[str, str] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")

@@ -76,11 +76,7 @@ class _Server(HTTPServer):
 
 
 def show(trace: Path) -> str:
-    """Open a trace in the user's browser; return what to tell the user.
-
-    Args:
-        trace: A file that Perfetto reads; it is served to its page on this machine, for at most a minute.
-    """
+    """Open a trace in the user's browser, by serving it to Perfetto's page for a minute; return what to tell them."""
     by_hand = f"open {trace} at {PAGE} by hand"
     try:
         browser = webbrowser.get()

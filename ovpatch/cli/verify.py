@@ -39,18 +39,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Verify the command; return the code of the verdict."""
     arguments.command = command_line.check_comparison(arguments, "verify")
-    with command_line.open_folder(arguments.out) as folder:
-        result = _verify(arguments, folder)
-        return _conclude(result, arguments)
-
-
-def _verify(arguments: argparse.Namespace, folder: Path) -> Verification:
     from ovpatch.insight.verify.verify import Request, verify
 
-    names = ("steps", "features", "noise", "deterministic", "timeout")
-    request = Request(arguments.command, folder, **{name: getattr(arguments, name) for name in names})
-    with _progress(arguments.steps) as progress:
-        return verify(request, progress)
+    with command_line.open_folder(arguments.out) as folder:
+        names = ("steps", "features", "noise", "deterministic", "timeout")
+        request = Request(arguments.command, folder, **{name: getattr(arguments, name) for name in names})
+        with _progress(arguments.steps) as progress:
+            result = verify(request, progress)
+        return _conclude(result, arguments)
 
 
 @contextmanager

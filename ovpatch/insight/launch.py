@@ -16,7 +16,6 @@ from typing import IO, Final
 
 from ovpatch.exit_codes import ExitCode
 
-_PROCESSES: Final = Path("/proc")
 _PATIENCE: Final = 1.5  # seconds to end without a signal, and again after SIGTERM
 
 
@@ -24,8 +23,7 @@ def end_processes(entry: str, patience: float = _PATIENCE) -> None:
     """End every process with an entry, such as ``NAME=value``, in its environment: wait, then SIGTERM, then SIGKILL.
 
     A tool cuts a run off at a step by ``os._exit``, so data loaders' workers and other children of the script survive.
-    All of them inherit the command's environment, in whatever session they are. Where the system does not show
-    environments, nothing is done.
+    All of them inherit the command's environment, in whatever session they are.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         if _wait(lambda: not find_processes(entry), patience):
@@ -37,7 +35,7 @@ def end_processes(entry: str, patience: float = _PATIENCE) -> None:
 
 def find_processes(entry: str) -> list[int]:
     """Return the ids of all other processes that started with an entry in their environment."""
-    pids = [int(path.name) for path in _PROCESSES.glob("[0-9]*")] if _PROCESSES.is_dir() else []
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     return [pid for pid in pids if pid != os.getpid() and entry.encode() in _environment(pid)]
 
 
@@ -49,7 +47,7 @@ def send_signal(pid: int, number: int) -> None:
 
 def _environment(pid: int) -> list[bytes]:
     try:
-        return (_PROCESSES / str(pid) / "environ").read_bytes().split(b"\0")
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # gone, or of another user
         return []
 
@@ -63,8 +61,8 @@ def _wait(done: Callable[[], bool], patience: float) -> bool:
     return True
 
 
-_ENDING: Final = ("SIGINT", "SIGTERM", "SIGHUP")
-_FORWARDED: Final = (*_ENDING, "SIGUSR1", "SIGUSR2")
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FORWARDED: Final = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _POLL: Final = 0.5  # seconds between ticks
 _DYING: Final = 5.0  # seconds for the system to end killed processes
 GRACE: Final = 40.0  # seconds; torchrun gives its workers 30 before it kills them
@@ -146,7 +144,7 @@ class Command:
             return
         self.terminate()
         if not _wait(lambda: not self._lives(), grace):
-            self._send(getattr(signal, "SIGKILL", signal.SIGTERM))
+            self._send(signal.SIGKILL)
             _wait(lambda: not self._lives(), _DYING)
         self._running.wait()
 
@@ -156,7 +154,7 @@ class Command:
         return running or (self._own_session and _group_lives(self._running.pid))
 
     def _send(self, number: int) -> None:
-        if not self._own_session or signal.Signals(number).name not in (*_ENDING, "SIGKILL"):
+        if not self._own_session or number not in (*_ENDING, signal.SIGKILL):
             self._running.send_signal(number)
             return
         with suppress(ProcessLookupError):
@@ -172,7 +170,7 @@ class Command:
         """Forward a signal; this is a signal handler."""
         if number == signal.SIGINT and not self._own_session and _terminal_sends_it():
             return  # a second SIGINT would be a harder stop
-        if signal.Signals(number).name in _ENDING:
+        if number in _ENDING:
             self.interrupted = signal.Signals(number)
             self.asked += 1
         if self._process is None:
@@ -187,8 +185,8 @@ def _group_lives(group: int) -> bool:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):
         return False
-    states = [_state(file) for file in Path("/proc").glob("[0-9]*/stat")]
-    return not states or any(its == group and state not in "ZX" for state, its in states)
+    states = map(_state, Path("/proc").glob("[0-9]*/stat"))
+    return any(its == group and state not in "ZX" for state, its in states)
 
 
 def _state(file: Path) -> tuple[str, int]:
@@ -221,8 +219,7 @@ def running_command(
 
 @contextmanager
 def _forwarding(job: Command) -> Iterator[None]:
-    numbers = [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]
-    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, sh's "&"
+    numbers = [number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, sh's "&"
     before = {number: signal.signal(number, job.forward_signal) for number in numbers}
     try:
         yield
@@ -233,8 +230,6 @@ def _forwarding(job: Command) -> Iterator[None]:
 
 def _terminal_sends_it() -> bool:
     """Whether this process is in the foreground of a terminal, which sends Ctrl-C to the command as well."""
-    if not hasattr(os, "tcgetpgrp"):
-        return True  # Windows sends console events to all processes of the console
     try:
         with open("/dev/tty", "rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

@@ -5,7 +5,6 @@ The plan is a file that feature ``pipeline`` writes once it has raced all orders
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -13,12 +12,8 @@ from typing import Any, Final
 from ovpatch.session.report import render_table
 from ovpatch.session.workers import Orders
 
-PLAN: Final = "plan.json"
-"""Name of the file, in the folder of the run."""
-
+PLAN: Final = "plan.json"  # in the folder of the run
 COLOURS: Final = {"F": "#7fa8d9", "B": "#e3a857", "BW": "#e3a857", "W": "#7fb5a8"}
-"""Colours of the computations."""
-
 _STAGES: Final = ("stage", "rank", "F", "B", "W", "holds until B", "until W")
 _ROWS: Final = ("order", "memory", "predicted", "measured", "of as given", "bubble", "")
 
@@ -37,24 +32,14 @@ def start_worker(orders: Orders) -> None:
     counter.start_counting()
 
 
-def read_plan(folder: Path) -> dict[str, Any] | None:
-    """Return the plan in the folder of a run; None if there is none."""
-    path = folder / PLAN
-    if not path.exists():
-        return None
-    plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return plan
-
-
 def format_plan(plan: Mapping[str, Any], command: str, *, colour: bool) -> str:
     """Return the tables, the picture of the fastest order, and the line to set."""
     best = plan["rows"][plan["best"]]
     numbers = f"{plan['class']}, {plan['ranks']} ranks, {plan['microbatches']} microbatches"
     right = {head for head in (*_STAGES, *_ROWS) if head not in ("order", "")}
+    stages = f"{numbers}: milliseconds of a microbatch"
     tables = [
-        render_table(
-            f"{numbers}: milliseconds of a microbatch", _STAGES, _list_stages(plan), colour=colour, right=right
-        ),
+        render_table(stages, _STAGES, _list_stages(plan), colour=colour, right=right),
         render_table("Milliseconds of a step", _ROWS, _list_rows(plan), colour=colour, right=right),
     ]
     send = 1000 * float(plan["costs"]["send"])
@@ -108,13 +93,9 @@ def _list_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def draw_order(timeline: Sequence[Sequence[Sequence[Any]]], title: str, unit: str, path: Path) -> None:
-    """Draw a row per rank, F, B and W by colour; later stages of a rank are paler.
+    """Draw a row per rank, F, B and W by colour, to a PNG, SVG or PDF file; later stages of a rank are paler.
 
-    Args:
-        timeline: Kind, stage, microbatch, start and end of each computation, by rank.
-        title: Above the picture.
-        unit: Of the times.
-        path: A PNG, SVG or PDF file.
+    ``timeline`` has kind, stage, microbatch, start and end of each computation, by rank, in a ``unit`` of time.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing import parent_process, util
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -18,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ovpatch.session import workers
+from ovpatch.session import report, workers
 
 Before = Callable[[Optimizer, tuple[Any, ...], Mapping[str, Any]], None]
 After = Callable[[Optimizer], None]
@@ -81,25 +79,11 @@ def find_root_modules() -> list[nn.Module]:
     return [module for module in modules if id(module) not in children and "_modules" in vars(module)]
 
 
-_exit_actions: list[Callable[[], None]] = []
-
-
-def run_at_exit(act: Callable[[], None]) -> None:
-    """Call a function when this process, or a forked child of multiprocessing, ends by itself, with or without a step.
-
-    Children of :mod:`multiprocessing` skip :mod:`atexit` and drop inherited finalizers, so each registers its own.
-    """
-    if not _exit_actions:
-        atexit.register(_run_exit_actions)
-        util.register_after_fork(_run_exit_actions, lambda run: util.Finalize(None, run, exitpriority=100))
-        if parent_process() is not None:
-            util.Finalize(None, _run_exit_actions, exitpriority=100)
-    _exit_actions.append(act)
-
-
-def _run_exit_actions() -> None:
-    while _exit_actions:
-        _exit_actions.pop()()
+def list_children(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the items of a mapping, list or tuple, by key or index; None for other objects."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, (list, tuple)) else None
 
 
 #: Seconds to wait for ranks before their last step; some scripts have ranks that never step.
@@ -153,9 +137,7 @@ class StepCounter:
 
 def get_rank() -> int:
     """Return this process's rank in the job; 0 in a job of one process."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0") or 0)
+    return report.get_rank() or 0
 
 
 def get_world_size() -> int:

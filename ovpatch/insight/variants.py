@@ -52,10 +52,7 @@ class Variant:
 def leave_one_out(
     variant: Variant, features: Sequence[str], requires: Mapping[str, Collection[str]]
 ) -> dict[str, Variant]:
-    """Return one variant per feature that ran in a patched variant, with that feature, and those that require it, off.
-
-    A feature that all others require has no such variant: it would be stock.
-    """
+    """Return a variant without each feature, and those that require it; none for one that all require: it is stock."""
     found = {}
     for feature in features:
         off = {feature}
@@ -117,29 +114,22 @@ class Outcome:
         return {name: "; ".join(self.remarks[name]) for name in self.applied if name not in self.exercised}
 
     @property
-    def left_to_stock(self) -> dict[str, dict[str, int]]:
-        """Counters of the work that exercised features left to stock."""
-        left = {
-            name: {what: count for what, count in counters.items() if what.startswith("stock_") and count}
-            for name, counters in self.counters.items()
-            if name in self.exercised
-        }
-        return {name: counts for name, counts in left.items() if counts}
+    def left_to_stock(self) -> list[str]:
+        """Exercised features that left some work to stock."""
+        counted = [(name, what) for name, counters in self.counters.items() for what in counters if counters[what]]
+        left = dict.fromkeys(name for name, what in counted if what.startswith("stock_"))
+        return [name for name in left if name in self.exercised]
 
     @property
     def remarks(self) -> dict[str, list[str]]:
         """Remarks of each feature; a remark about idleness only if there is no other."""
+        patches = self.report["patches"] if self.report is not None else ()
+        waiting = tuple(f"{one['target']} is pending" for one in patches if one["state"] == "pending")  # for an import
         found = {}
         for one in self._features:
-            every = [remark for remark in one["remarks"] if not remark.startswith(self._waiting)]
+            every = [remark for remark in one["remarks"] if not remark.startswith(waiting)]
             found[one["name"]] = [remark for remark in every if not remark.startswith(tuple(IDLE))] or every
         return found
-
-    @property
-    def _waiting(self) -> tuple[str, ...]:
-        """Prefixes of the remarks about patches that wait for an import."""
-        patches = self.report["patches"] if self.report is not None else ()
-        return tuple(f"{one['target']} is pending" for one in patches if one["state"] == "pending")
 
     @property
     def _features(self) -> Sequence[dict[str, Any]]:
@@ -150,14 +140,13 @@ class Outcome:
         """Errors of ovpatch or the tool in a process: pid, rank and error."""
         return workers.read_reports(self.folder, "failed")
 
-    def log_contains(self, words: str) -> bool:
-        """Tell whether a line of the log contains a text."""
-        with self.log.open(encoding="utf-8", errors="replace") as lines:
-            return any(words in line for line in lines)
+    def read_log(self) -> str:
+        """Return the command's output."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
 
     def read_failure(self) -> str:
         """Return what the log says about how the command ended, as :func:`find_failure` finds it."""
-        return find_failure(self.log.read_text(encoding="utf-8", errors="replace"))
+        return find_failure(self.read_log())
 
 
 _HEAD: Final = re.compile(r"^(\[rank\d+\]: ?)?Traceback \(most recent call last\):$")
@@ -225,10 +214,7 @@ def run_variant(
 
     ``out`` is the parent of the variant's folder, which must not exist. A variant without a step or a new process for
     ``timeout`` seconds counts as hung. ``progress`` is called about twice a second with the last step that all
-    processes have taken.
-
-    Raises:
-        ovpatch.insight.launch.NotStartedError: The command could not be started.
+    processes have taken. Raises NotStartedError if the command cannot be started.
     """
     folder, log = out / variant.name, out / f"{variant.name}.log"
     folder.mkdir(parents=True)
@@ -241,6 +227,9 @@ def run_variant(
         launch.end_processes(f"{workers.REPORT_DIR}={folder.absolute()}")
     seconds, interrupted = time.monotonic() - began, job.interrupted is not None
     return Outcome(variant, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder))
+
+
+_WRITING: Final = 2.0  # seconds for processes to write their stacks
 
 
 class _Watchdog:
@@ -258,8 +247,10 @@ class _Watchdog:
         """Check the files of the processes, report progress, and end the job if necessary."""
         if self._ended:
             return
-        if job.interrupted is not None:
-            self._end_interrupted(job)
+        if job.interrupted is not None:  # a command may ignore that
+            self._interrupted = self._interrupted or time.monotonic()
+            if job.asked > 1 or time.monotonic() - self._interrupted > launch.GRACE:
+                self._end(job, 1.0)
         seen = {path.name: path.stat().st_mtime_ns for path in self._folder.glob("[pb]*-*")}  # process- and beat-
         if seen != self._seen:
             self._seen, self._news = seen, time.monotonic()
@@ -268,14 +259,10 @@ class _Watchdog:
             self._end(job)
         elif time.monotonic() - self._news > self._timeout:
             self.timed_out = True
-            request_stacks(self._folder)
+            for pid in list_processes(self._folder):
+                launch.send_signal(pid, workers.STACKS)
+            time.sleep(_WRITING)
             self._end(job)
-
-    def _end_interrupted(self, job: launch.Command) -> None:
-        """End a command that ignores an interrupt after the grace period, or at the second interrupt."""
-        self._interrupted = self._interrupted or time.monotonic()
-        if job.asked > 1 or time.monotonic() - self._interrupted > launch.GRACE:
-            self._end(job, 1.0)
 
     def _end(self, job: launch.Command, grace: float = launch.GRACE) -> None:
         self._ended = True
@@ -309,22 +296,11 @@ def read_ranks(folder: Path) -> dict[int, str]:
 
 
 def _is_alive(pid: int, folder: Path) -> bool:
-    """Whether a process is alive and, where the system shows environments, is not a later one with the same id."""
-    environment = Path(f"/proc/{pid}/environ")
+    """Whether a process is alive, and not a later one with the same id."""
     try:
-        os.kill(pid, 0)
-        return str(folder.absolute()).encode() in environment.read_bytes() if environment.exists() else True
-    except (ProcessLookupError, PermissionError):
+        return str(folder.absolute()).encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
         return False
-
-
-def request_stacks(folder: Path, patience: float = 2.0) -> None:
-    """Make every process of a job write its stacks, and wait for them."""
-    if workers.STACKS is None:
-        return
-    for pid in list_processes(folder):
-        launch.send_signal(pid, workers.STACKS)
-    time.sleep(patience)
 
 
 def _read_stacks(folder: Path) -> dict[int, str]:

@@ -13,7 +13,6 @@ from ovpatch.patching.patch import (
     PatchError,
     PatchState,
     PatchStatus,
-    Removable,
     TargetNotFoundError,
 )
 
@@ -25,6 +24,5 @@ __all__ = [
     "PatchManager",
     "PatchState",
     "PatchStatus",
-    "Removable",
     "TargetNotFoundError",
 ]

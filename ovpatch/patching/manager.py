@@ -7,14 +7,12 @@ import difflib
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from ovpatch.patching.patch import (
     Hook,
-    IncompatiblePatchError,
     Patch,
-    PatchConflictError,
     PatchError,
     PatchState,
     PatchStatus,
@@ -23,9 +21,9 @@ from ovpatch.patching.patch import (
     Wrap,
     find_location,
 )
-from ovpatch.patching.plan import PatchPlan, PatchRecord, SlotPlan, find_chain, find_defining_slot, make_plan
+from ovpatch.patching.plan import PatchPlan, PatchRecord, SlotPlan, find_chain, make_plan
 from ovpatch.patching.references import find_references, keeps_original, list_author_packages, match_packages
-from ovpatch.patching.slot import WRITE_LOCK, Journal, SlotWrite, unwrap_descriptor
+from ovpatch.patching.slot import WRITE_LOCK, SlotWrite, unwrap_descriptor, write_reversibly
 from ovpatch.patching.target import Slot, call_after_import, get_namespace, is_module, resolve_target
 from ovpatch.patching.wrapper_chain import Wrapper, WrapperChain, watch_for_torch
 
@@ -145,7 +143,10 @@ class PatchManager:
         known = {record.declared.feature for record in self._select(())}
         for name in features:
             if name not in known:
-                raise PatchError(_unknown_text(name, known))
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                remedy = "Correct the name, or register its patches before they are applied"
+                raise PatchError(f"nothing is registered for feature {name!r}.{hint} {remedy}")
         self._apply(self._select(features))
 
     def revert(self, *features: str) -> None:
@@ -205,7 +206,11 @@ class PatchManager:
         try:
             plan = self._carry_out(records, finished)
         except PatchError as error:
-            self._record_failure(records, error)
+            state = PatchState.FAILED if isinstance(error, TargetNotFoundError) else PatchState(error.state)
+            with WRITE_LOCK:
+                for record in records:
+                    if record.declared in error.patches and not record.wrappers:
+                        record.set_state(state, str(error))
             raise
         self._wait_for_imports(plan.modules)
         if plan.slot_plans and not finished:
@@ -221,15 +226,11 @@ class PatchManager:
             plan = make_plan(records, chains, version, finished)
             if plan.slot_plans:
                 watch_for_torch()
-            plan.build_wrappers()
-            try:
-                committed = self._commit(plan)
-            except BaseException:  # raised again: also Ctrl-C must not leave hooks installed
-                plan.remove_hooks()
-                raise
-            if committed:
-                return plan
-            plan.remove_hooks()
+            with contextlib.ExitStack() as undo:  # no hook stays installed where nothing is written
+                plan.build_wrappers(undo)
+                if self._commit(plan):
+                    undo.pop_all()
+                    return plan
 
     def _commit(self, plan: PatchPlan) -> bool:
         with WRITE_LOCK:
@@ -242,18 +243,15 @@ class PatchManager:
 
     def _write(self, slot_plans: Sequence[SlotPlan]) -> None:
         """Write all slots and references, or nothing if that fails."""
-        journal = Journal()
         written: list[tuple[list[SlotWrite], SlotWrite]] = []
-        try:
+        with contextlib.ExitStack() as undo:
             for one in slot_plans:
                 chain = one.chain
-                journal.add_undo(chain.activate(one.staged))
+                undo.callback(chain.activate(one.staged))
                 for slot in one.slots:
-                    written.append((chain.writes, journal.write(slot.owner, slot.name, chain.installed)))
-            written += _rebind_references(slot_plans, journal)
-        except BaseException:  # raised again: also Ctrl-C must not leave half a set written
-            journal.roll_back()
-            raise
+                    written.append((chain.writes, write_reversibly(slot.owner, slot.name, chain.installed, undo)))
+            written += _rebind_references(slot_plans, undo)
+            undo.pop_all()  # all is written
         for writes, write in written:
             writes.append(write)
         self._chains += [one.chain for one in slot_plans if one.chain not in self._chains]
@@ -279,17 +277,6 @@ class PatchManager:
     def _set_applied(self, record: PatchRecord) -> None:
         record.set_state(PatchState.APPLIED)
         record.applied_order = next(self._numbers)
-
-    def _record_failure(self, records: list[PatchRecord], error: PatchError) -> None:
-        state = PatchState.FAILED
-        if isinstance(error, PatchConflictError):
-            state = PatchState.CONFLICT
-        elif isinstance(error, IncompatiblePatchError):
-            state = PatchState.INCOMPATIBLE
-        with WRITE_LOCK:
-            for record in records:
-                if record.declared in error.patches and not record.wrappers:
-                    record.set_state(state, str(error))
 
     # --- targets that are imported later ---
 
@@ -340,7 +327,14 @@ class PatchManager:
             handles = [(record, record.handle) for record in live if record.handle is not None]
             for record in live:
                 record.handle = None
-        problems = [problem for record, handle in handles for problem in _remove_handle(record, handle)]
+        problems: list[PatchError] = []
+        for record, handle in handles:
+            try:
+                handle.remove()
+            except Exception as error:  # noqa: BLE001 - the other hooks and patches must be removed all the same
+                text = f"{record.declared} could not be removed: {error!r}; correct its remove()"
+                problems.append(PatchError(text, record.declared))
+                problems[-1].__cause__ = error
         if chains:
             reset_compiled_code()
         if problems:
@@ -393,18 +387,9 @@ class PatchManager:
 
 def _find_slot(target: str) -> Slot:
     found = resolve_target(target)
-    if isinstance(found, Slot):
-        return find_defining_slot(found)
-    raise TargetNotFoundError(f"{target}: {found.reason}")
-
-
-def _unknown_text(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return (
-        f"nothing is registered for feature {name!r}.{hint} Correct the name, or register its patches before they are "
-        "applied"
-    )
+    if not isinstance(found, Slot):
+        raise TargetNotFoundError(f"{target}: {found.reason}")
+    return found if found.inherited_from is None else Slot(found.inherited_from, found.name, found.raw)
 
 
 def _remove_wrapper(record: PatchRecord, chain: WrapperChain, wrapper: Wrapper) -> None:
@@ -413,19 +398,9 @@ def _remove_wrapper(record: PatchRecord, chain: WrapperChain, wrapper: Wrapper) 
     record.wrappers = [one for one in record.wrappers if one[1] is not wrapper]
 
 
-def _remove_handle(record: PatchRecord, handle: Removable) -> list[PatchError]:
-    try:
-        handle.remove()
-    except Exception as error:  # noqa: BLE001 - the other hooks and patches must be removed all the same
-        problem = PatchError(
-            f"{record.declared} could not be removed: {error!r}; correct its remove()", record.declared
-        )
-        problem.__cause__ = error
-        return [problem]
-    return []
-
-
-def _rebind_references(slot_plans: Sequence[SlotPlan], journal: Journal) -> list[tuple[list[SlotWrite], SlotWrite]]:
+def _rebind_references(
+    slot_plans: Sequence[SlotPlan], undo: contextlib.ExitStack
+) -> list[tuple[list[SlotWrite], SlotWrite]]:
     """Point references in other modules to the entries, and those in the packages of patch authors to the originals."""
     chains = [one.chain for one in slot_plans if is_module(one.chain.slot.owner)]
     if not chains:
@@ -441,9 +416,9 @@ def _rebind_references(slot_plans: Sequence[SlotPlan], journal: Journal) -> list
         of_author = is_author[id(chain)](str(get_namespace(module).get("__name__", "")))
         if found == id(chain.entry.function):
             if of_author and (id(module), name) not in slots:
-                journal.write(module, name, chain.original)
+                write_reversibly(module, name, chain.original, undo)
         elif not of_author and not keeps_original(module, chain.original):
-            written.append((chain.references, journal.write(module, name, chain.entry.function)))
+            written.append((chain.references, write_reversibly(module, name, chain.entry.function, undo)))
     return written
 
 
@@ -466,6 +441,5 @@ def reset_compiled_code() -> None:
     convert_frame = sys.modules.get("torch._dynamo.convert_frame")
     if dynamo is None or convert_frame is None or getattr(dynamo.__spec__, "_initializing", False):
         return
-    if not convert_frame.input_codes.seen:
-        return
-    dynamo.reset_code_caches()
+    if convert_frame.input_codes.seen:
+        dynamo.reset_code_caches()

@@ -23,7 +23,10 @@ class PatchError(RuntimeError):
 
     Attributes:
         patches: The declarations at fault, if known.
+        state: The state of a feature that fails with this error.
     """
+
+    state = "failed"
 
     def __init__(self, text: str, *patches: Any) -> None:
         super().__init__(text)
@@ -37,21 +40,19 @@ class DeclarationError(PatchError, TypeError):
 class TargetNotFoundError(PatchError):
     """The target does not exist in this process."""
 
+    state = "unavailable"
+
 
 class PatchConflictError(PatchError):
     """Two patches cannot be active together."""
+
+    state = "conflict"
 
 
 class IncompatiblePatchError(PatchError):
     """The target has another kind or signature, or torch another version, than the patch was written for."""
 
-
-def check_version_range(specifier: str, target: str) -> None:
-    """Raise a DeclarationError if a patch's version range, such as ``">=2.11,<2.16"``, cannot be parsed."""
-    if not is_version_range(specifier):
-        raise DeclarationError(
-            f"torch={specifier!r} of the patch of {target} is not a version range: write it as '>=2.11,<2.16'"
-        )
+    state = "incompatible"
 
 
 def is_version_range(specifier: str) -> bool:
@@ -197,8 +198,10 @@ class Patch:
                     f"{name}={getattr(self, name)!r} of the patch of {self.target} is of the wrong type: "
                     f"pass {'a text' if kind is str else 'a whole number'}"
                 )
-        if self.torch is not None:
-            check_version_range(self.torch, self.target)
+        if self.torch is not None and not is_version_range(self.torch):
+            raise DeclarationError(
+                f"torch={self.torch!r} of the patch of {self.target} is not a version range: write it as '>=2.11,<2.16'"
+            )
 
     @property
     def kind(self) -> Kind:
@@ -222,12 +225,10 @@ class Patch:
 
     def is_same_as(self, other: Patch | Hook) -> bool:
         """Whether both declare the same patch, which is then registered once."""
-        return (
-            isinstance(other, Patch)
-            and (self.target, self.feature, self.order) == (other.target, other.feature, other.order)
-            and _same(self.replacement, other.replacement)
-            and _same(self.wrap, other.wrap)
-        )
+        if not isinstance(other, Patch):
+            return False
+        same = (self.target, self.feature, self.order) == (other.target, other.feature, other.order)
+        return same and (self.replacement, self.wrap) == (other.replacement, other.wrap)
 
     def __str__(self) -> str:
         return f"{label_feature(self.feature)} ({describe_callable(self.source)})"
@@ -252,11 +253,8 @@ class Hook:
 
     def is_same_as(self, other: Patch | Hook) -> bool:
         """Whether both declare the same hook."""
-        return (
-            isinstance(other, Hook)
-            and (self.name, self.feature) == (other.name, other.feature)
-            and _same(self.install, other.install)
-        )
+        mine = (self.name, self.feature, self.install)
+        return isinstance(other, Hook) and mine == (other.name, other.feature, other.install)
 
     def __str__(self) -> str:
         return f"{label_feature(self.feature)} (hook {self.name!r})"
@@ -316,10 +314,3 @@ def _check_callables(target: str, replacement: Any, wrap: Any) -> None:
         raise DeclarationError(
             f"the replacement of {target} is {replacement!r}, which is not callable: pass a function"
         )
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two callables are one; bound methods are created at each access, so their parts are compared."""
-    if isinstance(one, types.MethodType) and isinstance(other, types.MethodType):
-        return one.__func__ is other.__func__ and one.__self__ is other.__self__
-    return one is other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -61,7 +62,11 @@ class PatchRecord:
         """Return the status; a slot that another library has overwritten since makes it ``shadowed``."""
         for chain, _ in self.wrappers:
             chain.collect_counts()
-        state, reason = self._live_state()
+        state, reason = self.state, self.reason
+        last = self.wrappers[-1][0] if self.wrappers else None
+        if state is PatchState.APPLIED and last is not None and not last.is_reached:
+            lost = f"{last.shadowed_by} took its place" if last.shadowed_by else "its module was executed again"
+            state, reason = PatchState.SHADOWED, f"{lost} after apply(): call apply() again"
         return PatchStatus(
             target=self.declared.name,
             feature=self.declared.feature,
@@ -76,39 +81,17 @@ class PatchRecord:
             traces=self._traces + sum(wrapper.traces for _, wrapper in self.wrappers),
         )
 
-    def _live_state(self) -> tuple[PatchState, str]:
-        if self.state is not PatchState.APPLIED or not self.wrappers:
-            return self.state, self.reason
-        chain = self.wrappers[-1][0]
-        if chain.is_reached:
-            return self.state, self.reason
-        lost = f"{chain.shadowed_by} took its place" if chain.shadowed_by else "its module was executed again"
-        return PatchState.SHADOWED, f"{lost} after apply(): call apply() again"
-
 
 def find_chain(chains: Sequence[WrapperChain], slot: Slot) -> WrapperChain | None:
-    """Return the manager's chain that a slot belongs to, through any alias.
-
-    All module attributes that hold one function share a chain. Each class attribute has its own.
-    """
+    """Return the chain of a slot: all module attributes that hold one function share it, each class has its own."""
     for chain in chains:
+        of_modules = is_module(slot.owner) and is_module(chain.slot.owner)
         if chain.slot.is_same(slot):
             if chain.is_reached:
                 return chain
-        elif chain.wrappers and _is_alias(slot, chain):
+        elif chain.wrappers and of_modules and (slot.raw is chain.installed or slot.raw is chain.original):
             return chain
     return None
-
-
-def _is_alias(slot: Slot, chain: WrapperChain) -> bool:
-    """Whether a module attribute holds the function that a chain patches in another module."""
-    holds_it = slot.raw is chain.installed or slot.raw is chain.original
-    return holds_it and is_module(slot.owner) and is_module(chain.slot.owner)
-
-
-def find_defining_slot(slot: Slot) -> Slot:
-    """Return the slot of the class that defines an inherited attribute."""
-    return slot if slot.inherited_from is None else Slot(slot.inherited_from, slot.name, slot.raw)
 
 
 def make_conflict_error(one: Patch, other: Patch, slot: Slot) -> PatchConflictError:
@@ -194,11 +177,7 @@ class PatchPlan:
         return list(dict.fromkeys(name for modules in waiting for name in modules))
 
     def add(self, record: PatchRecord, chains: Sequence[WrapperChain]) -> None:
-        """Resolve and check one declaration; a declaration in force is left out.
-
-        Raises:
-            PatchError: The declaration cannot be applied.
-        """
+        """Resolve and check one declaration, unless it is in force; raise PatchError if it cannot be applied."""
         if isinstance(record.declared, Hook):
             if record.state is not PatchState.APPLIED:
                 self.hooks.append((record, record.declared))
@@ -265,20 +244,15 @@ class PatchPlan:
         if not record.wrappers:
             self.not_applied.append((record, PatchState.INCOMPATIBLE, text, ()))
 
-    def build_wrappers(self) -> None:
-        """Call the wrap functions and install the hooks.
-
-        If one of them fails, which is a PatchError, all installed hooks are removed again.
-        """
-        try:
-            for slot_plan in self.slot_plans:
-                self._stage(slot_plan)
-            self.slot_plans = [slot_plan for slot_plan in self.slot_plans if slot_plan.staged]
-            for record, hook in self.hooks:
-                self.handles.append((record, _install(hook)))
-        except BaseException:  # raised again: also Ctrl-C must not leave hooks installed
-            self.remove_hooks()
-            raise
+    def build_wrappers(self, undo: ExitStack) -> None:
+        """Call the wrap functions and install the hooks, which ``undo`` removes; PatchError if one of them fails."""
+        for slot_plan in self.slot_plans:
+            self._stage(slot_plan)
+        self.slot_plans = [slot_plan for slot_plan in self.slot_plans if slot_plan.staged]
+        for record, hook in self.hooks:
+            handle = _install(hook)
+            undo.callback(handle.remove)
+            self.handles.append((record, handle))
 
     def _stage(self, slot_plan: SlotPlan) -> None:
         while slot_plan.records:
@@ -291,21 +265,13 @@ class PatchPlan:
                 self._refuse(record, str(error))
                 slot_plan.records.remove(record)
 
-    def remove_hooks(self) -> None:
-        """Remove the installed hooks, the last first."""
-        while self.handles:
-            self.handles.pop()[1].remove()
-
 
 def make_plan(
     records: Sequence[PatchRecord], chains: Sequence[WrapperChain], version: int, finished: str = ""
 ) -> PatchPlan:
-    """Resolve and check the declarations to apply; those in force stay as they are.
+    """Resolve and check the declarations to apply, except those in force; raise PatchError if one cannot be applied.
 
     ``finished`` is the module whose import hook calls ``apply()``, if one does.
-
-    Raises:
-        PatchError: A declaration cannot be applied.
     """
     plan = PatchPlan(version, finished)
     for record in records:

@@ -23,10 +23,7 @@ Reference = tuple[types.ModuleType, str, int]
 
 
 def find_references(ids: Mapping[int, Any] | set[int]) -> Iterable[Reference]:
-    """Yield ``(module, name, id)`` of every reference to objects with some ids, in one pass over all modules.
-
-    The caller keeps the objects alive.
-    """
+    """Yield ``(module, name, id)`` of every reference, in any module, to objects that the caller keeps alive."""
     wanted = set(ids)
     for module in {id(module): module for module in list(sys.modules.values()) if is_module(module)}.values():
         values = get_namespace(module)

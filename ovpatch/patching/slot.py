@@ -9,6 +9,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
@@ -101,11 +102,7 @@ def make_descriptor(slot: Slot, kind: SlotKind, function: Function) -> Any:
 
 
 def unwrap_replacement(replacement: Any, slot: Slot, kind: SlotKind) -> Function:
-    """Return the function of a replacement, which may be a descriptor of the slot's kind.
-
-    Raises:
-        IncompatiblePatchError: It is a descriptor of another kind, or a property with a setter of its own.
-    """
+    """Return a replacement's function; IncompatiblePatchError for another descriptor, or a property with a setter."""
     wanted = {staticmethod: SlotKind.STATIC, classmethod: SlotKind.CLASSMETHOD, property: SlotKind.GETTER}.get(
         type(replacement)
     )
@@ -130,77 +127,35 @@ def make_base(slot: Slot, kind: SlotKind) -> Function:
     An inherited attribute is looked up at each call, as Python does without the patch: the base class may be patched
     later, and with several bases the next class in the method resolution order depends on the instance.
     """
+    found: Function = unwrap_descriptor(slot.raw)
+    owner: Any = slot.owner
+    name = slot.name
     if slot.inherited_from is None:
-        function: Function = unwrap_descriptor(slot.raw)
-        return function
-    builders = {
-        SlotKind.METHOD: _inherited_step if _is_unhooked_step(slot) else _inherited_method,
-        SlotKind.CLASSMETHOD: _inherited_classmethod,
-        SlotKind.STATIC: _inherited_static,
-        SlotKind.GETTER: _inherited_getter,
-    }
-    return builders[kind](slot.owner, slot.name, unwrap_descriptor(slot.raw))
-
-
-def _inherited_method(owner: Any, name: str, found: Any) -> Function:
-    def inherited(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, owner):
-            return found(self, *args, **kwargs)
-        return getattr(super(owner, self), name)(*args, **kwargs)
-
-    return inherited
-
-
-def _is_unhooked_step(slot: Slot) -> bool:
-    return slot.name == "step" and not hasattr(unwrap_descriptor(slot.raw), "hooked")
-
-
-def _inherited_step(owner: Any, name: str, found: Any) -> Function:
-    """Return a look-up of an inherited ``Optimizer.step`` that runs the step hooks once.
-
-    The first instance of an optimizer class wraps ``step`` of the class in ``profile_hook_step``, which runs the step
-    hooks, unless ``step`` carries the mark ``hooked``. A patched ``AdamW.step``, inherited from ``Adam``, is wrapped
-    that way. When ``Adam.step`` is wrapped later, the look-up would find a second wrapper and run the hooks twice;
-    stock ``AdamW`` keeps the bare function. So the look-up unwraps a ``step`` that carries the mark.
-    """
+        return found
+    if kind is SlotKind.STATIC:
+        return lambda *args, **kwargs: getattr(super(owner, owner), name)(*args, **kwargs)
+    if kind is SlotKind.GETTER:
+        return lambda self, /: getattr(super(owner, self), name)
+    is_method = kind is SlotKind.METHOD
+    # The first instance of an optimizer class wraps `step` of the class in `profile_hook_step`, which runs the step
+    # hooks, unless `step` carries the mark `hooked`. A patched `AdamW.step`, inherited from `Adam`, is wrapped that
+    # way. When `Adam.step` is wrapped later, the look-up would find a second wrapper and run the hooks twice; stock
+    # `AdamW` keeps the bare function. So the look-up unwraps a `step` that carries the mark.
+    is_unhooked_step = is_method and name == "step" and not hasattr(found, "hooked")
 
     def inherited(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, owner):
+        if is_method and not isinstance(self, owner):
             return found(self, *args, **kwargs)
         below = getattr(super(owner, self), name)
-        if hasattr(below, "hooked"):
+        if is_unhooked_step and hasattr(below, "hooked"):
             return below.__wrapped__(self, *args, **kwargs)
         return below(*args, **kwargs)
 
     return inherited
 
 
-def _inherited_classmethod(owner: Any, name: str, found: Any) -> Function:
-    def inherited(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return getattr(super(owner, cls), name)(*args, **kwargs)
-
-    return inherited
-
-
-def _inherited_static(owner: Any, name: str, found: Any) -> Function:
-    def inherited(*args: Any, **kwargs: Any) -> Any:
-        return getattr(super(owner, owner), name)(*args, **kwargs)
-
-    return inherited
-
-
-def _inherited_getter(owner: Any, name: str, found: Any) -> Function:
-    def inherited(self: Any, /) -> Any:
-        return getattr(super(owner, self), name)
-
-    return inherited
-
-
 def set_picklable_name(function: Any, slot: Slot, away: Callable[[types.ModuleType], bool]) -> None:
-    """Name an installed function so that its qualified name leads to it, as pickle demands.
-
-    References in a module that is ``away`` keep the original.
-    """
+    """Name a function so that pickle finds it by that name; a module that is ``away`` keeps the original."""
     if is_class(slot.owner):
         if slot.inherited_from is not None:
             function.__module__ = slot.owner.__module__
@@ -219,11 +174,8 @@ def set_picklable_name(function: Any, slot: Slot, away: Callable[[types.ModuleTy
 # run under it: no wrap function, no hook installation, no import. So its holder never waits for another thread.
 
 WRITE_LOCK: Final = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    # A forked child has only the thread that forked: a lock held by another thread would stay locked.
-    os.register_at_fork(
-        before=WRITE_LOCK.acquire, after_in_parent=WRITE_LOCK.release, after_in_child=WRITE_LOCK.release
-    )
+# A forked child has only the thread that forked: a lock held by another thread would stay locked.
+os.register_at_fork(before=WRITE_LOCK.acquire, after_in_parent=WRITE_LOCK.release, after_in_child=WRITE_LOCK.release)
 
 _HEAP_TYPE: Final = 1 << 9
 _IMMUTABLE_TYPE: Final = 1 << 8
@@ -282,24 +234,9 @@ class SlotWrite:
         return True
 
 
-class Journal:
-    """The writes of one call, which are undone if a later one fails."""
-
-    def __init__(self) -> None:
-        self._undos: list[Callable[[], object]] = []
-
-    def write(self, owner: Owner, name: str, new: Any) -> SlotWrite:
-        """Write an attribute and record the old value."""
-        done = SlotWrite(owner, name, read_slot(owner, name), new)
-        write_slot(owner, name, new)
-        self._undos.append(done.undo)
-        return done
-
-    def add_undo(self, undo: Callable[[], object]) -> None:
-        """Record how to undo a change that was made elsewhere."""
-        self._undos.append(undo)
-
-    def roll_back(self) -> None:
-        """Undo everything, the last first."""
-        while self._undos:
-            self._undos.pop()()
+def write_reversibly(owner: Owner, name: str, new: Any, undo: ExitStack) -> SlotWrite:
+    """Write an attribute; ``undo`` writes the old value back when it is closed."""
+    done = SlotWrite(owner, name, read_slot(owner, name), new)
+    write_slot(owner, name, new)
+    undo.callback(done.undo)
+    return done

@@ -87,19 +87,17 @@ def get_namespace(owner: Owner) -> dict[str, Any]:
 
 
 def resolve_target(target: str, finished: str = "") -> Slot | PendingTarget | MissingTarget:
-    """Find the slot that a dotted path names.
+    """Find the slot of a dotted path; raise IncompatiblePatchError if a part of it is neither module nor class.
 
     The module ``finished`` is executed although Python still marks it as initializing, as in its import hook.
-
-    Raises:
-        IncompatiblePatchError: A part of the path is neither module nor class.
     """
     parts = target.split(".")
     for length in range(len(parts) - 1, 0, -1):
         module = sys.modules.get(".".join(parts[:length]))
         if module is not None and is_module(module):
             found = _walk(target, module, parts, length)
-            if isinstance(found, MissingTarget) and _is_unfinished(module, finished):
+            unfinished = getattr(get_namespace(module).get("__spec__"), "_initializing", False)
+            if isinstance(found, MissingTarget) and unfinished and module.__name__ != finished:
                 return PendingTarget((), f"{module.__name__} is still being imported: call apply() again after that")
             return found
     return _absent_package(target, parts)
@@ -137,29 +135,28 @@ def _walk(target: str, module: types.ModuleType, parts: list[str], at: int) -> S
 
 def _lookup(owner: Owner, name: str) -> tuple[Any, Any]:
     """Return the raw value of an attribute and the namespace's owner."""
-    holders: Iterable[Any] = (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
-    for holder in holders:
+    for holder in _holders(owner):
         raw = get_namespace(holder).get(name, ABSENT)
         if raw is not ABSENT:
             return raw, holder
     return ABSENT, None
 
 
+def _holders(owner: Owner) -> Iterable[Any]:
+    return (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
+
+
 def _absent(target: str, owner: Owner, parts: list[str], index: int, imported: str) -> PendingTarget | MissingTarget:
     name = parts[index]
-    if is_module(owner):
-        submodule = f"{imported}.{name}"
-        if "__path__" in get_namespace(owner) and _can_be_found(submodule):
-            # An aliased module imports its submodules under its own name, not under the target's.
-            below = [submodule, *(f"{submodule}.{rest}" for rest in _prefixes(parts[index + 1 :]))]
-            return PendingTarget(_not_imported(below), f"{submodule} is not imported yet")
-    return _missing(target, owner, name)
-
-
-def _missing(target: str, owner: Owner, name: str) -> MissingTarget:
+    submodule = f"{imported}.{name}"
+    if is_module(owner) and "__path__" in get_namespace(owner) and _can_be_found(submodule):
+        # An aliased module imports its submodules under its own name, not under the target's.
+        below = [submodule, *(f"{submodule}.{rest}" for rest in _prefixes(parts[index + 1 :]))]
+        return PendingTarget(_not_imported(below), f"{submodule} is not imported yet")
     kind = "module" if is_module(owner) else "class"
     reason = f"{kind} {format_owner(owner)} has no {name!r}"
-    close = difflib.get_close_matches(name, [key for key in _names(owner) if isinstance(key, str)], n=1)
+    names = {key for holder in _holders(owner) for key in list(get_namespace(holder)) if isinstance(key, str)}
+    close = difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     lazy = is_module(owner) and "__getattr__" in get_namespace(owner)
     remedy = "name the module that defines it (this one makes its attributes on demand)" if lazy else "correct it"
@@ -170,22 +167,12 @@ def _missing(target: str, owner: Owner, name: str) -> MissingTarget:
     return MissingTarget(f"{reason}, and makes its attributes on demand" if lazy else reason, error)
 
 
-def _names(owner: Owner) -> set[Any]:
-    holders: Iterable[Any] = (owner,) if is_module(owner) else type.__dict__["__mro__"].__get__(owner)
-    return {key for holder in holders for key in list(get_namespace(holder))}
-
-
 def _through_an_object(target: str, parts: list[str], index: int, value: object) -> str:
     cls = type(value)
     return (
         f"{target} cannot be patched: {'.'.join(parts[: index + 1])} is an object of type {cls.__name__}, neither a "
         f"module nor a class. Patch the method on its class, {cls.__module__}.{cls.__qualname__}"
     )
-
-
-def _is_unfinished(module: types.ModuleType, finished: str) -> bool:
-    spec = get_namespace(module).get("__spec__")
-    return module.__name__ != finished and bool(getattr(spec, "_initializing", False))
 
 
 def _prefixes(parts: list[str]) -> Iterable[str]:
@@ -214,8 +201,8 @@ def _can_be_found(module: str) -> bool:
 # wrapt neither removes nor de-duplicates its import hooks, and an exception in one breaks the user's import. So one
 # listener per module is registered for the whole process.
 _lock: Final = threading.Lock()
-if hasattr(os, "register_at_fork"):  # as for the write lock, see ovpatch.patching.slot
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+# As for the write lock, see ovpatch.patching.slot.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _listeners: Final[dict[str, list[Callable[[], Listener | None]]]] = {}
 
 
@@ -226,7 +213,7 @@ def call_after_import(module: str, listener: Listener) -> None:
     """
     if module in sys.modules:
         return
-    held = _held(listener)
+    held = weakref.WeakMethod(listener) if isinstance(listener, types.MethodType) else lambda: listener
     with _lock:
         first = module not in _listeners
         known = _listeners.setdefault(module, [])
@@ -237,10 +224,6 @@ def call_after_import(module: str, listener: Listener) -> None:
         from wrapt import register_post_import_hook
 
         register_post_import_hook(_imported, module)
-
-
-def _held(listener: Listener) -> Callable[[], Listener | None]:
-    return weakref.WeakMethod(listener) if isinstance(listener, types.MethodType) else lambda: listener
 
 
 def _imported(module: types.ModuleType) -> None:

@@ -26,6 +26,7 @@ from ovpatch.patching.slot import (
 from ovpatch.patching.target import ABSENT, Slot, call_after_import, format_owner
 
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def compare_signatures(original: Callable[..., Any], new: Callable[..., Any], *, bound: bool) -> str | None:
@@ -37,7 +38,9 @@ def compare_signatures(original: Callable[..., Any], new: Callable[..., Any], *,
     ``bound``, the first parameter is ``self`` or ``cls``, whose name is free.
     """
     old_parameters, new_parameters = _parameters(original, bound), _parameters(_undisguised(new), bound, follow=False)
-    if old_parameters is None or new_parameters is None or _accepts_anything(old_parameters):
+    if old_parameters is None or new_parameters is None:
+        return None
+    if {parameter.kind for parameter in old_parameters} == set(_VARIABLE):
         return None
     return _compare(old_parameters, new_parameters)
 
@@ -61,18 +64,15 @@ def _parameters(function: Callable[..., Any], bound: bool, *, follow: bool = Tru
     return found[1:] if bound and found and found[0].kind in _POSITIONAL else found
 
 
-def _accepts_anything(parameters: list[Parameter]) -> bool:
-    return {parameter.kind for parameter in parameters} == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
-
-
 def _compare(old: list[Parameter], new: list[Parameter]) -> str | None:
     kinds = {parameter.kind for parameter in new}
     left = {parameter.name: parameter for parameter in old}
-    for mine, theirs in zip(_ordered(new), _ordered(old), strict=False):
-        if mine.name != theirs.name and theirs.name not in {parameter.name for parameter in _ordered(new)}:
-            return f"parameter {theirs.name!r} is called {mine.name!r}"
+    names, old_names = _ordered_names(new), _ordered_names(old)
+    for name, old_name in zip(names, old_names, strict=False):
+        if name != old_name and old_name not in names:
+            return f"parameter {old_name!r} is called {name!r}"
     for mine in new:
-        if mine.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+        if mine.kind in _VARIABLE:
             left = {name: theirs for name, theirs in left.items() if theirs.kind is not mine.kind}
             continue
         if mine.name not in left:
@@ -83,11 +83,12 @@ def _compare(old: list[Parameter], new: list[Parameter]) -> str | None:
     missing = [name for name, theirs in left.items() if not _absorbed(theirs, kinds)]
     if missing:
         return f"parameter {missing[0]!r} of the original is missing"
-    return _order(old, new)
+    now, before = ", ".join(names), ", ".join(old_names[: len(names)])
+    return None if now == before else f"parameters come as ({now}) instead of ({before})"
 
 
-def _ordered(parameters: list[Parameter]) -> list[Parameter]:
-    return [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
+def _ordered_names(parameters: list[Parameter]) -> list[str]:
+    return [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
 
 
 def _compare_one(old: Parameter, new: Parameter) -> str | None:
@@ -103,16 +104,10 @@ def _absorbed(parameter: Parameter, kinds: set[Any]) -> bool:
     by_position = parameter.kind in _POSITIONAL
     by_name = parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     return (
-        parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        parameter.kind not in _VARIABLE
         and (not by_position or Parameter.VAR_POSITIONAL in kinds)
         and (not by_name or Parameter.VAR_KEYWORD in kinds)
     )
-
-
-def _order(old: list[Parameter], new: list[Parameter]) -> str | None:
-    mine = [parameter.name for parameter in _ordered(new)]
-    theirs = [parameter.name for parameter in _ordered(old)][: len(mine)]
-    return None if mine == theirs else f"parameters come as ({', '.join(mine)}) instead of ({', '.join(theirs)})"
 
 
 Function = Callable[..., Any]
@@ -281,12 +276,9 @@ class WrapperChain:
         self.installed = make_descriptor(self.slot, self.kind, self.entry.function)
 
     def stage_patches(self, patches: Sequence[Patch]) -> Staged:
-        """Build the chain with additional patches, without a change of the present one. Calls wrap functions.
+        """Build the chain with additional patches, without a change of the present one; wrappers above are built again.
 
-        Wrappers above the first new one are built again.
-
-        Raises:
-            PatchError: A wrap function failed, or its result cannot replace the original.
+        Raises PatchError if a wrap function fails, or its result cannot replace the original.
         """
         known = {wrapper.patch: wrapper for wrapper in self.wrappers}
         wanted = sorted([*known, *patches], key=lambda patch: patch.sort_key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, Final
 
 from ovpatch.exit_codes import ExitCode
@@ -16,10 +17,7 @@ from ovpatch.settings.settings import Environment, FeatureRequest
 
 
 def sort_by_requirements(features: Mapping[str, Feature]) -> list[str]:
-    """Return the names, each after the features that it requires; the given order is kept otherwise.
-
-    Features that require each other keep the given order.
-    """
+    """Return the names, each after the features that it requires; otherwise, and in circles, in the given order."""
     ordered: list[str] = []
     visiting: set[str] = set()
 
@@ -57,15 +55,10 @@ def find_conflicts(features: Mapping[str, Feature], ranking: Sequence[Collection
     stays on; two of the same group are both left out.
     """
     lost: dict[str, str] = {}
-    names = list(features)
-    pairs = [
-        (a, b)
-        for i, a in enumerate(names)
-        for b in names[i + 1 :]
-        if b in features[a].conflicts or a in features[b].conflicts
-    ]
+    pairs = combinations(features, 2)
     for a, b in sorted(pairs, key=lambda pair: min(_rank(pair[0], ranking), _rank(pair[1], ranking))):
-        if a in lost or b in lost:
+        in_conflict = b in features[a].conflicts or a in features[b].conflicts
+        if not in_conflict or a in lost or b in lost:
             continue
         for loser, winner in ((a, b), (b, a)):
             if _rank(loser, ranking) >= _rank(winner, ranking):
@@ -144,14 +137,12 @@ class FeaturePlan:
             if record.state == PLANNED and record.feature is not None
         }
 
-    def get_reasons(self) -> dict[str, str]:
-        """Return why each other feature is not on."""
-        return {n: e.reason or e.state for n, e in self.records.items() if e.state not in (PLANNED, "applied")}
-
     def drop_unmet(self) -> list[str]:
         """Leave out features whose requirements are not on; returns their names."""
         on = {n: e.feature for n, e in self.records.items() if e.state == "applied" and e.feature is not None}
-        lost = find_unmet({**on, **self.get_planned()}, self.get_reasons())
+        others = (e for e in self.records.values() if e.state not in (PLANNED, "applied"))
+        reasons = {e.found.name: e.reason or e.state for e in others}
+        lost = find_unmet({**on, **self.get_planned()}, reasons)
         for name, reason in lost.items():
             self.records[name].stand_down("skipped", reason)
         return list(lost)
@@ -191,16 +182,19 @@ def make_plan(
 
     ``asked`` are the features named in the call; empty means the defaults. ``arguments`` are the options given in calls
     so far. Active features stay on unless the environment turns them off. Without ``ask_machine`` the plugins'
-    ``ovpatch_reasons_against``, which need torch, are not called.
-
-    Raises:
-        ovpatch.SettingsError: A setting cannot be parsed.
+    ``ovpatch_reasons_against``, which need torch, are not called. Raises SettingsError if a setting cannot be parsed.
     """
     settings.check_names(environment, asked, arguments, found)
     is_strict = bool(strict) if environment.strict is None else environment.strict
     plan = FeaturePlan(environment, is_strict, {})
     for name, one in found.items():
-        plan.records[name] = _start(one, _get_request(one, environment, asked, found), active)
+        if environment.third_party or one.first_party:
+            request = settings.get_request(name, environment, asked, found)
+        else:
+            request = FeatureRequest(False, enforced=True, reason="left out by OVPATCH_THIRD_PARTY=0")
+        plan.records[name] = record = FeatureRecord(one, request, PLANNED)
+        if request.on is False and (request.enforced or name not in active):
+            record.stand_down("disabled", request.reason)
     _load(plan, plugins)
     _resolve(plan, arguments)
     if ask_machine:
@@ -213,25 +207,8 @@ def make_plan(
     return plan
 
 
-def _get_request(
-    one: FoundPlugin, environment: Environment, asked: Collection[str], known: Collection[str]
-) -> FeatureRequest:
-    if not environment.third_party and not one.first_party:
-        return FeatureRequest(False, enforced=True, reason="left out by OVPATCH_THIRD_PARTY=0")
-    return settings.get_request(one.name, environment, asked, known)
-
-
-def _start(one: FoundPlugin, request: FeatureRequest, active: Mapping[str, FeatureRecord]) -> FeatureRecord:
-    stays = one.name in active and not request.enforced
-    if request.on is False and not stays:
-        return FeatureRecord(one, request, "disabled", request.reason)
-    return FeatureRecord(one, request, PLANNED)
-
-
 def _load(plan: FeaturePlan, plugins: Plugins) -> None:
-    """Block plugins that are off, load the others, and leave out those that are off by default."""
-    for name, record in plan.records.items():
-        (plugins.unblock_plugin if record.state == PLANNED else plugins.block_plugin)(name)
+    """Load the plugins that may be on, and leave out those that are off by default."""
     for record in plan.records.values():
         if record.state == PLANNED:
             with _standing_down(record):
@@ -262,19 +239,12 @@ def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]]) -> N
     for name, feature in described.items():
         record = plan.records[name]
         if record.state in (PLANNED, "disabled"):
-            with _standing_down(record):
-                _resolve_one(record, feature, arguments.get(name, {}), variables)
-
-
-def _resolve_one(
-    record: FeatureRecord, feature: Feature, arguments: Mapping[str, Any], variables: Mapping[str, str]
-) -> None:
-    try:
-        record.options = opts.resolve_options(feature, arguments, variables)
-    except settings.SettingsError:
-        raise
-    except Exception as error:  # a plugin's parse= may raise any exception, although only ValueError is allowed
-        raise PluginError(f"parsing its options raised {describe_error(error)}") from error
+            try:
+                record.options = opts.resolve_options(feature, arguments.get(name, {}), variables)
+            except settings.SettingsError:
+                raise
+            except Exception as error:  # noqa: BLE001  # of a plugin's parse=, although only ValueError is allowed
+                record.stand_down("failed", f"parsing its options raised {describe_error(error)}")
 
 
 def _ask(plan: FeaturePlan, plugins: Plugins, active: Mapping[str, FeatureRecord]) -> None:

@@ -5,7 +5,7 @@ Any error of a plugin becomes a :class:`PluginError`, so that the other plugins 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any, Final
@@ -77,22 +77,20 @@ def _announced(installed: Iterable[Distribution]) -> Iterable[FoundPlugin]:
 
 
 def _describe(distribution: Distribution, owner: str, version: str, entry_point: EntryPoint) -> FoundPlugin:
-    name = normalise_name(entry_point.name)
+    name, problem = normalise_name(entry_point.name), ""
+    if not NAME.fullmatch(name):
+        problem = f"the entry point's name {name!r} is not a lower-case identifier"
+    elif name in _WORDS:
+        problem = f"the entry point's name {name!r} is a word of the variable OVPATCH"
     return FoundPlugin(
         name=name,
         target=entry_point.value,
         distribution=owner,
         version=version,
         path=str(getattr(distribution, "_path", "") or distribution.locate_file("")),
-        problem=_name_problem(name),
+        problem=problem,
         entry_point=entry_point,
     )
-
-
-def _name_problem(name: str) -> str:
-    if not NAME.fullmatch(name):
-        return f"the entry point's name {name!r} is not a lower-case identifier"
-    return f"the entry point's name {name!r} is a word of the variable OVPATCH" if name in _WORDS else ""
 
 
 def _choose(candidates: list[FoundPlugin]) -> FoundPlugin:
@@ -128,28 +126,18 @@ class Plugins:
         self._manager.add_hookspecs(FeatureSpecs)
         self._features: Final[dict[str, Feature]] = {}
 
-    def block_plugin(self, name: str) -> None:
-        """Prevent a feature from being loaded, unless it is loaded."""
-        if not self._manager.has_plugin(name):
-            self._manager.set_blocked(name)
-
-    def unblock_plugin(self, name: str) -> None:
-        """Allow a feature to be loaded again."""
-        self._manager.unblock(name)
-
     def load_feature(self, found: FoundPlugin) -> Feature:
         """Return the description of a feature; imports and checks its plugin at the first call.
 
-        Raises:
-            PluginError: The plugin is a duplicate, raises at import, misspells a hook, or describes itself wrongly.
+        Raises PluginError if it is a duplicate, raises at import, misspells a hook, or describes itself wrongly.
         """
         if found.problem:
             raise PluginError(found.problem, "conflict" if found.duplicate else "failed")
-        if self._manager.is_blocked(found.name):
-            raise PluginError("it is blocked by the settings", "disabled")
         if found.name not in self._features:
-            self._register(found, self._import(found))
+            plugin = self._import(found)
+            self._register(found, plugin)
             try:
+                self._check_hooks(found.name, plugin)
                 self._features[found.name] = self._describe(found)
             except Exception:  # raised again after the plugin is unregistered
                 self._manager.unregister(name=found.name)
@@ -173,11 +161,6 @@ class Plugins:
         except (pluggy.PluginValidationError, ValueError) as error:
             text = " ".join(str(error).split())
             raise PluginError(f"{found.target} does not fit the specification: {text}") from error
-        try:
-            self._check_hooks(found.name, plugin)
-        except PluginError:
-            self._manager.unregister(plugin)
-            raise
 
     def _check_hooks(self, name: str, plugin: object) -> None:
         try:
@@ -211,24 +194,17 @@ class Plugins:
         return any(caller.name == hook for caller in callers)
 
     def call_hook(self, name: str, hook: str, /, **arguments: Any) -> Any:
-        """Call one hook of one plugin, and return its result, None if the plugin does not implement it.
-
-        Raises:
-            PluginError: The hook raised.
-        """
-        caller = self._only(name, hook)
+        """Return the result of one hook of a plugin, None if it is not implemented; PluginError if the hook raises."""
+        plugin = self._manager.get_plugin(name)
+        others = [one for one in self._manager.get_plugins() if one is not plugin]
         try:
-            results = caller(**arguments)
+            results = self._manager.subset_hook_caller(hook, others)(**arguments)
         except (Exception, SystemExit) as error:  # a plugin may raise any exception
             raise PluginError(f"{hook} raised {describe_error(error)}") from error
         return results[0] if results else None
 
     def call_for_texts(self, name: str, hook: str, /, **arguments: Any) -> tuple[str, ...]:
-        """Call a hook that returns reasons or remarks: a list of texts, one text, or None for none.
-
-        Raises:
-            PluginError: The hook raised, or returned something else.
-        """
+        """Call a hook that returns reasons or remarks: texts, one text, or None; PluginError for anything else."""
         found = self.call_hook(name, hook, **arguments)
         if isinstance(found, str):
             return (found,)
@@ -236,11 +212,6 @@ class Plugins:
             return tuple(str(text) for text in found or ())
         except Exception as error:  # a plugin's objects may raise any exception
             raise PluginError(f"{hook} returned {type(found).__name__}, not a list of texts") from error
-
-    def _only(self, name: str, hook: str) -> Callable[..., Any]:
-        plugin = self._manager.get_plugin(name)
-        others = [one for one in self._manager.get_plugins() if one is not plugin]
-        return self._manager.subset_hook_caller(hook, others)
 
 
 def describe_error(error: BaseException) -> str:

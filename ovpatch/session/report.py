@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import platform
 import shutil
@@ -25,6 +24,8 @@ STATES: Final = (*TROUBLE, "skipped", "pending", "disabled", "applied")
 NEVER_CALLED: Final = "applied, but not called so far"
 NO_WORK: Final = "applied and called, but it has done nothing so far"
 IDLE: Final = frozenset({NEVER_CALLED, NO_WORK})
+# The first of these that any patch of an active feature has is the feature's.
+_LIVE_STATES: Final = ("failed", "conflict", "incompatible", "applied", "pending", "shadowed", "skipped")
 _HEADS: Final = ("feature", "state", "details")
 _MOST_WORKED: Final = 3
 _UNTESTED: Final = "untested with torch"
@@ -147,10 +148,7 @@ class Report:
 
 
 def did_work(counters: Mapping[str, int], work: Collection[str] = ()) -> bool:
-    """Return whether a feature's counters show work: those of real work, by default all but ``stock_…``.
-
-    Counters ``stock_…`` count calls that were left to stock.
-    """
+    """Return whether counters show work: those of ``work``, or all but ``stock_…``, which count calls left to stock."""
     return any(count for name, count in counters.items() if (name in work if work else not name.startswith("stock_")))
 
 
@@ -175,10 +173,7 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 def format_report(data: Mapping[str, Any], *, colour: bool = False, width: int | None = None) -> str:
-    """Return the table of a report given as JSON, of one process or merged over several.
-
-    ``data`` is the result of :meth:`Report.to_json` or of :func:`ovpatch.session.workers.merge_reports`.
-    """
+    """Return the table of :meth:`Report.to_json`, or of :func:`ovpatch.session.workers.merge_reports`."""
     rows = [(f["name"], _shown_state(f), _details(f)) for f in data["features"]]
     return render_table(_title(data), _HEADS, rows, colour=colour, width=width)
 
@@ -198,10 +193,7 @@ def _to_html(text: str) -> str:
 def summarise_report(data: Mapping[str, Any], processes: int, *, width: int | None = None) -> str:
     """Return a merged report in at most six lines: what each feature did, what was left to stock, what did nothing.
 
-    Args:
-        data: The result of :func:`ovpatch.session.workers.merge_reports`.
-        processes: How many processes reported.
-        width: Columns; those of the terminal by default. Longer lines are cut; the last one continues on those left.
+    Lines that are longer than ``width``, by default the terminal's, are cut; the last one continues on those left.
     """
     worked, stock, nothing, off = [], [], [], []
     for one in data["features"]:
@@ -260,10 +252,7 @@ def render_table(
     width: int | None = None,
     right: Collection[str] = (),
 ) -> str:
-    """Return a table as text, as wide as the terminal by default; plain ASCII and no escape codes unless ``colour``.
-
-    ``right`` are the heads of right-aligned columns.
-    """
+    """Return a table as text, plain ASCII unless ``colour``; ``right`` are the heads of right-aligned columns."""
     from rich import box  # rich is slow to import, and apply() does not need it
     from rich.console import Console
     from rich.table import Table
@@ -275,11 +264,10 @@ def render_table(
     for row in rows:
         table.add_row(*(Text(cell, style="red" if cell in TROUBLE else _COLOURS.get(cell, "")) for cell in row))
     columns = width or shutil.get_terminal_size((120, 24)).columns
-    console = Console(file=io.StringIO(), width=columns, force_terminal=colour, no_color=not colour, highlight=False)
-    console.print(table)
-    out = console.file
-    assert isinstance(out, io.StringIO)
-    return out.getvalue().rstrip("\n")
+    console = Console(width=columns, force_terminal=colour, no_color=not colour, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip("\n")
 
 
 NOT_IMPORTED: Final = "not imported"
@@ -350,27 +338,20 @@ def _active(record: FeatureRecord, plugins: Plugins, patches: Sequence[PatchStat
     if state == "applied":
         remarks += [_say(patch) for patch in patches if patch.state in ("pending", "skipped", "shadowed")]
         if idle := _idleness(counters, record.feature.work if record.feature is not None else (), patches):
-            remarks += [idle, SPAWNED] if _has_spawned() else [idle]
+            ways = ("popen_spawn_posix", "popen_forkserver")  # of starting children that import the program anew
+            spawned = any(f"multiprocessing.{way}" in sys.modules for way in ways)
+            remarks += [idle, SPAWNED] if spawned and "OVPATCH_AUTO" not in os.environ else [idle]
     return _row(record, state, reason, tuple(dict.fromkeys(remarks)), counters)
 
 
 def _idleness(counters: Mapping[str, int], work: Collection[str], patches: Sequence[PatchStatus]) -> str:
-    """Return the remark on a feature that has done no work so far; "" if it has, or has no counters.
-
-    A call is counted when it enters a patch, also if it raises.
-    """
+    """Return the remark on a feature that has done no work so far; "" if it has, or has no counters."""
     functions = [patch for patch in patches if patch.kind != "hook" and patch.state == "applied"]
     if did_work(counters, work) or not (counters or functions):
         return ""
     if all(patch.never_called for patch in functions):
         return NEVER_CALLED
     return NO_WORK if counters else ""
-
-
-def _has_spawned() -> bool:
-    """Whether this process started children that import the program anew and are not patched by themselves."""
-    ways = ("popen_spawn_posix", "popen_spawn_win32", "popen_forkserver")
-    return "OVPATCH_AUTO" not in os.environ and any(f"multiprocessing.{way}" in sys.modules for way in ways)
 
 
 def _row(
@@ -395,20 +376,11 @@ def _row(
 
 def _live_state(patches: Sequence[PatchStatus]) -> tuple[str, str]:
     """Return the state of an active feature from its patches: one that waited for an import may have failed."""
-    for state in ("failed", "conflict", "incompatible"):
-        bad = [patch for patch in patches if patch.state == state]
-        if bad:
-            return state, "; ".join(_say(patch) for patch in bad)
-    states = {str(patch.state.value) for patch in patches}
-    if not states or "applied" in states:
-        return "applied", ""
-    for state in ("pending", "shadowed", "skipped"):
-        if state in states:
-            found = [patch for patch in patches if patch.state == state]
-            # Pending or skipped patches mostly share a reason, such as a library that is not installed.
-            texts = [_say(patch) if state == "shadowed" else patch.reason for patch in found]
-            return state, "; ".join(dict.fromkeys(texts))
-    return "applied", ""
+    by_state = {state: [patch for patch in patches if patch.state == state] for state in _LIVE_STATES}
+    state = next((state for state, found in by_state.items() if found), "applied")
+    # Pending or skipped patches mostly share a reason, such as a library that is not installed.
+    texts = [patch.reason if state in ("pending", "skipped") else _say(patch) for patch in by_state[state]]
+    return state, "" if state == "applied" else "; ".join(dict.fromkeys(texts))
 
 
 def _say(patch: PatchStatus) -> str:

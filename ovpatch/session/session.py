@@ -13,14 +13,7 @@ from typing import Any, Final
 
 from ovpatch import logs
 from ovpatch.hookspecs import Feature
-from ovpatch.patching import (
-    IncompatiblePatchError,
-    PatchConflictError,
-    PatchError,
-    PatchManager,
-    PatchStatus,
-    TargetNotFoundError,
-)
+from ovpatch.patching import PatchError, PatchManager, PatchStatus
 from ovpatch.session import plan as plans
 from ovpatch.session import plugins, report
 from ovpatch.session.plan import (
@@ -66,9 +59,8 @@ class ActiveFeatures:
     def turn_off(self, names: Collection[str]) -> None:
         """Turn features off, the last one first.
 
-        Raises:
-            FeatureError: A plugin cannot give its live objects their stock behaviour back. It stays on, and so do
-                the features that became active before it. Or all are off, but a hook's handle could not be removed.
+        Raises FeatureError if a plugin cannot give its live objects their stock behaviour back: it stays on, as do the
+        features that became active before it. Or all are off, but a hook's handle could not be removed.
         """
         left: list[str] = []
         for name in [name for name in reversed(self.active) if name in names]:
@@ -146,7 +138,8 @@ class ActiveFeatures:
             self._withdraw(name)
 
     def _fail(self, record: FeatureRecord, error: BaseException, cause: BaseException | None) -> None:
-        record.stand_down(_state_of(cause), str(error) if isinstance(error, (PluginError, PatchError)) else repr(error))
+        state = cause.state if isinstance(cause, PatchError) else "failed"
+        record.stand_down(state, str(error) if isinstance(error, (PluginError, PatchError)) else repr(error))
         self._withdraw(record.found.name)
 
     def _withdraw(self, name: str) -> None:
@@ -166,14 +159,6 @@ class ActiveFeatures:
         except PatchError as error:  # from a hook's handle; everything else is reverted
             return [str(error)]
         return []
-
-
-def _state_of(error: BaseException | None) -> str:
-    if isinstance(error, TargetNotFoundError):
-        return "unavailable"
-    if isinstance(error, PatchConflictError):
-        return "conflict"
-    return "incompatible" if isinstance(error, IncompatiblePatchError) else "failed"
 
 
 Options = Mapping[str, Mapping[str, Any]]
@@ -235,11 +220,7 @@ class Session:
     def apply(
         self, asked: Iterable[str], options: Options | None, strict: bool | None, *, tolerant: bool = False
     ) -> Report:
-        """Turn features on; see :func:`ovpatch.apply`.
-
-        With ``tolerant`` features that cannot run are reported, also those requested by name, as ``ovpatch doctor``
-        does.
-        """
+        """Turn features on; see :func:`ovpatch.apply`. With ``tolerant``, what cannot run is reported, not raised."""
         with self._exclusive():
             plan = self.plan(asked, options, strict)
             logs.log_to_stderr(plan.environment.log)
@@ -356,7 +337,11 @@ class Session:
     def report(self) -> Report:
         """Return what is on, what is off and why, at this moment."""
         with self._lock:
-            known = self._records or {name: _untouched(found) for name, found in plugins.find_plugins().items()}
+            why = "apply() has not been called in this process"
+            found = {} if self._records else plugins.find_plugins()
+            known = self._records or {
+                name: FeatureRecord(one, FeatureRequest(None), "disabled", why) for name, one in found.items()
+            }
             records = {name: self._features.active.get(name, record) for name, record in known.items()}
             return report.make_report(records, self._features.active, self._features.plugins, self._features.statuses())
 
@@ -378,10 +363,6 @@ def _normalised(values: object, where: str, shape: str) -> Iterator[tuple[str, A
             raise SettingsError(f"{where} has {seen[name]!r} and {key!r}, which mean the same. Keep one of them.")
         seen[name] = key
         yield name, value
-
-
-def _untouched(found: plugins.FoundPlugin) -> FeatureRecord:
-    return FeatureRecord(found, FeatureRequest(None), "disabled", "apply() has not been called in this process")
 
 
 def _log(report: Report, *, changed: bool, known: Mapping[str, FeatureRecord]) -> None:

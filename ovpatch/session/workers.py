@@ -1,8 +1,7 @@
 """Worker processes of a command: their reports for ``ovpatch run``, and their orders from the tools.
 
 A process writes its report at ``apply()`` and at exit, each time atomically, so a killed process has left the first
-one. Children of :mod:`multiprocessing` skip :mod:`atexit` and clear inherited finalizers, so they register after the
-fork. The orders of ``verify``, ``bench`` and ``timeline`` are in one environment variable, which a process, patched or
+one. The orders of ``verify``, ``bench`` and ``timeline`` are in one environment variable, which a process, patched or
 stock, reads when it imports torch (:mod:`ovpatch.autoload`); it calls the tool's own module then.
 """
 
@@ -21,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from multiprocessing import current_process, parent_process, util
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,16 +100,13 @@ def _merge_state(parts: Sequence[tuple[_Json, _Json]], absent: Sequence[_Json]) 
     worst = min(states, key=STATES.index)
     if len(states) == 1:
         return worst, "; ".join(dict.fromkeys(f"{process['label']}: {part['reason']}" for process, part in parts))
-    groups = _grouped(parts, lambda part: part["state"] + (f" ({part['reason']})" if part["reason"] else ""))
+    owners: dict[str, list[str]] = {}
+    for process, part in parts:
+        what = part["state"] + (f" ({part['reason']})" if part["reason"] else "")
+        owners.setdefault(what, []).append(process["label"])
+    groups = [f"{what} on {', '.join(labels)}" for what, labels in owners.items()]
     groups += [f"not installed on {', '.join(process['label'] for process in absent)}"] if absent else []
     return worst, "differs between processes: " + "; ".join(groups)
-
-
-def _grouped(parts: Sequence[tuple[_Json, _Json]], text: Callable[[_Json], str]) -> list[str]:
-    groups: dict[str, list[str]] = {}
-    for process, part in parts:
-        groups.setdefault(text(part), []).append(process["label"])
-    return [f"{what} on {', '.join(labels)}" for what, labels in groups.items()]
 
 
 def _merge_remarks(parts: Sequence[tuple[_Json, _Json]], *, worked: bool) -> list[str]:
@@ -222,15 +219,17 @@ class _Reporter:
             return
         data = subtract_report(self._make_report().to_json(), self._base)
         data["restart"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
-        if _is_idle_daemon(data):
+        worked = any(count for feature in data["features"] for count in feature["counters"].values())
+        if current_process().daemon and not worked:  # of a pool or data loader
             self.get_path().unlink(missing_ok=True)
         else:
             write_json(self.get_path(), data)
 
     def write_at_exit(self) -> None:
-        """Write the last report; never raises."""
+        """Write the last report of a process that may train; never raises."""
         try:
-            self.write()
+            if may_train():
+                self.write()
         except Exception as error:  # noqa: BLE001  # an error at exit would change the script's exit status
             logger.debug("the last report was not written: %r", error)
 
@@ -253,19 +252,20 @@ def start_reporting(make_report: Callable[[], Report]) -> None:
     """Report this process to ``ovpatch run``, now and at exit, if that started it."""
     global _reporter
     directory = os.environ.get(REPORT_DIR)
-    kind = get_process_role()
-    if not directory or kind == "launcher":
+    if not directory or get_process_role() == "launcher":
         return
     if _reporter is None:
         _reporter = _Reporter(Path(directory), make_report)
-        _arrange(_reporter, kind)
-    if may_train(kind):
+        os.register_at_fork(before=_reporter.keep_counts, after_in_child=_reporter.subtract_parent)
+        run_at_exit(_reporter.write_at_exit)
+        util.register_after_fork(_reporter, _Reporter.write_at_exit)
+    if may_train():
         _reporter.write()
 
 
-def may_train(kind: str | None = None) -> bool:
-    """Whether this process, of the role ``kind``, may train: it is a worker, or the child of a fork server."""
-    return (get_process_role() if kind is None else kind) == "worker" or _in_child()
+def may_train() -> bool:
+    """Whether this process may train: it is a worker, or the child of a fork server."""
+    return get_process_role() == "worker" or parent_process() is not None
 
 
 def write_report_now() -> None:
@@ -274,38 +274,25 @@ def write_report_now() -> None:
         _reporter.write_at_exit()
 
 
-def _arrange(reporter: _Reporter, kind: str) -> None:
-    from multiprocessing import util
-
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=reporter.keep_counts, after_in_child=reporter.subtract_parent)
-    util.register_after_fork(reporter, _begin_child)
-    if _in_child():
-        util.Finalize(None, reporter.write_at_exit, exitpriority=100)
-    if kind == "worker":
-        atexit.register(reporter.write_at_exit)
+_exit_actions: list[Callable[[], None]] = []
 
 
-def _begin_child(reporter: _Reporter) -> None:
-    """Start reporting in a child of multiprocessing, forked or spawned."""
-    from multiprocessing import util
+def run_at_exit(act: Callable[[], None]) -> None:
+    """Call a function when this process, or a forked child of multiprocessing, ends by itself.
 
-    util.Finalize(None, reporter.write_at_exit, exitpriority=100)
-    reporter.write_at_exit()
+    Children of :mod:`multiprocessing` skip :mod:`atexit` and drop inherited finalizers, so each registers its own.
+    """
+    if not _exit_actions:
+        atexit.register(_run_exit_actions)
+        util.register_after_fork(_run_exit_actions, lambda run: util.Finalize(None, run, exitpriority=100))
+        if parent_process() is not None:
+            util.Finalize(None, _run_exit_actions, exitpriority=100)
+    _exit_actions.append(act)
 
 
-def _in_child() -> bool:
-    from multiprocessing import parent_process
-
-    return parent_process() is not None
-
-
-def _is_idle_daemon(data: Mapping[str, Any]) -> bool:
-    """Whether this is a process of a pool or data loader in which no feature did work."""
-    process: Any = sys.modules.get("multiprocessing.process")
-    if process is None or not process.current_process().daemon:
-        return False
-    return not any(count for feature in data["features"] for count in feature["counters"].values())
+def _run_exit_actions() -> None:
+    while _exit_actions:
+        _exit_actions.pop()()
 
 
 def subtract_report(data: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
@@ -344,8 +331,8 @@ def read_reports(directory: Path, kind: str) -> list[dict[str, Any]]:
 
 VARIABLE: Final = "OVPATCH_INSIGHT"
 
-#: Signal that makes a process dump its stacks; None without real-time signals. Scripts and launchers use the others.
-STACKS: Final[int | None] = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else None
+#: Signal that makes a process dump its stacks. Scripts and launchers use the others.
+STACKS: Final = signal.SIGRTMIN + 5
 
 
 @dataclass(frozen=True)
@@ -372,16 +359,12 @@ def read_orders(environ: Mapping[str, str] | None = None) -> Orders | None:
 
 
 def follow_orders() -> None:
-    """Carry out the orders in this process, unless it is a launcher.
-
-    The directory does not exist on a host without a shared file system, which is an OSError.
-    """
+    """Carry out the orders in this process, unless it is a launcher; OSError on a host that lacks their directory."""
     orders = read_orders()
     if orders is None or not may_train():
         return
     register_process(orders.directory)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: _sign_in_again(orders.directory))
+    os.register_at_fork(after_in_child=lambda: _sign_in_again(orders.directory))
     import_module(orders.worker).start_worker(orders)
 
 
@@ -395,6 +378,5 @@ def register_process(directory: Path) -> None:
     """Write the pid of this process and its rank, if known, and install the handler that dumps its stacks."""
     identity = {"pid": os.getpid(), "born": time.time(), "rank": os.environ.get("RANK")}
     write_json(directory / f"process-{os.getpid()}.json", identity)
-    if STACKS is not None:
-        stacks = (directory / f"stacks-{os.getpid()}.txt").open("w", encoding="utf-8")
-        faulthandler.register(STACKS, file=stacks, all_threads=True, chain=False)  # keeps the file open
+    stacks = (directory / f"stacks-{os.getpid()}.txt").open("w", encoding="utf-8")
+    faulthandler.register(STACKS, file=stacks, all_threads=True, chain=False)  # keeps the file open

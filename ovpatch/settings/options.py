@@ -59,9 +59,8 @@ def check_declaration(feature: Feature) -> None:
 def _check_shape(feature: Feature) -> None:
     """Refuse values of the wrong type, such as a text in place of a tuple of texts."""
     _check_all("options", feature.options, Option)
-    _check_all("requires", feature.requires, str)
-    _check_all("conflicts", feature.conflicts, str)
-    _check_all("work", feature.work, str)
+    for name in ("requires", "conflicts", "work"):
+        _check_all(name, getattr(feature, name), str)
     for option in feature.options:
         _check_all("the name of an option", (option.name,), str)
         _check_all(f"the aliases of option {option.name!r}", option.aliases, str)
@@ -89,10 +88,8 @@ def resolve_options(
 ) -> dict[str, OptionValue]:
     """Return the value of every option of a feature: environment over argument over default.
 
-    Arguments are by name or alias; the environment has the variables of features, as text.
-
-    Raises:
-        SettingsError: An argument is unknown, a value cannot be parsed, or a name and its alias disagree.
+    Arguments are by name or alias; the environment has the variables of features, as text. Raises SettingsError if an
+    argument is unknown, a value cannot be parsed, or a name and its alias disagree.
     """
     known = {name for option in feature.options for name in (option.name, *option.aliases)}
     given = {normalise_name(name): value for name, value in arguments.items()}
@@ -185,10 +182,7 @@ def list_variables(feature: Feature) -> dict[str, str]:
 
 
 def check_variables(environment: Mapping[str, str], features: Iterable[Feature], unread: Collection[str] = ()) -> None:
-    """Raise a SettingsError for an unknown variable; the text names the nearest known one.
-
-    Variables with the prefix of an ``unread`` feature, which is not imported, are not checked.
-    """
+    """Raise a SettingsError for an unknown variable, except of an ``unread`` feature, which is not imported."""
     known = {name for feature in features for name in list_variables(feature)}
     known |= {make_variable_name(name) for name in unread}
     passed = tuple(make_variable_name(name) + "_" for name in unread)
@@ -214,14 +208,10 @@ def find_clashes(
         owners.setdefault(make_variable_name(name), []).append((name, f"the switch of feature {name!r}"))
     lost: dict[str, str] = {}
     for var, claims in owners.items():
-        for name in _losers([owner for owner, _ in claims], first_party) if len(claims) > 1 else ():
-            both = " and ".join(meaning for _, meaning in claims)
-            lost.setdefault(name, f"{var} would be {both}; one of them must be renamed")
+        both = " and ".join(meaning for _, meaning in claims)
+        own = any(name == "" for name, _ in claims)
+        strong = [""] if own else [name for name, _ in claims if name in first_party]
+        for name, _ in claims:
+            if len(claims) > 1 and [name] != strong:
+                lost.setdefault(name, f"{var} would be {both}; one of them must be renamed")
     return lost
-
-
-def _losers(owners: list[str], first_party: Collection[str]) -> list[str]:
-    if "" in owners:
-        return [owner for owner in owners if owner]
-    kept = [owner for owner in owners if owner in first_party]
-    return [owner for owner in owners if owner not in kept] if len(kept) == 1 else owners

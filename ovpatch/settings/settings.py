@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -38,11 +39,7 @@ class Selection(NamedTuple):
 
 
 def parse_selection(text: str) -> Selection:
-    """Parse the value of ``OVPATCH``.
-
-    Raises:
-        SettingsError: Plain and signed names are mixed, or a word such as ``all`` does not stand alone.
-    """
+    """Parse ``OVPATCH``; raise SettingsError if plain and signed names are mixed, or ``all`` does not stand alone."""
     items = [item.strip() for item in text.split(",") if item.strip()]
     words = {item.lower() for item in items}
     if not items or (len(items) == 1 and words <= set(ON_WORDS)):
@@ -88,8 +85,6 @@ def parse_flag(text: str) -> bool | None:
 
 def suggest_name(word: str, candidates: Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the nearest candidate, or nothing."""
-    from difflib import get_close_matches  # only on the way to an error
-
     near = get_close_matches(word, sorted(set(candidates)), n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -134,9 +129,7 @@ class Environment(NamedTuple):
     auto: bool  # ``OVPATCH_AUTO``
     strict: bool | None  # ``OVPATCH_STRICT``, or None if it is unset
     log: str  # ``OVPATCH_LOG``, or an empty string
-    cache_dir: Path | None  # ``OVPATCH_CACHE_DIR``, or the user's cache directory; None for a user without a home
     third_party: bool  # ``OVPATCH_THIRD_PARTY``
-    report_dir: str  # ``OVPATCH_REPORT_DIR``, or an empty string
     features: Mapping[str, str]  # the remaining variables as text; each must belong to a feature
 
 
@@ -150,11 +143,7 @@ class FeatureRequest(NamedTuple):
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Parse the environment; variables of features stay text, and an empty value counts as unset.
-
-    Raises:
-        SettingsError: A value cannot be parsed.
-    """
+    """Parse the environment; features' variables stay text, empty is unset. Raises SettingsError for a wrong value."""
     source = os.environ if environ is None else environ
     ours = {k: v.strip() for k, v in source.items() if k == PREFIX or k.startswith(PREFIX + "_")}
     ours = {k: v for k, v in ours.items() if v}
@@ -163,18 +152,13 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         auto=_flag(ours, "OVPATCH_AUTO") or False,
         strict=_flag(ours, "OVPATCH_STRICT"),
         log=_level(ours.get("OVPATCH_LOG", "")),
-        cache_dir=cache_dir(source),
         third_party=_flag(ours, "OVPATCH_THIRD_PARTY") is not False,
-        report_dir=ours.get("OVPATCH_REPORT_DIR", ""),
         features={k: v for k, v in ours.items() if k not in RESERVED},
     )
 
 
 def find_near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return warnings about variables that look like misspelt ones of ovpatch, such as ``OVPATH=0``.
-
-    They may belong to other software, so they are no error.
-    """
+    """Return warnings about variables that look like misspelt ones, as ``OVPATH=0``; they may be other software's."""
     source = os.environ if environ is None else environ
     found = [(name, _corrected(name)) for name in source]
     return [
@@ -190,27 +174,12 @@ def _corrected(name: str) -> str:
         return ""
     upper = name.upper()
     head, _, rest = upper.partition("_")
-    if head != PREFIX and not _differs_by_one(head, PREFIX):
+    one_edit = SequenceMatcher(None, head, PREFIX).ratio() > 0.85  # a letter missing, added, replaced or swapped
+    if head != PREFIX and not one_edit:
         if not upper.replace("_", "").startswith(PREFIX):  # an underscore too many or too few
             return ""
         rest = upper[len(PREFIX) + upper[: len(PREFIX) + 1].count("_") :].lstrip("_")
     return f"{PREFIX}_{rest}" if rest else PREFIX
-
-
-def _differs_by_one(one: str, other: str) -> bool:
-    """Return whether one letter is missing, added, replaced or swapped with its neighbour."""
-    short, long = sorted((one, other), key=len)
-    if len(long) - len(short) > 1:
-        return False
-    if len(long) > len(short):
-        return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
-    wrong = [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
-    swapped = (
-        len(wrong) == 2
-        and wrong[1] == wrong[0] + 1
-        and one[wrong[0]] + one[wrong[1]] == other[wrong[1]] + other[wrong[0]]
-    )
-    return len(wrong) == 1 or swapped
 
 
 def make_variable_name(feature: str, option: str = "") -> str:
@@ -249,10 +218,7 @@ def read_switch(environment: Environment, name: str, known: Collection[str] = ()
 def get_request(
     name: str, environment: Environment, asked: Collection[str], known: Collection[str] = ()
 ) -> FeatureRequest:
-    """Return whether the settings turn a feature on, by the rule of this module.
-
-    ``asked`` are the features named in the call; empty means the defaults.
-    """
+    """Return whether the settings turn a feature on; ``asked`` are those named in the call, none for the defaults."""
     selection, own, said = environment.selection, make_variable_name(name), read_switch(environment, name, known)
     if selection.kind == "nothing":
         return FeatureRequest(False, enforced=True, reason=f"off by OVPATCH={selection.text}")
@@ -312,16 +278,9 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     None for a user without a home, as in many containers.
     """
     source = os.environ if environ is None else environ
-    named = source.get("OVPATCH_CACHE_DIR", "").strip()
-    if named:
-        return _expanded(Path(named))
-    bases = (source.get("XDG_CACHE_HOME", ""), source.get("LOCALAPPDATA", ""))
-    base = next((path for path in bases if os.path.isabs(path)), os.path.join("~", ".cache"))
-    return _expanded(Path(base) / "ovpatch")
-
-
-def _expanded(path: Path) -> Path | None:
+    named, base = source.get("OVPATCH_CACHE_DIR", "").strip(), source.get("XDG_CACHE_HOME", "")
+    users = Path(base if os.path.isabs(base) else "~/.cache") / "ovpatch"
     try:
-        return path.expanduser()
+        return (Path(named) if named else users).expanduser()
     except RuntimeError:  # raised by pathlib for a user without a home
         return None

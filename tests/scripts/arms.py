@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from ovpatch.insight.equality import compare
 from ovpatch.session.report import IDLE
 from tests.support import scripts
+from tests.support.equality import compare
 from tests.support.forked import Server
 
 PROGRAMS = Path(__file__).with_name("programs")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from ovpatch.insight.equality import compare
 from tests.scripts.arms import (
     PROGRAMS,
     WORLD,
@@ -17,6 +16,7 @@ from tests.scripts.arms import (
     together,
 )
 from tests.support import scripts
+from tests.support.equality import compare
 from tests.support.rarely import RARELY
 
 pytestmark = [pytest.mark.slow, needs("accelerate")]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ovpatch.insight.equality import compare
 from tests.scripts.arms import PROGRAMS, WORLD, Arm, assert_applied, assert_same, needs
 from tests.support import scripts
+from tests.support.equality import compare
 from tests.support.rarely import RARELY
 
 pytestmark = pytest.mark.slow

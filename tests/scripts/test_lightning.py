@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ovpatch.insight.equality import compare
 from tests.scripts.arms import PROGRAMS, assert_applied, assert_same, crosswise, needs, together
 from tests.support import scripts
+from tests.support.equality import compare
 from tests.support.rarely import RARELY
 
 pytestmark = [pytest.mark.slow, needs("lightning")]

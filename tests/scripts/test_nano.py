@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ovpatch.insight.equality import compare
 from tests.scripts.arms import assert_applied, assert_same, crosswise
+from tests.support.equality import compare
 from tests.support.rarely import RARELY
 
 pytestmark = pytest.mark.slow

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ovpatch.insight.equality import compare
 from tests.scripts.arms import PROGRAMS, Arm, assert_applied, assert_same, feature, together
 from tests.support import scripts
+from tests.support.equality import compare
 from tests.support.rarely import RARELY
 
 pytestmark = pytest.mark.slow

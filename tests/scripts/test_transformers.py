@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from ovpatch.insight.equality import compare
 from tests.scripts.arms import assert_applied, assert_same, crosswise, needs, saved_folders
+from tests.support.equality import compare
 from tests.support.rarely import RARELY
 
 pytestmark = [pytest.mark.slow, needs("transformers", "accelerate")]

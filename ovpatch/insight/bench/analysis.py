@@ -6,9 +6,8 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
-from typing import Final, TypeAlias
+from typing import Final
 
 from ovpatch.insight.bench.rounds import PATCHED, STOCK, BenchPlan, BenchRuns, Measured
 from ovpatch.session.report import render_table
@@ -69,15 +68,14 @@ def compute_quantile(values: Sequence[float], share: float) -> float:
 
 
 def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Judgement:
-    """Judge the second kind of run against the first by their step times; see [Note: when a difference is one].
-
-    Runs at the same index make a pair.
-    """
+    """Judge the second kind of run, a pair at each index, by step times; see [Note: when a difference is one]."""
     if not first or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} runs make no pairs")
     pairs = [median(a) / median(b) for a, b in zip(first, second, strict=True)]
     if len(pairs) == 1:
-        return _judge_one(first[0], second[0], pairs[0])
+        low, high = bootstrap_interval(first, second, 0.99)
+        verdict = _verdict(pairs[0], not low <= 1 <= high)
+        return Judgement(verdict, pairs[0], pairs, None, (high - low) / 2, (low, high))
     low, high = bootstrap_interval(first, second, 0.95)
     noise = max(measure_run_noise(first), measure_run_noise(second))
     by_runs, by_pairs = _COUNTS.get(len(pairs), (1.0, 1.0))
@@ -86,11 +84,6 @@ def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float
     ratio = median(pairs)
     agreed = all(pair > 1 for pair in pairs) or all(pair < 1 for pair in pairs)
     return Judgement(_verdict(ratio, agreed and abs(ratio - 1) > threshold), ratio, pairs, noise, threshold)
-
-
-def _judge_one(first: Sequence[float], second: Sequence[float], ratio: float) -> Judgement:
-    low, high = bootstrap_interval([first], [second], 0.99)
-    return Judgement(_verdict(ratio, not low <= 1 <= high), ratio, [ratio], None, (high - low) / 2, (low, high))
 
 
 def _verdict(ratio: float, claimed: bool) -> str:
@@ -108,10 +101,7 @@ def measure_run_noise(runs: Sequence[Sequence[float]]) -> float:
 def bootstrap_interval(
     first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], level: float
 ) -> tuple[float, float]:
-    """Return the bootstrap interval of the median ratio over pairs.
-
-    Blocks of neighbouring steps are resampled, because slow steps come in groups.
-    """
+    """Return the bootstrap interval of the median ratio over pairs; slow steps come in groups, so blocks are drawn."""
     chance = random.Random(0)  # deterministic
     ratios = [
         median(_resampled(a, chance) / _resampled(b, chance) for a, b in zip(first, second, strict=True))
@@ -154,10 +144,7 @@ _MOSTLY: Final = 0.9  # of a step's operations: loss and norms of a bf16 model a
 
 
 def find_peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, str]:
-    """Return the device's peak in FLOP/s for a step in half precision, or None with the reason.
-
-    ``flops`` are the operations of the step by dtype.
-    """
+    """Return the device's peak in FLOP/s for a step in half precision, by its operations by dtype, or None and why."""
     total = sum(flops.values())
     half = sum(flops.get(dtype, 0) for dtype in HALF)
     if not total:
@@ -197,7 +184,7 @@ class ArmRow:
     tokens_per_second: float | None  # over all ranks
     tflops: float | None  # of one device
     mfu: float | None  # share of the device's peak, 0 to 1, without recomputation
-    memory: dict[str, int]  # bytes by kind of peak, of the rank with most
+    memory: dict[str, int]  # bytes by kind of peak, of the rank with most; the median over rounds
 
 
 @dataclass(frozen=True)
@@ -216,14 +203,15 @@ class BenchFigures:
 def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
     """Compute all figures of rounds of which at least the first is complete."""
     first = runs.list_measured(STOCK)[0]
-    peak, no_mfu = _peak(runs, given)
+    peak, no_mfu = _peak(first, given)
     samples = given.samples or first.samples
     tokens = given.tokens or first.tokens
     flops = sum(first.flops.values()) or None
     useful = 1 - first.flops_again / flops if flops else None
     rows = []
     for kind in runs.kinds:
-        ms = compute_spread([time for one in runs.list_measured(kind) for time in one.times])
+        measured = runs.list_measured(kind)
+        ms = compute_spread([time for one in measured for time in one.times])
         rate = flops / ms.median * 1e3 if flops else None
         rows.append(
             ArmRow(
@@ -233,7 +221,7 @@ def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
                 tokens_per_second=_per_second(tokens, ms),
                 tflops=rate / 1e12 if rate else None,
                 mfu=rate * useful / peak if rate and useful and peak else None,
-                memory=_memory(runs, kind),
+                memory={name: int(median(one.memory[name] for one in measured)) for name in measured[0].memory},
             )
         )
     return BenchFigures(
@@ -253,8 +241,7 @@ def _judge(runs: BenchRuns, kind: str) -> Judgement:
     )
 
 
-def _peak(runs: BenchRuns, given: UserFigures) -> tuple[float | None, str]:
-    first = runs.list_measured(STOCK)[0]
+def _peak(first: Measured, given: UserFigures) -> tuple[float | None, str]:
     if given.peak_tflops is not None:
         return given.peak_tflops * 1e12, ""
     if len(first.devices) != 1:
@@ -266,16 +253,7 @@ def _per_second(count: float | None, ms: Spread) -> float | None:
     return count / ms.median * 1e3 if count else None
 
 
-def _memory(runs: BenchRuns, kind: str) -> dict[str, int]:
-    """Return the median over rounds of each kind of peak."""
-    measured = runs.list_measured(kind)
-    return {name: int(median(one.memory[name] for one in measured)) for name in measured[0].memory}
-
-
 NOTHING: Final = "no feature did any work: both runs are the same program"
-
-
-_Column: TypeAlias = tuple[str, Callable[[ArmRow], str]]  # head and cell; left out if it is empty in all rows
 
 
 def format_verdict(runs: BenchRuns, figures: BenchFigures) -> str:
@@ -301,20 +279,17 @@ def format_report(
     plan: BenchPlan, runs: BenchRuns, figures: BenchFigures, *, colour: bool = False, width: int | None = None
 ) -> str:
     """Return the report below the verdict, as wide as the terminal by default."""
-    parts = [_table(runs, figures, colour, width)]
+    columns = [(head, cell) for head, cell in _columns(figures) if any(map(cell, figures.rows))]
+    rows = [tuple(cell(row) for _, cell in columns) for row in figures.rows]
+    heads = [head for head, _ in columns]
+    parts = [render_table("", heads, rows, colour=colour, width=width, right=heads[1:])]
     parts += [_reasons(runs)] if not runs.exercised else [_pairs(runs, figures), _features(runs, figures)]
     remarks = [_environment(plan, runs), *_remarks(runs, figures), *runs.notes]
     return "\n\n".join([*parts, "\n".join(f"- {remark}" for remark in remarks)])
 
 
-def _table(runs: BenchRuns, figures: BenchFigures, colour: bool, width: int | None) -> str:
-    columns = [(head, cell) for head, cell in _columns(figures) if any(map(cell, figures.rows))]
-    rows = [tuple(cell(row) for _, cell in columns) for row in figures.rows]
-    heads = [head for head, _ in columns]
-    return render_table("", heads, rows, colour=colour, width=width, right=heads[1:])
-
-
-def _columns(figures: BenchFigures) -> list[_Column]:
+def _columns(figures: BenchFigures) -> list[tuple[str, Callable[[ArmRow], str]]]:
+    """Return the head and the cell of each column; one that is empty in all rows is left out."""
     kinds = dict.fromkeys(kind for row in figures.rows for kind in row.memory)
     return [
         ("run", lambda row: row.kind),
@@ -325,12 +300,8 @@ def _columns(figures: BenchFigures) -> list[_Column]:
         ("tokens/s", lambda row: format_number(row.tokens_per_second)),
         ("TFLOP/s", lambda row: format_number(row.tflops)),
         ("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""),
-        *((f"{kind} GiB", partial(_memory_cell, kind)) for kind in kinds),
+        *((f"{kind} GiB", lambda row, kind=kind: f"{row.memory[kind] / 2**30:.2f}") for kind in kinds),
     ]
-
-
-def _memory_cell(kind: str, row: ArmRow) -> str:
-    return f"{row.memory[kind] / 2**30:.2f}"
 
 
 def format_number(value: float | None) -> str:
@@ -379,7 +350,8 @@ def _environment(plan: BenchPlan, runs: BenchRuns) -> str:
 
 def _remarks(runs: BenchRuns, figures: BenchFigures) -> Iterator[str]:
     first = runs.done[0].measured
-    clocks = f" ({_clocks(runs)} MHz at the end of a run)" if first.clocks_mhz else ""
+    seen = sorted({clock for run in runs.done for clock in run.measured.clocks_mhz})
+    clocks = f" ({' to '.join(map(str, dict.fromkeys((seen[0], seen[-1]))))} MHz at the end of a run)" if seen else ""
     yield f"times by {first.clock}; of each step the slowest rank counts; device clocks are left as they are{clocks}"
     yield _fed(first, figures)
     if figures.no_tflops:
@@ -401,8 +373,3 @@ def _fed(first: Measured, figures: BenchFigures) -> str:
     times = f": {calls:g} call{'' if calls == 1 else 's'} of {module} per step"
     each = " and rank, each rank with a batch of its own" if first.world > 1 else ""
     return f"per step {fed}{times}{each}" if module else f"per step {fed}"
-
-
-def _clocks(runs: BenchRuns) -> str:
-    seen = [clock for run in runs.done for clock in run.measured.clocks_mhz]
-    return f"{min(seen)} to {max(seen)}" if min(seen) != max(seen) else str(seen[0])

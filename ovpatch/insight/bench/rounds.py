@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rich import progress as rich_progress
 from rich.console import Console
@@ -71,8 +70,8 @@ def read_measured(folder: Path) -> Measured:
         taken=min(rank["steps"] for rank in ranks),
         clock=clocks.pop() if len(clocks) == 1 else "host clock",
         memory={kind: max(rank["memory"].get(kind, 0) for rank in ranks) for kind in first["memory"]},
-        samples=None if missing else _sum(rank["batch"]["samples"] for rank in ranks),
-        tokens=None if missing else _sum(rank["batch"]["tokens"] for rank in ranks),
+        samples=None if missing else _sum([rank["batch"]["samples"] for rank in ranks]),
+        tokens=None if missing else _sum([rank["batch"]["tokens"] for rank in ranks]),
         batches=(first["batch"]["calls"], first["batch"]["module"]),
         flops=flops,
         flops_again=fmean(rank["flops"]["again"] for rank in ranks) if flops else 0,
@@ -98,9 +97,8 @@ def _one_each(files: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [by_rank[rank] for rank in sorted(by_rank) if rank < world]
 
 
-def _sum(values: Any) -> float | None:
-    known = list(values)
-    return None if None in known else sum(known)
+def _sum(values: list[Any]) -> float | None:
+    return None if None in values else sum(values)
 
 
 def _flops(ranks: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, float], str]:
@@ -172,17 +170,41 @@ class StoppedError(Exception):
     """A signal ended the bench."""
 
 
-class Progress(Protocol):
-    """Shows the progress of a bench."""
+class Progress:
+    """Shows on stderr how a bench goes on.
+
+    On a terminal that is a bar, ``round 2/3, patched: step 12/40``, below the results of earlier runs; in a log it is a
+    line at the start of a run, and one with its result.
+    """
+
+    def __init__(self, plan: BenchPlan) -> None:
+        self._plan, self._name = plan, ""
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        console, on_terminal = Console(stderr=True), sys.stderr.isatty()
+        self.bar = rich_progress.Progress(*columns, console=console, transient=True, disable=not on_terminal)
+        self._task = self.bar.add_task("", total=plan.warmup + plan.steps)
 
     def start_run(self, kind: str, round: int) -> None:
         """Show the start of a run."""
+        self._name = f"round {round}/{self._plan.rounds}, {kind}"
+        self.bar.reset(self._task, description=f"{self._name}: starting")
+        if self.bar.disable:
+            self._print_line("running")
 
     def show_step(self, number: int) -> None:
         """Show the steps that its slowest rank has taken."""
+        words = f"{self._name}: step {number}/{self._plan.warmup + self._plan.steps}"
+        self.bar.update(self._task, completed=number, description=words)
 
     def finish_run(self, measured: Measured) -> None:
         """Show the measurements of the run."""
+        if self.bar.disable:
+            self._print_line(measured.describe())
+        else:
+            self.bar.print(f"{self._name}: {measured.describe()}", highlight=False)
+
+    def _print_line(self, message: str) -> None:
+        print(f"ovpatch bench: {self._name}: {message}", file=sys.stderr, flush=True)
 
 
 def run_rounds(plan: BenchPlan, progress: Progress) -> BenchRuns:
@@ -190,12 +212,8 @@ def run_rounds(plan: BenchPlan, progress: Progress) -> BenchRuns:
 
     A round runs every kind once. Odd rounds run stock first, even rounds last (A B, B A, A B), so that steady changes,
     such as a machine that warms up, affect both alike. The features to leave out are known after the first patched run;
-    the runs without them follow it, and precede it in even rounds.
-
-    Raises:
-        FailedError: A run failed, hung, or took too few steps.
-        StoppedError: A signal ended a run.
-        ovpatch.insight.launch.NotStartedError: The command could not be started.
+    the runs without them follow it, and precede it in even rounds. Raises FailedError if a run failed, hung or took too
+    few steps, StoppedError if a signal ended it, and NotStartedError if the command cannot be started.
     """
     return _Rounds(plan, progress).run_all()
 
@@ -211,7 +229,9 @@ class _Rounds:
         }
 
     def run_all(self) -> BenchRuns:
-        self._runs.notes += _describe_load()
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        if load > cores / 2:  # the most common cause of noise
+            self._runs.notes.append(f"the host was busy before the first run: load {load:.1f} on {cores} cores")
         self._first_round()
         if not self._runs.exercised:
             return self._runs
@@ -252,7 +272,10 @@ class _Rounds:
             variant, plan.command, WORKER, plan.out, timeout=plan.timeout, progress=self._progress.show_step
         )
         measured = read_measured(outcome.folder)
-        _check_outcome(kind, outcome, measured, plan)
+        if outcome.interrupted:
+            raise StoppedError
+        if problem := _describe_problem(outcome, plan.timeout) or _describe_too_few(measured, plan):
+            raise FailedError(f"{variant.name}: {problem}", kind, outcome)
         self._runs.done.append(BenchRun(kind, number, outcome.seconds, measured))
         if len(measured.times) < plan.steps:
             self._runs.notes.append(f"{variant.name}: the script ended after {measured.taken} steps")
@@ -263,20 +286,6 @@ class _Rounds:
             )
         self._progress.finish_run(measured)
         return outcome
-
-
-def _describe_load() -> list[str]:
-    """Return a remark if the host is busy before the first run: the most common cause of noise."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    return [f"the host was busy before the first run: load {load:.1f} on {cores} cores"] if load > cores / 2 else []
-
-
-def _check_outcome(kind: str, outcome: Outcome, measured: Measured, plan: BenchPlan) -> None:
-    if outcome.interrupted:
-        raise StoppedError
-    problem = _describe_problem(outcome, plan.timeout) or _describe_too_few(measured, plan)
-    if problem:
-        raise FailedError(f"{outcome.variant.name}: {problem}", kind, outcome)
 
 
 def _describe_problem(outcome: Outcome, timeout: float) -> str:
@@ -302,60 +311,3 @@ def _describe_too_few(measured: Measured, plan: BenchPlan) -> str:
         f"the script took {measured.taken} steps, of which {plan.warmup} are warm-up, so {found} could be measured; "
         f"the least is {MIN_STEPS}. Let it take {needed} or more (better {plan.warmup + plan.steps}), or lower --warmup"
     )
-
-
-class ProgressBar:
-    """A bar on a terminal: ``round 2/3, patched: step 12/40`` and, above it, the results of earlier runs."""
-
-    def __init__(self, plan: BenchPlan) -> None:
-        self._plan = plan
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self.shown = rich_progress.Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self.shown.add_task("", total=plan.warmup + plan.steps)
-        self._name = ""
-
-    def start_run(self, kind: str, round: int) -> None:
-        """Show the start of a run."""
-        self._name = f"round {round}/{self._plan.rounds}, {kind}"
-        self.shown.reset(self._task, description=f"{self._name}: starting")
-
-    def show_step(self, number: int) -> None:
-        """Show the steps that its slowest rank has taken."""
-        words = f"{self._name}: step {number}/{self._plan.warmup + self._plan.steps}"
-        self.shown.update(self._task, completed=number, description=words)
-
-    def finish_run(self, measured: Measured) -> None:
-        """Show the measurements of the run."""
-        self.shown.print(f"{self._name}: {measured.describe()}", highlight=False)
-
-
-class _ProgressLines:
-    """Lines in a log: one at the start of a run, and one with its result."""
-
-    def __init__(self, plan: BenchPlan) -> None:
-        self._rounds = plan.rounds
-
-    def start_run(self, kind: str, round: int) -> None:
-        self._name = f"round {round}/{self._rounds}, {kind}"
-        self._say(f"{self._name}: running")
-
-    def show_step(self, number: int) -> None:
-        pass
-
-    def finish_run(self, measured: Measured) -> None:
-        self._say(f"{self._name}: {measured.describe()}")
-
-    def _say(self, message: str) -> None:
-        print(f"ovpatch bench: {message}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def show_progress(plan: BenchPlan) -> Iterator[Progress]:
-    """Show progress on stderr while the block runs: a bar on a terminal, lines elsewhere."""
-    if not sys.stderr.isatty():
-        yield _ProgressLines(plan)
-        return
-
-    bar = ProgressBar(plan)
-    with bar.shown:
-        yield bar

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -25,9 +25,9 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from ovpatch.insight import steps
-from ovpatch.insight.steps import find_root_modules, run_at_exit
+from ovpatch.insight.steps import find_root_modules, list_children
 from ovpatch.session import workers
-from ovpatch.session.workers import Orders
+from ovpatch.session.workers import Orders, run_at_exit
 
 
 class BorderClock:
@@ -56,10 +56,7 @@ class BorderClock:
         return [(after - before) / 1e6 for before, after in pairwise(self._host)]
 
     def read_times(self) -> list[float]:
-        """Return the steps' times in ms: those on the device if there is one, else the host's.
-
-        Waits until the device has reached the last border.
-        """
+        """Return the steps' times in ms, on the device if there is one; waits until it has reached the last border."""
         used = self._events[: len(self._host)]
         if not used:
             return self.read_host_times()
@@ -88,8 +85,7 @@ class PeakMemory:
                 "allocated": torch.cuda.max_memory_allocated(self._device),
                 "reserved": torch.cuda.max_memory_reserved(self._device),
             }
-        unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
-        return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+        return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # it is in KiB
 
 
 def choose_device(device: torch.device) -> torch.device:
@@ -114,14 +110,8 @@ def read_clock_mhz(device: torch.device) -> int | None:
         return None
 
 
-FILE: Final = "bench"  # -<pid>.json
-
-
 def start_worker(orders: Orders) -> None:
-    """Start the measurements in this process.
-
-    The orders' details are ``warmup`` (at least 3), ``steps`` and ``count_flops``.
-    """
+    """Start to measure this process; the orders' details are ``warmup`` (at least 3), ``steps`` and ``count_flops``."""
     worker = _Worker(orders.directory, **orders.details)
     worker.start()
     run_at_exit(worker.write_results)
@@ -160,8 +150,9 @@ class _Worker:
             steps.exit_with_peers(self._directory)
 
     def _warm(self, number: int) -> None:
-        if self._pid != os.getpid():
-            self._read_identity()
+        if self._pid != os.getpid():  # read now: at the end the script may have destroyed its group and optimizer
+            self._pid, self._rank, self._world = os.getpid(), steps.get_rank(), steps.get_world_size()
+            self._device = choose_device(self._steps.find_device())
         left = self._warmup - number
         if self._flops and left in (1, 2):
             self._flops[2 - left].stop_counting()
@@ -174,24 +165,15 @@ class _Worker:
         if self._flops and left in (2, 3):
             self._flops[3 - left].start_counting()
         if left == 0:
-            self._start()
-
-    def _read_identity(self) -> None:
-        """Read rank and device now: at the end the script may have destroyed its process group and optimizer."""
-        self._pid = os.getpid()
-        self._rank, self._world = steps.get_rank(), steps.get_world_size()
-        self._device = choose_device(self._steps.find_device())
-
-    def _start(self) -> None:
-        self._memory = PeakMemory(self._device)
-        self._clock = BorderClock(self._device, self._last - self._warmup)
-        self._clock.mark_border()
+            self._memory = PeakMemory(self._device)
+            self._clock = BorderClock(self._device, self._last - self._warmup)
+            self._clock.mark_border()
 
     def write_results(self) -> None:
         """Write the file once, if this process has taken steps."""
         if self._pid == os.getpid():
             self._pid = None
-            workers.write_json(self._directory / f"{FILE}-{os.getpid()}.json", self._collect_results())
+            workers.write_json(self._directory / f"bench-{os.getpid()}.json", self._collect_results())
 
     def _collect_results(self) -> dict[str, Any]:
         return {
@@ -434,32 +416,18 @@ def measure_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int
     The argument ``input_ids``, or else the first tensor, has one sample per row; if it holds integers and has two
     dimensions, they are tokens.
     """
-    first = next(_named("input_ids", (args, kwargs)), None)
-    if first is None:
-        first = next(_tensors((args, kwargs)), None)
+    tensors = list(_named_tensors("", (args, kwargs)))
+    first = next((tensor for name, tensor in tensors if name == "input_ids"), tensors[0][1] if tensors else None)
     if first is None or first.dim() == 0:
         return 0, 0
     whole = not first.dtype.is_floating_point and not first.dtype.is_complex and first.dtype is not torch.bool
     return first.shape[0], first.numel() if whole and first.dim() == 2 else 0
 
 
-def _tensors(thing: Any, depth: int = 4) -> Iterator[Tensor]:
+def _named_tensors(name: Any, thing: Any, depth: int = 5) -> Iterator[tuple[Any, Tensor]]:
+    """Yield the tensors in nested mappings and sequences, each with its key or index."""
     if isinstance(thing, Tensor):
-        yield thing
+        yield name, thing
     elif depth:
-        for part in _parts(thing):
-            yield from _tensors(part, depth - 1)
-
-
-def _named(name: str, thing: Any, depth: int = 4) -> Iterator[Tensor]:
-    if isinstance(thing, Mapping) and isinstance(thing.get(name), Tensor):
-        yield thing[name]
-    elif depth:
-        for part in _parts(thing):
-            yield from _named(name, part, depth - 1)
-
-
-def _parts(thing: Any) -> Iterable[Any]:
-    if isinstance(thing, Mapping):
-        return thing.values()
-    return thing if isinstance(thing, (list, tuple)) else ()
+        for key, part in list_children(thing) or ():
+            yield from _named_tensors(key, part, depth - 1)

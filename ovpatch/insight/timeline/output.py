@@ -5,15 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from decimal import Decimal
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ovpatch._version import __version__
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.timeline import pipelines, summary
+from ovpatch.insight.timeline.pipelines import draw_bars
 from ovpatch.insight.timeline.summary import (
     Recording,
     TimelineRun,
@@ -187,30 +189,12 @@ def _draw_rank(axes: Axes, tracks: RankTracks, row: int, window: Span, zero: int
     idle = (compute | communication | copies).find_gaps(*window)
     bottom, half = row - _HEIGHT / 2, _HEIGHT / 2
     finest = width // _FINEST
-    _bars(axes, _coarse(compute, finest), zero, (row, half), color=COMPUTE)
-    _bars(axes, _coarse(hidden, finest), zero, (bottom, half), color=HIDDEN)
-    _bars(axes, _coarse(copies, finest), zero, (row, half), color=COPIES)
+    draw_bars(axes, _coarse(compute, finest), zero, (row, half), facecolors=COMPUTE)
+    draw_bars(axes, _coarse(hidden, finest), zero, (bottom, half), facecolors=HIDDEN)
+    draw_bars(axes, _coarse(copies, finest), zero, (row, half), facecolors=COPIES)
     seen = Intervals(tuple(span for span in idle if span[1] - span[0] > 4 * finest))
-    _bars(axes, seen, zero, (bottom, _HEIGHT), color="none", hatch="////", edge=HATCH)
-    _bars(axes, exposed, zero, (bottom, _HEIGHT), color=EXPOSED)
-    _numbers(axes, exposed, zero, row, width)
-
-
-def _bars(
-    axes: Axes,
-    intervals: Intervals,
-    zero: int,
-    where: tuple[float, float],
-    *,
-    color: str,
-    hatch: str | None = None,
-    edge: str = "none",
-) -> None:
-    spans = [((start - zero) / 1e6, (end - start) / 1e6) for start, end in intervals]
-    axes.broken_barh(spans, where, facecolors=color, hatch=hatch, edgecolor=edge, linewidth=0)
-
-
-def _numbers(axes: Axes, exposed: Intervals, zero: int, row: int, width: int) -> None:
+    draw_bars(axes, seen, zero, (bottom, _HEIGHT), facecolors="none", hatch="////", edgecolor=HATCH)
+    draw_bars(axes, exposed, zero, (bottom, _HEIGHT), facecolors=EXPOSED)
     for start, end in exposed:
         if (end - start) * _WIDE > width:
             middle = ((start + end) / 2 - zero) / 1e6
@@ -241,6 +225,7 @@ def _legend(figure: Figure, runs: Sequence[TimelineRun]) -> None:
 
 
 _Json = dict[str, Any]
+_Ids = defaultdict[tuple[object, ...], int]  # numbers of processes, threads and ids, unique in the merged trace
 #: Phases of events with an id, which is unique in one trace only.
 _WITH_ID: Final = frozenset("stfbenOND")
 
@@ -256,42 +241,26 @@ def write_merged_trace(runs: Sequence[TimelineRun], path: Path) -> None:
         file.write(f'{{"displayTimeUnit": "ms", "{MERGED}": true, "traceEvents": [')
         separator = "\n"
         for event in _events(runs):
-            file.write(separator + json.dumps(event, default=_number))
+            file.write(separator + json.dumps(event, default=float))  # a Decimal
             separator = ",\n"
         file.write("\n]}\n")
 
 
-def _number(value: object) -> float:
-    if isinstance(value, Decimal):
-        return float(value)
-    raise TypeError(f"a trace cannot hold a {type(value).__name__}")
-
-
 def _events(runs: Sequence[TimelineRun]) -> Iterator[_Json]:
-    names = _UniqueIds()
+    ids: _Ids = defaultdict(count(1).__next__)
     starts = [min(get_step(tracks, run.steps[0]).start for tracks in run.ranks) for run in runs]
     lead = max(start - tracks.first for run, start in zip(runs, starts, strict=True) for tracks in run.ranks)
     for run, start in zip(runs, starts, strict=True):
         zero = start - max(lead, 0)
         for tracks in run.ranks:
             owner = f"{run.name} rank {tracks.rank}"
-            yield from _tracks(run, tracks, zero, names, owner)
-            yield from _recorded(tracks, zero, names, owner)
+            yield from _tracks(run, tracks, zero, ids, owner)
+            yield from _recorded(tracks, zero, ids, owner)
 
 
-class _UniqueIds:
-    """Numbers of processes, threads and ids that are unique in the merged trace."""
-
-    def __init__(self) -> None:
-        self._given: dict[tuple[object, ...], int] = {}
-
-    def get_id(self, *what: object) -> int:
-        return self._given.setdefault(what, len(self._given) + 1)
-
-
-def _tracks(run: TimelineRun, tracks: RankTracks, zero: int, names: _UniqueIds, owner: str) -> Iterator[_Json]:
+def _tracks(run: TimelineRun, tracks: RankTracks, zero: int, ids: _Ids, owner: str) -> Iterator[_Json]:
     """Yield ovpatch's own tracks of a rank, which are shown above the recorded ones."""
-    pid = names.get_id(owner, "ovpatch")
+    pid = ids[owner, "ovpatch"]
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"{owner}: summary"}}
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
     start, end = get_step(tracks, run.steps[0]).start, get_step(tracks, run.steps[-1]).end
@@ -306,26 +275,26 @@ def _tracks(run: TimelineRun, tracks: RankTracks, zero: int, names: _UniqueIds, 
         ("pipeline", [(one.name, Intervals(((one.start, one.end),))) for one in tracks.actions]),
     ]
     for title, slices in rows if tracks.actions else rows[:-1]:
-        tid = names.get_id(owner, "ovpatch", title)
+        tid = ids[owner, "ovpatch", title]
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": title}}
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
         for name, intervals in slices:
             for one in intervals.clip(start, end):
-                times = {"ts": _microseconds(one[0] - zero), "dur": _microseconds(one[1] - one[0])}
+                times = {"ts": (one[0] - zero) / 1000, "dur": (one[1] - one[0]) / 1000}
                 yield {"ph": "X", "cat": "ovpatch", "name": name, "pid": pid, "tid": tid, **times}
 
 
-def _recorded(tracks: RankTracks, zero: int, names: _UniqueIds, owner: str) -> Iterator[_Json]:
+def _recorded(tracks: RankTracks, zero: int, ids: _Ids, owner: str) -> Iterator[_Json]:
     """Yield the recorded events of a rank with numbers and times of the merged trace."""
     data = load_trace(tracks.path)
     base = get_time_base(data) + tracks.moved
     for event in data["traceEvents"]:
-        moved = {**event, "pid": names.get_id(owner, event.get("pid"))}
-        moved["tid"] = names.get_id(owner, event.get("pid"), event.get("tid")) if event.get("tid") else 0
+        moved = {**event, "pid": ids[owner, event.get("pid")]}
+        moved["tid"] = ids[owner, event.get("pid"), event.get("tid")] if event.get("tid") else 0
         if "ts" in event:
-            moved["ts"] = _microseconds(base + to_nanoseconds(event["ts"]) - zero)
+            moved["ts"] = (base + to_nanoseconds(event["ts"]) - zero) / 1000
         if "id" in event and event.get("ph") in _WITH_ID:
-            moved["id"] = names.get_id(owner, "id", event.get("cat"), event["id"])
+            moved["id"] = ids[owner, "id", event.get("cat"), event["id"]]
         if event.get("ph") == "M":
             moved.pop("ts", None)
             moved["args"] = _metadata(event, moved["pid"], owner)
@@ -342,10 +311,6 @@ def _metadata(event: _Json, pid: int, owner: str) -> _Json:
     return args
 
 
-def _microseconds(ns: int) -> float:
-    return ns / 1000
-
-
 _PICTURES: Final = ("timeline.png", "timeline.svg")
 _MERGED: Final = "timeline.json.gz"
 _SUMMARY: Final = "summary.json"
@@ -357,24 +322,17 @@ class Output:
 
     def __init__(self, folder: Path, *, picture: bool) -> None:
         self.folder, self._picture = folder, picture
+        self.trace = folder / _MERGED
         self.written: list[Path] = []
-        self._check()
-
-    @property
-    def trace(self) -> Path:
-        """The merged trace."""
-        return self.folder / _MERGED
-
-    def _check(self) -> None:
-        if self._picture:
+        if picture:
             check_matplotlib()
-        if self.folder.exists() and not self.folder.is_dir():
-            raise OutputError(f"--out {self.folder} is a file. Name a folder.")
+        if folder.exists() and not folder.is_dir():
+            raise OutputError(f"--out {folder} is a file. Name a folder.")
         known = {*_PICTURES, _MERGED, _SUMMARY, *_RUNS}
-        others = sorted(path.name for path in self.folder.glob("*") if path.name not in known)
+        others = sorted(path.name for path in folder.glob("*") if path.name not in known)
         if others:
             raise OutputError(
-                f"--out {self.folder} holds other things, such as {others[0]}. Name an empty folder or a new one."
+                f"--out {folder} holds other things, such as {others[0]}. Name an empty folder or a new one."
             )
 
     def check_inputs(self, traces: Iterable[Path]) -> None:
@@ -385,10 +343,9 @@ class Output:
                 raise OutputError(f"{trace} would be replaced by what --out {self.folder} gets. Name another folder.")
 
     def prepare_folder(self, *, keep_runs: bool) -> None:
-        """Make the folder, without an earlier call's files; ``keep_runs`` keeps raw traces, which may be the input.
+        """Make the folder, without an earlier call's files; raise OutputError if it cannot be made or is another's.
 
-        Raises:
-            OutputError: The folder cannot be made, or holds a folder that is not a tool's.
+        ``keep_runs`` keeps raw traces, which may be the input.
         """
         for name in () if keep_runs else _RUNS:
             if _foreign(self.folder / name):
@@ -414,7 +371,16 @@ class Output:
             self.written = [self.folder / name for name in _PICTURES]
             draw_picture(runs, self.written)
         write_merged_trace(runs, self.trace)
-        write_json(self.folder / _SUMMARY, _summary(recordings))
+        found = compute_efficiency(*runs) if len(runs) == 2 else None
+        numbers = {
+            "version": __version__,
+            "unit": "ns",
+            "overlap_efficiency": found._asdict() if found is not None else None,
+            "recording_cost": {one.run.name: one.cost and one.cost.share for one in recordings},
+            "remarks": [remark for one in recordings for remark in one.remarks],
+            "runs": [run_to_json(run) for run in runs],
+        }
+        write_json(self.folder / _SUMMARY, numbers)
         self.written += [self.trace, self.folder / _SUMMARY]
         costs = [f"{one.run.name}: {one.cost}" for one in recordings if one.cost is not None]
         return "\n".join([summary.format_tables(runs, colour=colour), *costs])
@@ -431,16 +397,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _summary(recordings: Sequence[Recording]) -> dict[str, Any]:
-    runs = [recording.run for recording in recordings]
-    found = compute_efficiency(*runs) if len(runs) == 2 else None
-    return {
-        "version": __version__,
-        "unit": "ns",
-        "overlap_efficiency": found._asdict() if found is not None else None,
-        "recording_cost": {one.run.name: one.cost and one.cost.share for one in recordings},
-        "remarks": [remark for one in recordings for remark in one.remarks],
-        "runs": [run_to_json(run) for run in runs],
-    }

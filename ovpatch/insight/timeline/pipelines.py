@@ -107,8 +107,8 @@ def draw_rank(axes: Axes, tracks: RankTracks, row: int, window: Span, zero: int,
     where = (row - _HEIGHT / 2, _HEIGHT)
     spans = {kind: _select(tracks, kind).clip(*window) for kind in KINDS}
     rest = (spans["F"] | spans["B"] | spans["W"]).find_gaps(*window)
-    _fill(axes, rest - tracks.compute, zero, where, WAIT, alpha=0.25)
-    _fill(axes, rest & tracks.compute, zero, where, OTHER)
+    draw_bars(axes, rest - tracks.compute, zero, where, facecolors=WAIT, alpha=0.25)
+    draw_bars(axes, rest & tracks.compute, zero, where, facecolors=OTHER)
     for action in tracks.actions:
         start, end = max(action.start, window[0]), min(action.end, window[1])
         if start >= end:
@@ -120,11 +120,10 @@ def draw_rank(axes: Axes, tracks: RankTracks, row: int, window: Span, zero: int,
             axes.text(((start + end) / 2 - zero) / 1e6, row, text, fontsize=8, ha="center", va="center", clip_on=True)
 
 
-def _fill(
-    axes: Axes, intervals: Intervals, zero: int, where: tuple[float, float], colour: str, *, alpha: float = 1.0
-) -> None:
+def draw_bars(axes: Axes, intervals: Intervals, zero: int, where: tuple[float, float], **style: Any) -> None:
+    """Draw a bar for each interval; ``where`` is its bottom and its height."""
     spans = [((start - zero) / 1e6, (end - start) / 1e6) for start, end in intervals]
-    axes.broken_barh(spans, where, facecolors=colour, linewidth=0, alpha=alpha)
+    axes.broken_barh(spans, where, linewidth=0, **style)
 
 
 def make_legend() -> list[Any]:

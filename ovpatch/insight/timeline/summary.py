@@ -30,9 +30,8 @@ MIN_STEPS: Final = 3  # of each run, for a ratio between runs
 class StepParts:
     """Nanoseconds of one step of one rank.
 
-    Every nanosecond of a step is in exactly one of: compute; exposed communication (no compute
-    at the time); copies only (neither of the two); idle. Hidden communication is the part of compute under which
-    something communicates, so compute + exposed + copies + idle is the step.
+    The step is compute + exposed communication (without compute) + copies (without the two) + idle. Hidden
+    communication is the part of compute under which something communicates.
     """
 
     step: int
@@ -118,10 +117,7 @@ def split_step(tracks: RankTracks, step: Step) -> StepParts:
 
 
 def group_communications(tracks: RankTracks, step: Step) -> tuple[CollectiveGroup, ...]:
-    """Return a step's communication by collective and label, the most exposed first.
-
-    Time in which two groups run counts in both: the groups do not add up to the whole.
-    """
+    """Return a step's communication by collective and label, the most exposed first; times of groups may overlap."""
     members: dict[tuple[str, str], list[Communication]] = defaultdict(list)
     for one in tracks.communications:
         if one.start < step.end and one.end > step.start:
@@ -135,10 +131,7 @@ def group_communications(tracks: RankTracks, step: Step) -> tuple[CollectiveGrou
 
 
 class Efficiency(NamedTuple):
-    """Overlap efficiency against a stock run: 1 - exposed, patched / exposed, stock.
-
-    0 is as exposed as stock, 1 is all hidden, negative is worse.
-    """
+    """Overlap efficiency, 1 - exposed, patched / exposed, stock: 1 is all hidden, 0 is as stock, less is worse."""
 
     median: float  # of the shown steps
     low: float  # lowest over the steps of both runs
@@ -218,7 +211,9 @@ def _rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
         worst, _ = run.find_worst_rank(run.shown)
         for tracks in run.ranks:
             mark = " <- most exposed" if tracks is worst and len(run.ranks) > 1 else ""
-            yield run.name, f"{tracks.rank}{mark}", *_cells(run.get_parts(tracks, run.shown))
+            parts = run.get_parts(tracks, run.shown)
+            times = (parts.step, parts.compute, parts.hidden, parts.exposed, parts.copies, parts.idle)
+            yield run.name, f"{tracks.rank}{mark}", *map(format_ms, times), format_percent(parts.hidden_share)
 
 
 def _pipeline_rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
@@ -226,11 +221,6 @@ def _pipeline_rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
         for tracks, parts in list_parts(run):
             times = (parts.F, parts.B, parts.W, parts.other, parts.wait)
             yield run.name, str(tracks.rank), *map(format_ms, times), format_percent(parts.bubble)
-
-
-def _cells(parts: StepParts) -> tuple[str, ...]:
-    times = (parts.step, parts.compute, parts.hidden, parts.exposed, parts.copies, parts.idle)
-    return *map(format_ms, times), format_percent(parts.hidden_share)
 
 
 def _group_rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
@@ -244,7 +234,7 @@ def _group_rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
 def list_conclusions(runs: Sequence[TimelineRun]) -> Iterator[str]:
     """Yield the conclusions, a line each, with the definition of each ratio."""
     for run in runs:
-        yield f"{run.name}: {_exposure(run)}{_spread(run)}"
+        yield f"{run.name}: {_exposure(run)}"
         if has_pipeline([run]):
             yield f"{run.name}: {format_percent(measure_bubble(run))} of step {run.shown} is bubble, the mean of ranks"
     if len(runs) == 2:
@@ -265,20 +255,15 @@ def _efficiency(stock: TimelineRun, patched: TimelineRun) -> str:
 
 def _exposure(run: TimelineRun) -> str:
     tracks, parts = run.find_worst_rank(run.shown)
+    exposed = [run.find_worst_rank(number)[1].exposed for number in run.steps]
+    least, most = format_ms(min(exposed)), format_ms(max(exposed))
+    spread = f"; {least} to {most} ms over steps {run.steps[0]} to {run.steps[-1]}" if len(run.steps) > 1 else ""
     if parts.hidden_share is None:
-        return f"no communication in step {run.shown}"
+        return f"no communication in step {run.shown}{spread}"
     return (
         f"{format_ms(parts.exposed)} of {format_ms(parts.step)} ms are exposed communication "
-        f"(rank {tracks.rank}, step {run.shown}); hidden share {format_percent(parts.hidden_share)}"
+        f"(rank {tracks.rank}, step {run.shown}); hidden share {format_percent(parts.hidden_share)}{spread}"
     )
-
-
-def _spread(run: TimelineRun) -> str:
-    if len(run.steps) < 2:
-        return ""
-    exposed = [run.find_worst_rank(number)[1].exposed for number in run.steps]
-    first, last = format_ms(min(exposed)), format_ms(max(exposed))
-    return f"; {first} to {last} ms over steps {run.steps[0]} to {run.steps[-1]}"
 
 
 #: Share of a step that recording may cost.
@@ -321,12 +306,9 @@ class Recording:
 
 
 def read_recording(name: str, folder: Path, wanted: range, also: re.Pattern[str] | None = None) -> Recording:
-    """Read the recording of a variant from the folder of its processes' files.
+    """Read the recording of a variant from the folder of its processes' files; raise TraceError if there is none.
 
     ``wanted`` are the requested steps, and ``also`` is the user's pattern of further communication kernels.
-
-    Raises:
-        TraceError: Nothing was recorded; the text has the reason and the remedy.
     """
     facts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("recording-rank*.json"))]
     traces = sorted(folder.glob("trace-rank*.json*"))

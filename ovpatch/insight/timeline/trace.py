@@ -144,7 +144,9 @@ def load_trace(path: Path) -> dict[str, Any]:
     and infinities, which JSON lacks, become text.
     """
     try:
-        data = json.loads(_text(path), parse_float=Decimal, parse_constant=str, strict=False)
+        raw = path.read_bytes()
+        text = gzip.decompress(raw) if raw.startswith(_GZIP) else raw
+        data = json.loads(text, parse_float=Decimal, parse_constant=str, strict=False)
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}. Name a trace that torch.profiler exported.") from error
     except (ValueError, EOFError, zlib.error) as error:
@@ -159,17 +161,14 @@ def load_trace(path: Path) -> dict[str, Any]:
     return data
 
 
-def _text(path: Path) -> bytes:
-    raw = path.read_bytes()
-    return gzip.decompress(raw) if raw.startswith(_GZIP) else raw
-
-
 def read_trace(path: Path) -> Trace:
     """Read a trace; raise TraceError if it cannot be read or has neither operators nor device activity."""
     data = load_trace(path)
     try:
-        events = sorted(_events(data, get_time_base(data)), key=lambda event: (event.start, -event.end))
-        rank, first = find_rank(data, path), _first(data)
+        zero = get_time_base(data)
+        events = sorted(_events(data, zero), key=lambda event: (event.start, -event.end))
+        times = (event["ts"] for event in data["traceEvents"] if event.get("ph") == "X")
+        rank, first = find_rank(data, path), zero + to_nanoseconds(min(times, default=0))
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise TraceError(f"{path} has an event that cannot be understood ({error!r}). Record it again.") from error
     if not any(event.category in (*OPS, *DEVICE) for event in events):
@@ -184,11 +183,6 @@ def _events(data: Mapping[str, Any], zero: int) -> Iterator[TraceEvent]:
         start = zero + to_nanoseconds(raw["ts"])
         end = start + to_nanoseconds(raw.get("dur", 0))
         yield TraceEvent(raw["name"], raw["cat"], raw["pid"], raw["tid"], start, end, raw.get("args") or {})
-
-
-def _first(data: Mapping[str, Any]) -> int:
-    times = (event["ts"] for event in data["traceEvents"] if event.get("ph") == "X")
-    return get_time_base(data) + to_nanoseconds(min(times, default=0))
 
 
 def to_nanoseconds(microseconds: int | Decimal) -> int:
@@ -257,18 +251,13 @@ def classify_event(event: TraceEvent, also: re.Pattern[str] | None = None) -> De
     """Classify an event of a device; ``also`` is the user's pattern of further communication kernels."""
     if also is not None and also.search(event.name):
         return DeviceTimeKind.COMMUNICATION
-    if event.category == "gpu_memcpy":
-        return _copy(event.name)
+    if event.category == "gpu_memcpy":  # by CUPTI's name, as `Memcpy DtoD (Device -> Device)`; arrays, `A`, are there
+        if "PtoP" in event.name:
+            return DeviceTimeKind.COMMUNICATION
+        return DeviceTimeKind.COPY if "H" in event.name.removeprefix("Memcpy ")[:4] else DeviceTimeKind.COMPUTE
     if event.category == "kernel" and (_NCCL.match(event.name) or _SYMMETRIC.search(event.name)):
         return DeviceTimeKind.COMMUNICATION
     return DeviceTimeKind.COMPUTE
-
-
-def _copy(name: str) -> DeviceTimeKind:
-    """Classify a copy by CUPTI's name, such as ``Memcpy DtoD (Device -> Device)``; arrays (``A``) are on the device."""
-    if "PtoP" in name:
-        return DeviceTimeKind.COMMUNICATION
-    return DeviceTimeKind.COPY if "H" in name.removeprefix("Memcpy ")[:4] else DeviceTimeKind.COMPUTE
 
 
 def name_collective(event: TraceEvent) -> str:
@@ -308,12 +297,11 @@ class FeatureLabels:
         for event in events:
             if event.name.startswith(_PREFIX):
                 self._ranges[event.pid, event.tid].append(event)
-        self._starts = {where: [event.start for event in ranges] for where, ranges in self._ranges.items()}
 
     def find_label(self, pid: int | str, tid: int | str, time: int) -> str:
         """Return the innermost label around a time of a thread or stream, "" for none."""
         ranges = self._ranges.get((pid, tid), [])
-        for index in range(bisect_right(self._starts.get((pid, tid), []), time) - 1, -1, -1):
+        for index in range(bisect_right(ranges, time, key=lambda event: event.start) - 1, -1, -1):
             if time < ranges[index].end:  # ranges of a thread nest: the last to start is innermost
                 return ranges[index].name
         return ""
@@ -418,18 +406,16 @@ def _nested(events: Sequence[TraceEvent]) -> list[_Op]:
 
 
 def _computing(op: _Op) -> Iterator[Span]:
-    if op.event.name.startswith(_CPU_COLLECTIVES):
+    name = op.event.name
+    if name.startswith(_CPU_COLLECTIVES):
         return
-    if _is_operator(op.event.name) and not _communicates(op):
+    # An operator has a namespace (`aten::mm`); autograd's nodes and users' functions have none.
+    is_operator = name.startswith(_COMPILED) or ("::" in name and not name.startswith(_FRAMES))
+    if is_operator and not _communicates(op):
         yield op.event.start, op.event.end
         return
     for inner in op.inside:
         yield from _computing(inner)
-
-
-def _is_operator(name: str) -> bool:
-    """Whether a name has an operator's namespace (``aten::mm``); autograd's nodes and users' functions have none."""
-    return name.startswith(_COMPILED) or ("::" in name and not name.startswith(_FRAMES))
 
 
 def _communicates(op: _Op) -> bool:

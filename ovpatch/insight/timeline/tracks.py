@@ -169,12 +169,9 @@ def drop_empty_steps(steps: Iterable[Step], events: Sequence[TraceEvent]) -> tup
 
 
 def read_all_ranks(paths: Iterable[Path], also: re.Pattern[str] | None = None) -> tuple[RankTracks, ...]:
-    """Read the traces of all ranks of one run, and return their tracks by rank.
+    """Return the tracks of all ranks of one run; raise TraceError if a file cannot be used, or two are of one rank.
 
     ``also`` is the user's pattern of further communication kernels.
-
-    Raises:
-        TraceError: A file cannot be used, or two are of one rank.
     """
     run: dict[int, RankTracks] = {}
     paths = list(paths)
@@ -206,34 +203,33 @@ def _align_ranks(run: Sequence[RankTracks]) -> tuple[RankTracks, ...]:
 def build_tracks(trace: Trace, rank: int, also: re.Pattern[str] | None = None) -> RankTracks:
     """Return the tracks of a trace: of its device if there is one, else of its training thread."""
     on_device = list(trace.select_events(*DEVICE))
-    return _build_device_tracks(trace, rank, on_device, also) if on_device else _build_cpu_tracks(trace, rank)
+    steps, how = find_host_steps(trace)
+    remarks, nothing = (how,) if how else (), Intervals()
+    tracks = RankTracks(rank, "cpu", trace.host, trace.path, nothing, nothing, (), steps, trace.first, remarks)
+    return _add_device(tracks, trace, on_device, also) if on_device else _add_cpu(tracks, trace)
 
 
-def _build_device_tracks(
-    trace: Trace, rank: int, events: Sequence[TraceEvent], also: re.Pattern[str] | None
+def _add_device(
+    tracks: RankTracks, trace: Trace, events: Sequence[TraceEvent], also: re.Pattern[str] | None
 ) -> RankTracks:
     device, mine, remarks = _busiest(events)
     launches = Launches(trace)
     kinds = [(classify_event(event, also), event) for event in mine]
     computing = [event for kind, event in kinds if kind is DeviceTimeKind.COMPUTE]
-    steps, how = find_host_steps(trace)
     progress = [(launches.find_launch_time(event), (event.start, event.end)) for event in computing]
-    steps = move_to_device(steps, progress) if steps else make_single_step(mine)
-    return RankTracks(
-        rank,
-        f"gpu {device}",
-        trace.host,
-        trace.path,
-        _spans(computing),
-        _spans(event for kind, event in kinds if kind is DeviceTimeKind.COPY),
-        tuple(
+    steps = move_to_device(tracks.steps, progress) if tracks.steps else make_single_step(mine)
+    return replace(
+        tracks,
+        device=f"gpu {device}",
+        compute=_spans(computing),
+        copies=_spans(event for kind, event in kinds if kind is DeviceTimeKind.COPY),
+        communications=tuple(
             Communication(name_collective(event), launches.find_launch_label(event), event.start, event.end)
             for kind, event in kinds
             if kind is DeviceTimeKind.COMMUNICATION
         ),
-        drop_empty_steps(steps, mine),
-        trace.first,
-        (*remarks, *filter(None, [how])),
+        steps=drop_empty_steps(steps, mine),
+        remarks=(*remarks, *tracks.remarks),
         actions=find_actions(trace, _find_compute_stream(computing)),
     )
 
@@ -257,24 +253,16 @@ def _busiest(events: Sequence[TraceEvent]) -> tuple[int | str, list[TraceEvent],
     return device, by_device[device], [remark] if others else []
 
 
-def _build_cpu_tracks(trace: Trace, rank: int) -> RankTracks:
+def _add_cpu(tracks: RankTracks, trace: Trace) -> RankTracks:
     collectives = [event for event in trace.select_events("user_annotation") if name_cpu_collective(event)]
-    labels = find_cpu_labels(trace, collectives)
-    steps, how = find_host_steps(trace)
-    return RankTracks(
-        rank,
-        "cpu",
-        trace.host,
-        trace.path,
-        find_cpu_compute(trace),
-        Intervals(),
-        tuple(
-            Communication(name_cpu_collective(event), label, event.start, event.end)
-            for event, label in zip(collectives, labels, strict=True)
+    labelled = zip(collectives, find_cpu_labels(trace, collectives), strict=True)
+    return replace(
+        tracks,
+        compute=find_cpu_compute(trace),
+        communications=tuple(
+            Communication(name_cpu_collective(event), label, event.start, event.end) for event, label in labelled
         ),
-        drop_empty_steps(steps or make_single_step(trace.events), trace.events),
-        trace.first,
-        (how,) if how else (),
+        steps=drop_empty_steps(tracks.steps or make_single_step(trace.events), trace.events),
         actions=find_actions(trace, find_training_thread(trace)),
     )
 

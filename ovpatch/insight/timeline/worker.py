@@ -14,11 +14,10 @@ from torch._C._profiler import RecordScope
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ovpatch.insight import steps
-from ovpatch.insight.steps import run_at_exit
 from ovpatch.logs import logger
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.patching import PatchManager
-from ovpatch.session.workers import Orders, write_json
+from ovpatch.session.workers import Orders, run_at_exit, write_json
 
 #: Name of the mark at the end of step n, without its number; it is inside the optimizer's own range.
 BORDER: Final = profiler_label("timeline", "border")
@@ -210,7 +209,9 @@ class _Session:
             self._save()
         self._left[number] = time.perf_counter_ns()
         if number == self._end:
-            self._finish()
+            self._write()
+            if self._stop:
+                steps.exit_with_peers(self._directory)
 
     def finish_at_exit(self) -> None:
         """Save the recording of a script that ends early, without raising."""
@@ -223,11 +224,6 @@ class _Session:
         except Exception as error:  # noqa: BLE001  # an error at exit would change the script's exit status
             logger.debug("the trace was not written: %r", error)
 
-    def _finish(self) -> None:
-        self._write()
-        if self._stop:
-            steps.exit_with_peers(self._directory)
-
     def _save(self) -> None:
         whole = [number for number in self._arrived if self._first <= number <= self._last]
         if whole and self._recorder.save_trace(self._directory / f"trace-rank{self._rank}.json.gz"):
@@ -237,22 +233,18 @@ class _Session:
         if self._finished:
             return
         self._finished = True
-        write_json(self._directory / f"recording-rank{self._rank}.json", self._facts())
-
-    def _facts(self) -> dict[str, Any]:
-        return {
+        durations = {
+            number: self._arrived[number] - self._left[number - 1]
+            for number in self._arrived
+            if number - 1 in self._left and number > COLD
+        }
+        facts = {
             "rank": self._rank,
             "world": self._world,
             "device": "gpu" if torch.cuda.is_initialized() else "cpu",
             "recorded": self._recorded,
             "yielded": self._recorder.yielded,
             "last": max(self._arrived, default=0),
-            "durations": self._durations(),
+            "durations": durations,
         }
-
-    def _durations(self) -> dict[int, int]:
-        return {
-            number: self._arrived[number] - self._left[number - 1]
-            for number in self._arrived
-            if number - 1 in self._left and number > COLD
-        }
+        write_json(self._directory / f"recording-rank{self._rank}.json", facts)

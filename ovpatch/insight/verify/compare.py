@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.insight import equality
-from ovpatch.insight.equality import Row, Verdict, measure_difference
+from ovpatch.insight.equality import Row, Verdict, judge_difference, make_different, measure_difference
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.recording import UNREAD, KeptValue, RecordedEvent, RecordedRun
 
@@ -100,7 +100,7 @@ def _apart(one: Any, other: Any) -> Size:
     """Return the distance of numbers from others, or of a tensor from zero."""
     if not isinstance(one, Tensor):
         found = measure_difference(one, other)
-        return Size() if found is None else Size(found.max_abs, found.max_abs)
+        return Size(found.max_abs, found.max_abs)
     if not one.numel():
         return Size()
     distances = _real(one) if other is None else _real(one) - _real(other)
@@ -150,18 +150,15 @@ def judge_value(
         allowed = allowed._replace(largest=allowed.largest + _unit(stock.values))
     row = _judged(name, stock, patched, allowed)
     if row.verdict is Verdict.DIFFERENT and rounded:
-        nearer = _without_single_units(stock.values, patched.values)
-        if (
-            nearer is not None
-            and _judged(name, stock, patched._replace(values=nearer), allowed).verdict is not row.verdict
-        ):
+        nearer = patched._replace(values=_without_single_units(stock.values, patched.values))
+        if nearer.values is not None and _judged(name, stock, nearer, allowed).verdict is not row.verdict:
             note = f"{row.note}; few of its elements, by a unit in the last place"
             return replace(row, verdict=Verdict.WITHIN_NOISE, allowed=row.max_abs_diff, note=note)
     return row
 
 
 def _judged(name: str, stock: KeptValue, patched: KeptValue, allowed: Size) -> Row:
-    (row,) = equality.compare({name: stock.values}, {name: patched.values}, floor=allowed.largest).rows
+    row = judge_difference(name, measure_difference(stock.values, patched.values), floor=allowed.largest)
     if row.verdict is not Verdict.WITHIN_NOISE:
         return row
     mean = measure_distance(stock, patched).mean
@@ -297,7 +294,7 @@ def compare_runs(
             _compare_process(process, stock.events(process), patched.events(process), others, noise, cut, compared)
         elif not cut:
             other = "the patched run" if process in stock.processes else "stock"
-            row = Row(ORDER, Verdict.DIFFERENT, note=f"nothing happened here in {other}")
+            row = make_different(ORDER, f"nothing happened here in {other}")
             compared.findings.append(Finding(row, process, 1, 0, "the whole run"))
     return compared
 
@@ -336,17 +333,13 @@ def _compare_process(
 def _allow_if_unchanged(
     row: Row, stock: Mapping[str, KeptValue], patched: Mapping[str, KeptValue], known: Mapping[tuple[str, str], str]
 ) -> Row:
-    """Return the row of a saved value as noise if both runs saved the bits that a step left: those were judged there.
-
-    ``known`` has the names of the last steps' values by their digests in both runs.
-    """
+    """Return a saved value as noise if it has the bits that the last steps left, by digests in both: judged there."""
     expected, actual = stock.get(row.name), patched.get(row.name)
     if expected is None or actual is None or expected.form != actual.form:
         return row
     name = known.get((expected.digest, actual.digest))
-    if name is None:
-        return row
-    return replace(row, verdict=Verdict.WITHIN_NOISE, note=f"it is '{name}' of the step before")
+    note = f"it is '{name}' of the step before"
+    return row if name is None else replace(row, verdict=Verdict.WITHIN_NOISE, note=note)
 
 
 def _out_of_step(
@@ -357,12 +350,11 @@ def _out_of_step(
     beside: Mapping[str, RecordedEvent | None],
 ) -> Finding:
     step = stock.step if stock is not None else patched.step if patched is not None else 1
-    note = f"stock: {stock or 'the end'}; patched: {patched or 'the end'}"
+    row = make_different(ORDER, f"stock: {stock or 'the end'}; patched: {patched or 'the end'}")
     wanted = stock.signature if stock is not None else None
     if any((event.signature if event is not None else None) != wanted for event in beside.values()):
-        row = Row(ORDER, Verdict.WITHIN_NOISE, note=f"{note}; stock does not repeat itself here either")
-    else:
-        row = Row(ORDER, Verdict.DIFFERENT, note=note)
+        note = f"{row.note}; stock does not repeat itself here either"
+        row = replace(row, verdict=Verdict.WITHIN_NOISE, note=note)
     return Finding(row, process, step, order, str(stock or patched))
 
 
@@ -375,20 +367,29 @@ def compare_values(
     """Return a row for each value of an event that is not bitwise equal; ``noise_of`` takes the value's name."""
     unequal = [name for name, value in stock.items() if name not in patched or patched[name][:2] != value[:2]]
     scales = _scales(stock) if unequal else {}
-    moving = bool(unequal) and any(_moved(stock, values) for values in noise_runs.values())
+    moving = bool(unequal) and any(
+        name in values and values[name][:2] != value[:2]
+        for values in noise_runs.values()
+        for name, value in stock.items()
+    )
     rows = []
     for name in unequal:
+        value, other = stock[name], patched.get(name)
         others = [values.get(name) for values in noise_runs.values()]
-        floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
-        rows.append(_row(name, stock[name], patched.get(name), others, floor, noise_of, moving))
+        if other is None:
+            missing = _unrepeated if None in others else make_different
+            rows.append(missing(name, "missing in the patched run"))
+        elif value.form != other.form or value.form in _EXACT or value.not_finite != other.not_finite:
+            rows.append(_exact(name, value, other, others))
+        else:
+            comparable = [one for one in others if one is not None and one.form == value.form]
+            floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
+            row = judge_value(name, value, other, comparable, floor=floor, noise=noise_of(name), moving=moving)
+            rows.append(_of_sums(row) if value.folded else row)
     changing = any(values.keys() - stock.keys() for values in noise_runs.values())  # as do names that contain the time
-    extra = _unrepeated if changing else _different
+    extra = _unrepeated if changing else make_different
     rows += [extra(name, "stock has no such value") for name in patched if name not in stock]
     return [row for row in rows if row.verdict is not Verdict.BITWISE]
-
-
-def _moved(stock: Mapping[str, KeptValue], other: Mapping[str, KeptValue]) -> bool:
-    return any(name in other and other[name][:2] != value[:2] for name, value in stock.items())
 
 
 def _scales(values: Mapping[str, KeptValue]) -> dict[str, float]:
@@ -401,35 +402,13 @@ def _scales(values: Mapping[str, KeptValue]) -> dict[str, float]:
 
 
 def _family(name: str) -> str:
-    """Return the family whose largest number scales a value's floor.
-
-    All gradients, all states of one kind, and all saved values under one outermost key are a family each.
-    """
+    """Return the family of a value: gradients, states of one kind, what is saved under one outermost key, and so on."""
     kind, _, rest = name.partition(" ")
     if kind == "state":
         return f"state {rest.rpartition('.')[2]}"
     if kind == "saved":
         return f"saved {rest.partition('.')[0]}"
     return kind if kind in ("gradient", "parameter", "buffer", "frozen") else name
-
-
-def _row(
-    name: str,
-    stock: KeptValue,
-    patched: KeptValue | None,
-    noise_runs: Sequence[KeptValue | None],
-    floor: float,
-    noise_of: Callable[[str], Size],
-    moving: bool,
-) -> Row:
-    if patched is None:
-        missing = _unrepeated if None in noise_runs else _different
-        return missing(name, "missing in the patched run")
-    if stock.form != patched.form or stock.form in _EXACT or stock.not_finite != patched.not_finite:
-        return _exact(name, stock, patched, noise_runs)
-    comparable = [value for value in noise_runs if value is not None and value.form == stock.form]
-    row = judge_value(name, stock, patched, comparable, floor=floor, noise=noise_of(name), moving=moving)
-    return _of_sums(row) if stock.folded else row
 
 
 def _of_sums(row: Row) -> Row:
@@ -443,17 +422,13 @@ def _of_sums(row: Row) -> Row:
 
 def _exact(name: str, stock: KeptValue, patched: KeptValue, noise_runs: Sequence[KeptValue | None]) -> Row:
     if stock.form != patched.form:
-        return _different(name, f"{stock.form} became {patched.form}")
+        return make_different(name, f"{stock.form} became {patched.form}")
     if stock.not_finite != patched.not_finite:  # no noise run allows that, as in the equality rule
-        return _different(name, f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}")
+        return make_different(name, f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}")
     if any(value is not None and value.digest != stock.digest for value in noise_runs):
         return Row(name, Verdict.WITHIN_NOISE, note="stock does not repeat it either")
-    return _different(name, f"{stock.digest} became {patched.digest}")
+    return make_different(name, f"{stock.digest} became {patched.digest}")
 
 
 def _unrepeated(name: str, note: str) -> Row:
     return Row(name, Verdict.WITHIN_NOISE, note=f"{note}; stock does not repeat it either")
-
-
-def _different(name: str, note: str) -> Row:
-    return Row(name, Verdict.DIFFERENT, note=note)

@@ -8,8 +8,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Final
 
@@ -35,19 +34,19 @@ def seed_generators() -> None:
     """Seed Python's, torch's and CUDA's generators now, and numpy's after its import; ranks differ."""
     number = SEED + int(os.environ.get("RANK", "0") or 0)
     random.seed(number)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: random.seed(number))  # Python reseeds it there
+    os.register_at_fork(after_in_child=lambda: random.seed(number))  # Python reseeds it there
     torch.manual_seed(number)  # and CUDA's, when it is initialised
     wrapt.register_post_import_hook(lambda module: module.seed(number), "numpy.random")
 
 
 def digest_generators() -> dict[str, KeptValue]:
     """Return a digest of the state of each generator of this process."""
+    numpy = _numpy()
+    of_torch = torch.get_rng_state()
     states: dict[str, bytes] = {
         "random.python": repr(random.getstate()).encode(),
-        "random.torch": torch.get_rng_state().numpy().tobytes() if _numpy() else bytes(torch.get_rng_state().tolist()),
+        "random.torch": of_torch.numpy().tobytes() if numpy else bytes(of_torch.tolist()),
     }
-    numpy = _numpy()
     if numpy is not None:
         state = numpy.get_state(legacy=False)["state"]
         states["random.numpy"] = state["key"].tobytes() + str(state["pos"]).encode()
@@ -100,8 +99,19 @@ def _wrap_init(original: Callable[..., None], turn: int) -> Callable[..., None]:
         several = bound.arguments.pop("bucket_cap_mb_list", None)  # torch 2.13; it takes precedence over bucket_cap_mb
         given = max(several) if several else bound.arguments.get("bucket_cap_mb")
         bound.arguments["bucket_cap_mb"] = cap = compute_cap_mb(module, given, turn)
-        with _buckets_from_the_start(int(cap * _MIB)):
+        # The constructor asks for one first bucket of any size. Without a PatchManager: the patch lasts for one
+        # constructor, and depends on its cap.
+        assign = dist._compute_bucket_assignment_by_size
+
+        # The names are those of torch's stub; the constructor passes positions.
+        def assign_small(tensors: Any, bucket_size_limits: Any, *args: Any, **kwargs: Any) -> Any:
+            return assign(tensors, [min(limit, int(cap * _MIB)) for limit in bucket_size_limits], *args, **kwargs)
+
+        dist._compute_bucket_assignment_by_size = assign_small
+        try:
             original(*bound.args, **bound.kwargs)
+        finally:
+            dist._compute_bucket_assignment_by_size = assign
         # Dynamo splits the graph at the wrapper's buckets and refuses buckets below 1 MiB: it sees the script's.
         ddp.bucket_bytes_cap = int((_DEFAULT if given is None else given) * _MIB)
 
@@ -111,32 +121,13 @@ def _wrap_init(original: Callable[..., None], turn: int) -> Callable[..., None]:
 def _wrap_norm(original: Callable[..., Tensor], pieces: int) -> Callable[..., Tensor]:
     @wraps(original)
     def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        return original([piece for tensor in given for piece in _split_tensor(tensor, pieces)], *args, **kwargs)
+        split: list[Tensor] = []
+        for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+            plain = type(tensor) is Tensor and tensor.layout is torch.strided
+            split += tensor.flatten().chunk(pieces) if plain and tensor.numel() >= pieces else [tensor]
+        return original(split, *args, **kwargs)
 
     return get_total_norm
-
-
-def _split_tensor(tensor: Tensor, pieces: int) -> Sequence[Tensor]:
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    return tensor.flatten().chunk(pieces) if plain and tensor.numel() >= pieces else [tensor]
-
-
-@contextmanager
-def _buckets_from_the_start(cap: int) -> Iterator[None]:
-    """Limit the buckets of the first backward to ``cap`` bytes; the constructor asks for one of any size."""
-    # Without a PatchManager: the patch lasts for one constructor, and depends on its cap.
-    assign = dist._compute_bucket_assignment_by_size
-
-    # The names are those of torch's stub; the constructor passes positions.
-    def assign_small(tensors: Any, bucket_size_limits: Any, *args: Any, **kwargs: Any) -> Any:
-        return assign(tensors, [min(limit, cap) for limit in bucket_size_limits], *args, **kwargs)
-
-    dist._compute_bucket_assignment_by_size = assign_small
-    try:
-        yield
-    finally:
-        dist._compute_bucket_assignment_by_size = assign
 
 
 _library: torch.library.Library | None = None  # keeps the kernels alive

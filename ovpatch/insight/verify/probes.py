@@ -20,19 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ovpatch.insight import steps
-from ovpatch.insight.steps import StepCounter, StepHooks, find_root_modules
-from ovpatch.insight.verify import noise_runs
-from ovpatch.insight.verify.recording import (
-    BACKWARD,
-    CHECKPOINT,
-    SCALE,
-    STEP,
-    UNREAD,
-    EventRecorder,
-    KeptValue,
-    keep_text,
-    keep_value,
-)
+from ovpatch.insight.steps import StepCounter, StepHooks, find_root_modules, list_children
+from ovpatch.insight.verify import noise_runs, recording
+from ovpatch.insight.verify.recording import EventRecorder, KeptValue, keep_text, keep_value
 from ovpatch.logs import logger
 from ovpatch.overlap.tensors.lazy_tensor import peek
 from ovpatch.patching import PatchManager
@@ -53,10 +43,7 @@ class ParameterNames:
         self._roots: dict[int, list[ref[nn.Module]]] = {}
 
     def name_parameters(self, optimizer: Optimizer, index: int) -> list[tuple[str, Tensor]]:
-        """Return the parameters of an optimizer with their names, in its own order.
-
-        The optimizer's number names parameters without an owner, and those whose name is taken.
-        """
+        """Return the parameters of an optimizer with names; its number is in those without an owner, or if taken."""
         places = list(_places(optimizer))
         if any(self._known(parameter) is None for _, parameter in places):
             self._learn(places, index)
@@ -132,21 +119,22 @@ def _owners(positions: Mapping[int, int]) -> list[nn.Module]:
     return [root for *_, root in sorted(found, key=lambda one: one[:2])]
 
 
+Values = dict[str, KeptValue]
 Save = Callable[..., Any]
-Saved = Callable[[str, dict[str, KeptValue]], None]
-Read = Callable[[str], dict[str, KeptValue]]
+Saved = Callable[[str, Values], None]
+Read = Callable[[str], Values]
 
 #: Key of the source of a checkpoint's values.
 SOURCE: Final = "(what was looked at)"
 
 
-def list_contents(saved: Any) -> dict[str, KeptValue]:
+def list_contents(saved: Any) -> Values:
     """Return the record of each key of a nested object or a module's state_dict: tensors by value, others by type."""
     return {name or "(itself)": kept for name, kept in _walk(saved, "", ())}
 
 
 def _walk(value: Any, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, KeptValue]]:
-    children = _children(value.state_dict() if isinstance(value, nn.Module) else value)
+    children = list_children(value.state_dict() if isinstance(value, nn.Module) else value)
     if children is None or id(value) in above:
         yield name, _keep(value)
         return
@@ -156,25 +144,19 @@ def _walk(value: Any, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, 
         yield from _walk(child, f"{name}.{key}" if name else str(key), (*above, id(value)))
 
 
-def _children(value: Any) -> list[tuple[Any, Any]] | None:
-    if isinstance(value, Mapping):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, (list, tuple)) else None
-
-
 def _keep(value: Any) -> KeptValue:
     if not isinstance(value, Tensor):
         return keep_text(type(value).__name__)
     kept = keep_value(value)
-    return keep_text(f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}") if kept.form == UNREAD else kept
+    return keep_text(recording.describe_form(value)) if kept.form == recording.UNREAD else kept
 
 
-def _of_torch(path: str) -> dict[str, KeptValue]:
+def _of_torch(path: str) -> Values:
     mapped = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
     return list_contents(torch.load(path, map_location="cpu", mmap=mapped, weights_only=True))
 
 
-def _of_safetensors(path: str) -> dict[str, KeptValue]:
+def _of_safetensors(path: str) -> Values:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -190,10 +172,7 @@ _SAVING: Final[dict[str, tuple[str, Read | None]]] = {
 
 
 def patch_saving(patches: PatchManager, saved: Saved) -> None:
-    """Declare the patches that call ``saved`` with a checkpoint's file name and contents, after it was saved.
-
-    Libraries are patched when they are imported.
-    """
+    """Declare the patches that call ``saved`` with a checkpoint's file name and contents, after it was saved."""
     for target, (first, read) in _SAVING.items():
         wrap = partial(_wrap, first=first, read=read, saved=saved)
         patches.register_patch(target, wrap=wrap, optional=True, why="checkpoints are compared")
@@ -211,7 +190,7 @@ def _wrap(original: Save, first: str, read: Read | None, saved: Saved) -> Save:
     return save
 
 
-def _stored(handed: Any, file: Any, read: Read | None) -> dict[str, KeptValue]:
+def _stored(handed: Any, file: Any, read: Read | None) -> Values:
     """Return the contents of a saved file, or of the saved object if the file cannot be read back.
 
     A patch inside the saving function can make the file differ from the object, so the file counts. It is read without
@@ -245,9 +224,6 @@ def _shown(file: Any) -> str:
     """Return the name of the file without its folder, which may differ between runs."""
     path = getattr(file, "name", file)
     return Path(os.fspath(path)).name if isinstance(path, (str, os.PathLike)) else f"a {type(file).__name__}"
-
-
-Values = dict[str, KeptValue]
 
 
 class ScriptRecorder:
@@ -290,7 +266,7 @@ class ScriptRecorder:
         losses = [root for root in roots if isinstance(root, Tensor)]
         names = ["loss"] if len(losses) == 1 else [f"loss {number}" for number in range(len(losses))]
         values = {name: keep_value(loss) for name, loss in zip(names, losses, strict=True)}
-        self._recorder.record_event(BACKWARD, values, step=self._steps.count + 1)
+        self._recorder.record_event(recording.BACKWARD, values, step=self._steps.count + 1)
 
     # ---------------------------------------------------------------- step
 
@@ -314,7 +290,7 @@ class ScriptRecorder:
         values |= noise_runs.digest_generators()
         step = max(self._steps.count, taken + 1)  # of the turn that the most frequent optimizer started
         label = type(optimizer).__name__
-        self._recorder.record_event(STEP, values, step=step, index=index, label=label)
+        self._recorder.record_event(recording.STEP, values, step=step, index=index, label=label)
 
     def _index(self, optimizer: Optimizer) -> int:
         return self._order.setdefault(optimizer, len(self._order))
@@ -345,13 +321,13 @@ class ScriptRecorder:
             original(scaler, *args, **kwargs)
             if scaler.is_enabled():
                 values = {"loss scale": keep_value(scaler.get_scale())}
-                self._recorder.record_event(SCALE, values, step=max(1, self._steps.count))
+                self._recorder.record_event(recording.SCALE, values, step=max(1, self._steps.count))
 
         return update
 
-    def _saved(self, file: str, contents: dict[str, KeptValue]) -> None:
+    def _saved(self, file: str, contents: Values) -> None:
         values = {f"saved {name}": kept for name, kept in contents.items()}
-        self._recorder.record_event(CHECKPOINT, values, step=max(1, self._steps.count), label=file)
+        self._recorder.record_event(recording.CHECKPOINT, values, step=max(1, self._steps.count), label=file)
         self._recorder.flush_events()  # some scripts leave by os._exit after their last checkpoint
 
 
@@ -360,19 +336,17 @@ def _norm(gradients: list[Tensor]) -> float | None:
     parts = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
     dense = [part.to_dense() if part.layout is not torch.strided else part for part in parts]
     try:
-        norms = [float(torch.linalg.vector_norm(part.detach(), dtype=_wide(part)).item()) for part in dense]
+        wide = [torch.complex128 if part.is_complex() else torch.float64 for part in dense]
+        each = zip(dense, wide, strict=True)
+        norms = [float(torch.linalg.vector_norm(part.detach(), dtype=dtype)) for part, dtype in each]
     except (RuntimeError, NotImplementedError):  # a dtype or tensor class without norms
         return None
     return math.sqrt(sum(norm * norm for norm in norms))
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
-
-
 def _collect(name: str, value: Any, into: Values) -> None:
     """Record nested state, by name."""
-    children = _children(value)
+    children = list_children(value)
     if children is None:
         into[name] = keep_value(value)
     for key, child in children or ():

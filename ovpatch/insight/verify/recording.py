@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ovpatch.insight import steps
-from ovpatch.insight.steps import run_at_exit
 from ovpatch.overlap.tensors import lazy_tensor
+from ovpatch.session.workers import run_at_exit
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RecordedRun:
     def events(self, process: str) -> Iterator[RecordedEvent]:
         """Yield the events of a process, file by file."""
         for path in self.processes.get(process, ()):
-            yield from map(RecordedEvent.from_data, load_events(path))
+            yield from map(RecordedEvent.from_data, torch.load(path, weights_only=True))
 
 
 def read_recorded(folder: Path, *, cut: bool = False) -> RecordedRun:
@@ -113,7 +113,9 @@ class EventRecorder:
         if not self._events or not self._directory.is_dir() or self._pid != os.getpid():
             return
         name = f"events-{_identity()}-{self._born}-{self._pid}-{self._know_rank()}-{self._files:06d}.pt"
-        self._write(self._directory / name)
+        save = inspect.unwrap(torch.save)  # unpatched: this is not a checkpoint of the script
+        save(self._events, self._directory / f".{name}")
+        os.replace(self._directory / f".{name}", self._directory / name)
         self._files += 1
         self._events.clear()
 
@@ -123,17 +125,10 @@ class EventRecorder:
             self._rank = steps.get_rank()
         return self._rank
 
-    def _write(self, path: Path) -> None:
-        temporary = path.with_name(f".{path.name}")
-        save = inspect.unwrap(torch.save)  # unpatched: this is not a checkpoint of the script
-        save(self._events, temporary)
-        os.replace(temporary, path)
-
     def flush_at_exit(self) -> None:
         """Write the rest when the process ends, and give forked children their own record."""
         run_at_exit(self.flush_events)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._reset)
+        os.register_at_fork(after_in_child=self._reset)
 
 
 def _identity() -> str:
@@ -142,12 +137,6 @@ def _identity() -> str:
 
     numbers: tuple[int, ...] = getattr(process.current_process(), "_identity", ())
     return ".".join(map(str, (0, *numbers)))
-
-
-def load_events(path: Path) -> Iterable[dict[str, Any]]:
-    """Return the events of a file."""
-    events: Iterable[dict[str, Any]] = torch.load(path, weights_only=True)
-    return events
 
 
 #: Elements per pass; the weights of a chunk take 16 MiB.
@@ -298,9 +287,13 @@ def _keep_tensor(tensor: Tensor) -> KeptValue:
         return _keep_unread(tensor)
 
 
+def describe_form(tensor: Tensor) -> str:
+    """Return dtype and shape, for example ``float32 [3, 4]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
 def _keep_strided(tensor: Tensor) -> KeptValue:
-    form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    bits = compute_digest(tensor)
+    form, bits = describe_form(tensor), compute_digest(tensor)
     if tensor.numel() <= WHOLE:
         return KeptValue(form, bits, tensor.detach().to("cpu", copy=True).contiguous())
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

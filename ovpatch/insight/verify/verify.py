@@ -36,12 +36,9 @@ class Conclusion(str, Enum):
     @property
     def code(self) -> ExitCode:
         """The exit code."""
-        known = {
-            Conclusion.BITWISE: ExitCode.OK,
-            Conclusion.NOISE: ExitCode.OK,
-            Conclusion.DIFFERENT: ExitCode.PROBLEM,
-            Conclusion.INTERRUPTED: ExitCode.INTERRUPTED,
-        }
+        if self in (Conclusion.BITWISE, Conclusion.NOISE):
+            return ExitCode.OK
+        known = {Conclusion.DIFFERENT: ExitCode.PROBLEM, Conclusion.INTERRUPTED: ExitCode.INTERRUPTED}
         return known.get(self, ExitCode.UNDECIDED)
 
 
@@ -214,7 +211,9 @@ class _Verifier:
             self._draw_more(stock, patched, wrong)
         was_on = outcome.applied or outcome.exercised
         if was_on and self.failed and self.compared.findings and not wrong:
-            return Conclusion.UNDECIDED, self._describe_what_is_open()
+            amount, failed = _describe_amount(self.compared), " and ".join(self.failed)
+            why = f"{amount}, and how much of that is noise is not known, because {failed}, and stock did not"
+            return Conclusion.UNDECIDED, why
         if was_on and (self.compared.different or wrong):
             self._find_the_feature(stock)
             if wrong and any(one.row.name == ORDER for one in self.compared.different):
@@ -228,7 +227,9 @@ class _Verifier:
                 return Conclusion.NO_STEP, (
                     "every loss and every parameter is NaN or infinite, under stock PyTorch too, and NaNs are all alike"
                 )
-            self._mention_losses()
+            share = f"{self.compared.finite_parameters} of {self.compared.parameters}"
+            told = "Every loss is NaN or infinite, under stock PyTorch too. The answer is that of the parameters"
+            self.notes.append(f"{told}, of which {share} are finite.")
         self._mention_what_was_not_compared()
         if not outcome.exercised:
             return Conclusion.NOT_EXERCISED, _why_not_exercised(outcome)
@@ -282,7 +283,7 @@ class _Verifier:
     def _stock(self) -> RecordedRun:
         run = self._run(self.request.make_variant("stock"))
         outcome = self.outcomes["stock"]
-        if self.request.deterministic and self.request.strict and outcome.code and outcome.log_contains(_NO_FORM):
+        if self.request.deterministic and self.request.strict and outcome.code and _NO_FORM in outcome.read_log():
             self.request = replace(self.request, strict=False, out=self.request.out / "warned")
             self.request.out.mkdir()
             self.notes.append("Not all is deterministic: the script uses operations of which torch has no such form.")
@@ -359,10 +360,8 @@ class _Verifier:
     def _unless_stock_does_so_too(self, wrong: str) -> str:
         """Return nothing if stock fails now here, now there: another end of the patched run means nothing."""
         stock, patched = self.outcomes["stock"], self.outcomes["patched"]
-        others = [self.outcomes[name] for name in self.noise_runs]
-        if not (wrong and stock.code and patched.code) or all(
-            _describe_end(one) == _describe_end(stock) for one in others
-        ):
+        ends = {_describe_end(self.outcomes[name]) for name in self.noise_runs}
+        if not (wrong and stock.code and patched.code) or ends <= {_describe_end(stock)}:
             return wrong
         self.notes.append(f"That {wrong} says nothing: other stock runs end elsewhere, too.")
         return ""
@@ -382,13 +381,6 @@ class _Verifier:
             self.notes.append("No single feature is to blame: leaving out any one of them, the difference stays.")
 
     # ---------------------------------------------------------------- words
-
-    def _mention_losses(self) -> None:
-        finite, every = self.compared.finite_parameters, self.compared.parameters
-        self.notes.append(
-            f"Every loss is NaN or infinite, under stock PyTorch too. The answer is that of the parameters, of which "
-            f"{finite} of {every} are finite."
-        )
 
     def _mention_what_was_not_compared(self) -> None:
         for one in [finding for finding in self.compared.findings if finding.row.name == ORDER]:
@@ -410,12 +402,6 @@ class _Verifier:
         partly = [f"; {name} left some work to stock" for name in patched.left_to_stock]
         return f"{steps}, {ranks}, {compared.values} values{''.join(idle + partly)}"
 
-    def _describe_what_is_open(self) -> str:
-        return (
-            f"{_describe_amount(self.compared)}, and how much of that is noise is not known, because "
-            f"{' and '.join(self.failed)}, and stock did not"
-        )
-
     def _describe_difference(self, wrong: str) -> str:
         first = self.compared.first
         feature = f", because of {' or '.join(self.blamed)}" if self.blamed else ""
@@ -436,11 +422,8 @@ class _Verifier:
 def verify(request: Request, progress: Callable[[str, int], None] = lambda variant, step: None) -> Verification:
     """Run a command stock and patched, and conclude whether it computes the same.
 
-    ``progress`` is called with a variant's name and the last step that all its processes have taken.
-
-    Raises:
-        ovpatch.SettingsError: The command cannot be observed.
-        ovpatch.insight.launch.NotStartedError: The command could not be started.
+    ``progress`` is called with a variant's name and the last step that all its processes have taken. Raises
+    SettingsError if the command cannot be observed, and NotStartedError if it cannot be started.
     """
     variants.check_autoload()
     progress("stock", 0)
@@ -466,7 +449,7 @@ def _describe_failure(stock: Outcome, patched: Outcome) -> str:
 
 
 def _describe_end(outcome: Outcome) -> str:
-    found = variants.find_exception_name(outcome.log.read_text(encoding="utf-8", errors="replace"))
+    found = variants.find_exception_name(outcome.read_log())
     by = f" by {found}" if found else ""
     return f"after step {variants.read_furthest_step(outcome.folder)} with exit code {outcome.code}{by}"
 
@@ -493,8 +476,10 @@ def print_result(result: Verification, console: Console) -> None:
         console.print(Text(line), soft_wrap=True)
     if result.compared.findings:
         console.print(_table(result.compared, result.measured))
-    for outcome in _telling(result):
-        _show_end(outcome, console)
+    for name, outcome in result.outcomes.items():
+        telling = result.verdict is Conclusion.UNDECIDED or name in ("stock", "patched")
+        if telling and (outcome.code or outcome.timed_out or outcome.failures):
+            _show_end(outcome, console)
 
 
 def _lines(result: Verification) -> Iterator[str]:
@@ -518,8 +503,8 @@ def _lines(result: Verification) -> Iterator[str]:
 
 
 def _scope(compared: RunComparison) -> str:
-    counts = {"backward": "losses", "step": "optimizer steps", "scale": "loss scales", "checkpoint": "checkpoints"}
-    events = ", ".join(f"{compared.events.get(kind, 0)} {name}" for kind, name in counts.items() if kind != "scale")
+    counts = {"backward": "losses", "step": "optimizer steps", "checkpoint": "checkpoints"}
+    events = ", ".join(f"{compared.events.get(kind, 0)} {name}" for kind, name in counts.items())
     return f"{compared.values} values on {', '.join(compared.processes)}, to step {compared.steps}: {events}"
 
 
@@ -549,26 +534,12 @@ def _table(compared: RunComparison, measured: bool) -> Table:
         title += f": {'the first, then ' if first else ''}the worst of {len(compared.findings)}"
     table = Table("step", "process", "value", "|diff|", "allowed", "what", title=title, title_justify="left")
     for finding in shown:
-        table.add_row(*map(Text, _cells(finding, measured)), style=None if finding.different else "dim")
+        row = finding.row
+        far = "" if row.max_abs_diff is None else f"{row.max_abs_diff:.3g}"
+        allowed = "" if row.allowed is None or not measured else f"{row.allowed:.3g}"
+        cells = (str(finding.step), finding.process, row.name, far, allowed, row.note)
+        table.add_row(*map(Text, cells), style=None if finding.different else "dim")
     return table
-
-
-def _cells(finding: Finding, measured: bool) -> tuple[str, ...]:
-    row = finding.row
-    return (
-        str(finding.step),
-        finding.process,
-        row.name,
-        "" if row.max_abs_diff is None else f"{row.max_abs_diff:.3g}",
-        "" if row.allowed is None or not measured else f"{row.allowed:.3g}",
-        row.note,
-    )
-
-
-def _telling(result: Verification) -> list[Outcome]:
-    unhappy = [outcome for outcome in result.outcomes.values() if outcome.code or outcome.timed_out or outcome.failures]
-    telling = None if result.verdict is Conclusion.UNDECIDED else ("stock", "patched")
-    return [outcome for outcome in unhappy if telling is None or outcome.variant.name in telling]
 
 
 def _show_end(outcome: Outcome, console: Console) -> None:

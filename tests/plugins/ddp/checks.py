@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Cases, all_both
+from tests.support.equality import compare
 
 MANY = 6
 

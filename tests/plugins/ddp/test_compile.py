@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import both
 from tests.plugins.ddp.test_gpu import loop_compiled
+from tests.support.equality import compare
 
 
 def counted(outside: bool) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, data, device, is_patched, record_steps, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check_cases
 from tests.plugins.ddp.refusal import raising
+from tests.support.equality import compare
 from tests.support.errors import error_of
 
 Bomb = raising(RuntimeError, "CUDA out of memory. (not really)")

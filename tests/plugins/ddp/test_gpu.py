@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.comm.step_flags import PERIOD, StepFlags
 from tests.plugins.ddp import test_failures, test_gradients_kept, test_loops
 from tests.plugins.ddp.arms import Record, both, data, device, record_steps, seen
+from tests.support.equality import compare
 
 pytestmark = pytest.mark.gpu(2)
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, both, data, device, seen
+from tests.support.equality import compare
 from tests.support.worker import fresh_store
 
 pytestmark = pytest.mark.gpu(2)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.data_parallel import bucket
 from tests.plugins.ddp.arms import Record, both, data, device, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check, check_cases
+from tests.support.equality import compare
 
 WORLDS = [2, 3]
 

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.comm.consensus import RankMismatchError
 from tests.plugins.ddp.arms import Record, data, seen, table
 from tests.plugins.ddp.checks import average_by_hand, check_cases
+from tests.support.equality import compare
 
 WORLDS = [2, 3]
 TINY = 0.0001

@@ -12,8 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, both, data
+from tests.support.equality import compare
 
 
 def hooked(where: str) -> list[Record]:

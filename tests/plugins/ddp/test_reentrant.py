@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, data, is_patched, record_steps, table
 from tests.plugins.ddp.checks import check_cases
 from tests.plugins.ddp.test_failures import Bomb
+from tests.support.equality import compare
 
 WORLDS = [2, 3]
 TINY = 0.0001

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import (
     Record,
     both,
@@ -30,6 +29,7 @@ from tests.plugins.ddp.arms import (
 )
 from tests.plugins.ddp.checks import check, check_cases
 from tests.plugins.ddp.test_failures import Bomb, Mined, train
+from tests.support.equality import compare
 
 TINY = 0.0001  # MiB: every gradient of the models here gets a bucket of its own
 

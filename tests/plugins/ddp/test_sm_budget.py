@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, data
+from tests.support.equality import compare
 
 
 def train(patched: bool) -> tuple[list[Record], list[str]]:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, both, data, table
 from tests.plugins.ddp.checks import average_by_hand, check, check_cases
+from tests.support.equality import compare
 
 WORLDS = [2, 3]
 TINY = 0.0001

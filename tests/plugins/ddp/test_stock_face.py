@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel import distributed
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import all_both, both, data, seen, stock_and_patched, table
 from tests.plugins.ddp.checks import check_cases
+from tests.support.equality import compare
 
 # What torch/nn/parallel/distributed.py asks of the reducer and the logger: what asked_of() found in the sources of the
 # wheels 2.11.0, 2.12.1, 2.13.0 and 2.14.1, which do not differ, and what 2.15.0 asks for besides.

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from tests.plugins.ddp.arms import Record, data, device
+from tests.support.equality import compare
 
 MICRO, STEPS = 6, 3
 IN_FP32 = {"grad_accumulate_in_fp32": True, "grad_reduce_in_fp32": True}

@@ -20,8 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, both, data, seen
+from tests.support.equality import compare
 from tests.support.errors import error_of
 from tests.support.gloo import destroy_group
 from tests.support.worker import fresh_store

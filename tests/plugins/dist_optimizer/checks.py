@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ovpatch.insight.equality import FLOOR, compare
+from ovpatch.insight.equality import FLOOR
 from tests.plugins.ddp.arms import Cases, Record, all_both, data
 from tests.plugins.ddp.checks import check_all as check_each
 from tests.plugins.ddp.checks import on as on
 from tests.plugins.ddp.checks import some as some
 from tests.plugins.dist_optimizer.arms import apply
+from tests.support.equality import compare
 
 #: Arguments for ``DistributedDataParallel`` that cut the buckets anew: stock's own noise, for more than two ranks.
 _reordered: list[bool] = []

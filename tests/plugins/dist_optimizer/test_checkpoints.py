@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as dcp
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from tests.plugins.dist_optimizer.arms import SMALL, both
 from tests.plugins.dist_optimizer.test_state import build, step, trained
+from tests.support.equality import compare
 
 
 def by_dcp(full: bool) -> list[dict[str, Any]]:

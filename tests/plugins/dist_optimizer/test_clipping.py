@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record, data, table
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.checks import all_cases, check, check_all, ddp, on, params
+from tests.support.equality import compare
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 ORDERS = (2.0, 1.0, 0.5, math.inf)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import data
 from tests.plugins.ddp.test_compile import loop_compiled_and_counted
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.checks import ddp
+from tests.support.equality import compare
 
 
 def counted(outside: bool, overlap: bool) -> dict[str, Any]:

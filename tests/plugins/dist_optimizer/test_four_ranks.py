@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ovpatch.insight.equality import compare
 from tests.plugins.dist_optimizer import (
     test_loop_styles,
     test_optimizer_kinds,
@@ -12,6 +11,7 @@ from tests.plugins.dist_optimizer import (
 )
 from tests.plugins.dist_optimizer.checks import all_cases, check_all
 from tests.plugins.dist_optimizer.test_whole_parameters import check_each
+from tests.support.equality import compare
 
 STYLES = ("zero_before_forward, None: True", "accumulated, quiet: True, None: False", "skipped", "closure")
 NORMS = tuple(test_reads_of_gradients.NORMS)[:2]

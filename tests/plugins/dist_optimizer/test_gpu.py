@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from tests.overlap import test_gate
 from tests.plugins.ddp.arms import Record, data, device
@@ -37,6 +36,7 @@ from tests.plugins.dist_optimizer import (
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
 from tests.plugins.dist_optimizer.test_whole_parameters import check_each
+from tests.support.equality import compare
 
 pytestmark = pytest.mark.gpu(2)
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch.overlap.peer_rpc import host_barrier
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
@@ -26,6 +25,7 @@ from tests.plugins.dist_optimizer.test_copy_engines import BY_COPIES, in_files
 from tests.plugins.dist_optimizer.test_gpu import NCCL
 from tests.plugins.dist_optimizer.test_main_params import IN_FP32, net
 from tests.plugins.dist_optimizer.test_state import on_cpu
+from tests.support.equality import compare
 
 STEPS = 10
 BOTH_IN_FP32 = {"grad_reduce_in_fp32": True, "grad_accumulate_in_fp32": True}

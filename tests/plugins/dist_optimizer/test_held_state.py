@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.comm.kept_state import group_values
 from ovpatch.overlap.peer_rpc import rpc
 from ovpatch_plugins.dist_optimizer.takeover import wrap_destroy
@@ -26,6 +25,7 @@ from tests.plugins.dist_optimizer.checks import check_all, params
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.plugins.dist_optimizer.test_state import on_cpu
 from tests.plugins.dist_optimizer.test_whole_parameters import KINDS, NAMED, build, step
+from tests.support.equality import compare
 
 ALL = {"min_param_numel": 1}
 STEPS = 5

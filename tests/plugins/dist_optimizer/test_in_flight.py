@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, counted, data
 from tests.plugins.dist_optimizer.arms import SMALL, both
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, some
 from tests.plugins.dist_optimizer.test_loop_styles import SMALL_BUCKETS, STYLES, train
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+from tests.support.equality import compare
 
 AT_ONCE = {"grads_in_flight_mb": 1 / 2**20}
 ONE_BUCKET = {"grads_in_flight_mb": 300 / 2**20}

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import data, device
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.checks import train_step
+from tests.support.equality import compare
 
 
 def net() -> nn.Module:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.data_parallel.grad_sharder import registered_terms
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, data, device, table
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, versions
 from tests.plugins.dist_optimizer.test_state import on_cpu
+from tests.support.equality import compare
 
 IN_FP32 = {"main_params_in_fp32": True, "min_param_numel": 1000}
 HALVES = [torch.bfloat16, torch.float16]

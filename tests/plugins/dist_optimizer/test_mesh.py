@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import Record
 from tests.plugins.dist_optimizer.arms import both
+from tests.support.equality import compare
 
 
 def loop(how: str) -> list[Record]:

@@ -19,7 +19,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch_plugins.dist_optimizer import step_log
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.takeover import find_sharded
@@ -27,6 +26,7 @@ from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer.arms import SMALL, apply, both
 from tests.plugins.dist_optimizer.checks import all_cases, ddp, params, train_step, train_steps
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+from tests.support.equality import compare
 
 STEPS = 5
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import all_both, data, device, table
 from tests.plugins.ddp.checks import check_all
 from tests.plugins.dist_optimizer.arms import apply
 from tests.plugins.dist_optimizer.test_loops import net
+from tests.support.equality import compare
 
 
 def train(unscale: bool, clip: bool, fused: bool, culprit: int) -> list[dict[str, Any]]:

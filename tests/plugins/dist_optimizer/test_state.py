@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer.sharded_grads import find
 from tests.plugins.ddp.arms import all_both, table
@@ -32,6 +31,7 @@ from tests.plugins.dist_optimizer.arms import SMALL, apply, both
 from tests.plugins.dist_optimizer.checks import params
 from tests.plugins.dist_optimizer.checks import train_step as step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+from tests.support.equality import compare
 
 
 def build(optimizer: str = "adamw") -> tuple[DistributedDataParallel, torch.optim.Optimizer]:

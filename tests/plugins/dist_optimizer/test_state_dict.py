@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_state import build, step, trained
+from tests.support.equality import compare
 from tests.support.gloo import destroy_group
 
 ALL = {"min_param_numel": 1}

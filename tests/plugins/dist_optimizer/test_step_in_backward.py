@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp import arms as ddp_arms
 from tests.plugins.ddp import checks as ddp_checks
 from tests.plugins.ddp.arms import Record, data, seen
@@ -20,6 +19,7 @@ from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.checks import all_cases, check, ddp, params
 from tests.plugins.dist_optimizer.test_gpu import NCCL
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+from tests.support.equality import compare
 
 
 def large() -> nn.Module:

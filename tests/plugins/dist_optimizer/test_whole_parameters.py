@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer import test_hooks_and_failures, test_loop_styles, test_models
@@ -23,6 +22,7 @@ from tests.plugins.dist_optimizer.arms import SMALL, both
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some, versions
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_state import on_cpu
+from tests.support.equality import compare
 
 
 class Lamb(Optimizer):

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, all_both, table
 from tests.plugins.ddp.checks import check_all
@@ -24,6 +23,7 @@ from tests.plugins.dist_optimizer.checks import params
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.plugins.dist_optimizer.test_state import READERS, on_cpu
 from tests.plugins.dist_optimizer.test_whole_parameters import KINDS, MAKERS, NAMED, build, instead, step
+from tests.support.equality import compare
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ovpatch
-from ovpatch.insight.equality import Verdict, compare
+from ovpatch.insight.equality import Verdict
 from tests.plugins.megatron import models
 from tests.plugins.megatron.models import (
     BATCH,
@@ -26,6 +26,7 @@ from tests.plugins.megatron.models import (
     parallel,
     transformer_config,
 )
+from tests.support.equality import compare
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 import ovpatch
-from ovpatch.insight.equality import Verdict, compare
+from ovpatch.insight.equality import Verdict
 from ovpatch_plugins.megatron import linears, takeover
 from ovpatch_plugins.megatron.weight_grads import WeightGradQueue
 from tests.plugins.megatron import models
 from tests.plugins.megatron.models import train_gpt
 from tests.scripts.arms import needs
+from tests.support.equality import compare
 
 pytestmark = needs("megatron")
 

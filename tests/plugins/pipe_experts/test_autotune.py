@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.autotune import report_lines
 from ovpatch.overlap.comm.kept_state import drop_values
 from ovpatch_plugins.pipe_experts import autotune
@@ -22,6 +21,7 @@ from ovpatch_plugins.pipe_experts.report import COUNTERS
 from ovpatch_plugins.pipe_experts.routing import route_tokens
 from tests.plugins.pipe_experts.models import KINDS, Case, Record, expected, train
 from tests.plugins.pipe_experts.test_layer import reentrant
+from tests.support.equality import compare
 from tests.support.races import NOWHERE, forced
 
 PLANS = ["none", "experts 2", "experts 4", "tokens 2", "tokens 4", "tokens 8"]

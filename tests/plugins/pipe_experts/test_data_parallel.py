@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch_plugins.pipe_experts import ExpertParallelFFN, MoEConfig, expert_data_parallel, run_experts
 from tests.plugins.ddp.checks import on
 from tests.plugins.ddp.test_declared import InChunks
 from tests.plugins.ddp.test_failures import Bomb
+from tests.support.equality import compare
 from tests.support.errors import error_of
 
 LOCAL = 2  # experts per rank

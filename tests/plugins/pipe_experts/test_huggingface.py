@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import ovpatch
-from ovpatch.insight.equality import Verdict, compare
+from ovpatch.insight.equality import Verdict
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 from ovpatch_plugins.pipe_experts.takeover import is_stock_implementation
+from tests.support.equality import compare
 from tests.support.errors import error_of
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers with expert parallelism")

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from ovpatch_plugins import pipe_experts
 from ovpatch_plugins.pipe_experts import ExpertParallelFFN, MoEConfig, run_experts
+from tests.support.equality import compare
 
 TOKENS, HIDDEN = 6, 4
 

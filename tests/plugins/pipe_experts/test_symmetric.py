@@ -18,7 +18,6 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ovpatch.insight.equality import compare
 from ovpatch.overlap.comm.kept_state import drop_values
 from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.pipe_experts import all_to_all, autotune, plugin
@@ -28,6 +27,7 @@ from ovpatch_plugins.pipe_experts.options import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 from ovpatch_plugins.pipe_experts.triton_kernels import MAX_CHANNELS, symm_all_to_all_kernel
 from tests.plugins.pipe_experts.models import Case, expected, train
+from tests.support.equality import compare
 from tests.support.interpreter import allocate, interpreted
 from tests.support.races import NOWHERE, forced
 from tests.support.rarely import RARELY

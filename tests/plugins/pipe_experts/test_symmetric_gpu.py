@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ovpatch.insight.equality import compare
 from ovpatch_plugins.pipe_experts import all_to_all
 from ovpatch_plugins.pipe_experts.all_to_all import get_transport
 from ovpatch_plugins.pipe_experts.layer import ExpertParallelFFN
@@ -22,6 +21,7 @@ from ovpatch_plugins.pipe_experts.report import COUNTERS
 from tests.plugins.pipe_experts import test_layer
 from tests.plugins.pipe_experts.models import Case, device, expected, train
 from tests.plugins.pipe_experts.test_gpu import wide
+from tests.support.equality import compare
 
 pytestmark = pytest.mark.gpu(2)
 

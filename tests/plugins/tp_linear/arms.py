@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import ovpatch
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp import arms
 from tests.plugins.ddp.checks import check_all
+from tests.support.equality import compare
 
 Record = dict[str, Any]
 SCHEDULES = ["stock", "bulk", "ring", "chunk"]

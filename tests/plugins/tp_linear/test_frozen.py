@@ -12,11 +12,12 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
-from ovpatch.insight.equality import Verdict, compare
+from ovpatch.insight.equality import Verdict
 from tests.plugins.ddp.arms import table
 from tests.plugins.ddp.checks import check_all
 from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, draw, mesh, seen
 from tests.plugins.tp_linear.models import WIDTH
+from tests.support.equality import compare
 
 CUT, WHOLE = Shard(0), Replicate()
 GATHER = PrepareModuleInput(input_layouts=(CUT,), desired_input_layouts=(WHOLE,))

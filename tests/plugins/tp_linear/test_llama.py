@@ -201,7 +201,7 @@ def test_autocast_rounds_no_worse_than_stock(ranks):
 
 
 def test_single_precision_by_the_shared_rule(ranks):
-    from ovpatch.insight.equality import compare
+    from tests.support.equality import compare
 
     alone = ranks(2)(llama, dtype=torch.float32, tp=False)
     for single, result in zip(alone, ranks(2)(both, llama, dtype=torch.float32), strict=True):

@@ -16,10 +16,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ovpatch.insight.equality import compare
 from tests.plugins.ddp.arms import table
 from tests.plugins.ddp.checks import check_all
 from tests.plugins.tp_linear.arms import SCHEDULES, Record, all_both, both, draw, mesh, whole
+from tests.support.equality import compare
 from tests.support.errors import error_of
 from tests.support.rarely import RARELY
 

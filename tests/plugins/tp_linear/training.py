@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ovpatch.insight.equality import compare
 from tests.plugins.tp_linear.arms import Record, seen, whole
+from tests.support.equality import compare
 
 
 def trained(model: torch.nn.Module, run: Any, steps: int, *, backward: bool = True) -> list[Record]:
