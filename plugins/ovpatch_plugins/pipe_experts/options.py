@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ovpatch.hookspecs import Option, make_count_parser
 
@@ -87,23 +85,12 @@ def _new_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
+@dataclass
 class FeatureState:
     """The state that taken-over layers read at every call."""
 
-    def __init__(self) -> None:
-        self.on = False  # whether the feature is on; if not, layers compute as stock does
-        self._options: Mapping[str, Any] = {}
-
-    def enable_feature(self, options: Mapping[str, Any]) -> None:
-        """Switch on with the feature's options."""
-        self._options = dict(options)
-        vars(self).pop("config", None)
-        self.on = True
-
-    @functools.cached_property
-    def config(self) -> MoEConfig:
-        """How layers are computed."""
-        return MoEConfig(**self._options)
+    on: bool = False  # whether the feature is on; if not, layers compute as stock does
+    config: MoEConfig = MoEConfig()  # how they are computed
 
 
 STATE = FeatureState()
