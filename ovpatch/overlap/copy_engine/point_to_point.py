@@ -58,9 +58,6 @@ class PointToPoint:
         allocate: Makes the memory.
 
     Attributes:
-        slots: Slots of an edge.
-        slot_bytes: Bytes of a slot.
-        timeout_s: Seconds that a step may take.
         failure: Why calls are refused, or "".
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -144,24 +144,19 @@ def rounds(sizes: tuple[int, ...], room: int, grain: int = 1) -> Sequence[Sequen
 
     ``sizes`` are the elements of each tensor that a rank contributes. Pieces begin at multiples of ``grain``.
     """
-    return tuple(map(tuple, _cut(sizes, room, grain)))
-
-
-def _cut(sizes: Sequence[int], room: int, grain: int) -> Iterator[list[Piece]]:
-    pieces: list[Piece] = []
-    at = 0
+    cut: list[list[Piece]] = []
+    at = room  # in the last round's slot
     for tensor, size in enumerate(sizes):
         begin = 0
         while begin < size:
             if at == room:
-                yield pieces
-                pieces, at = [], 0
+                cut.append([])
+                at = 0
             end = min(size, begin + room - at)
-            pieces.append(Piece(tensor, begin, end, at))
+            cut[-1].append(Piece(tensor, begin, end, at))
             at = min(-(-(at + end - begin) // grain) * grain, room)
             begin = end
-    if pieces:
-        yield pieces
+    return cut
 
 
 # --- the window ---
@@ -244,7 +239,8 @@ class StreamBarrier:
     def try_out(self, stream: int) -> None:
         """Send a number to all ranks, and wait for that of this rank only; RuntimeError if the driver refuses."""
         world, rank = self._world, self._rank
-        self._tell([self._place(other, world + rank) for other in range(world)], _TRIED, stream)
+        places = [self._place(other, world + rank) for other in range(world)]
+        tell(self._driver, places, self._mine, _TRIED, stream)
         self._driver.write(self._mine, _TRIED, stream)  # for unheard()
         self._driver.wait(self._place(rank, world + rank), _TRIED, stream)
 
@@ -260,7 +256,7 @@ class StreamBarrier:
     def __call__(self, stream: int) -> None:
         """Make a stream wait for all ranks' streams."""
         self._number = (self._number + 1) & 0xFFFFFFFF
-        self._tell(self._told, self._number, stream)
+        tell(self._driver, self._told, self._mine, self._number, stream)
         for address in self._awaited:
             self._driver.wait(address, self._number, stream)
 
@@ -272,10 +268,6 @@ class StreamBarrier:
     def _place(self, rank: int, index: int) -> int:
         """Return the address of a number."""
         return self._signals[rank].data_ptr() + index * _APART
-
-    def _tell(self, places: list[int], number: int, stream: int) -> None:
-        """Write a number to addresses in all ranks' memory."""
-        tell(self._driver, places, self._mine, number, stream)
 
 
 def tell(driver: Driver, places: list[int], mine: int, number: int, stream: int) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ovpatch.hookspecs import cache_dir
-from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
+from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, autotuner_for
 from ovpatch.overlap.comm.kept_state import group_state
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, list_candidates, make_plan
 from ovpatch_plugins.pipe_experts.experts import Activation, StackedFactory, run_forward, swiglu

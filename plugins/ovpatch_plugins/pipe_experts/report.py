@@ -29,7 +29,7 @@ def write_remarks(expert_parallel: str) -> list[str]:
 
     ``expert_parallel`` is the name of transformers' module of expert parallelism.
     """
-    autotune = sys.modules.get("ovpatch.overlap.autotune")
+    autotune = sys.modules.get("ovpatch.overlap.autotune.autotuner")
     remarks = [] if autotune is None else list(autotune.report_lines("pipe_experts"))
     transport = sys.modules.get("ovpatch_plugins.pipe_experts.all_to_all")
     reasons = [] if transport is None else transport.list_unsupported_reasons()

@@ -80,7 +80,7 @@ def ovpatch_remarks() -> Sequence[str]:
     """Return the measured choices, the linears that stock computes and why, and products that no linear used."""
     from ovpatch_plugins.tp_linear.report import COUNTERS
 
-    autotune = sys.modules.get("ovpatch.overlap.autotune")
+    autotune = sys.modules.get("ovpatch.overlap.autotune.autotuner")
     remarks = [] if autotune is None else autotune.report_lines("tp_linear")
     sharing = sys.modules.get("ovpatch_plugins.tp_linear.schedules.fused")
     if sharing is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ovpatch
 from ovpatch.insight.equality import compare
-from ovpatch.overlap.autotune import report_lines
+from ovpatch.overlap.autotune.autotuner import report_lines
 from ovpatch.overlap.comm.kept_state import drop_values
 from ovpatch_plugins.pipe_experts import autotune
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, list_candidates, make_plan

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ovpatch
-from ovpatch.overlap.autotune import report_lines
+from ovpatch.overlap.autotune.autotuner import report_lines
 from ovpatch.overlap.comm.consensus import RankMismatchError
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, tp_group
 from ovpatch_plugins.tp_linear.options import MEASURED
