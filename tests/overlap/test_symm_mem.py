@@ -23,13 +23,13 @@ def objections() -> list[str]:
     found.append(memory.unsupported_reason(group, CPU))
     memory.kernels_unsupported_reason = lambda device: ""
     found.append(memory.unsupported_reason(group, CPU))
-    memory.history.rendezvous += rank
+    memory.rendezvous_count += rank
     found.append(memory.unsupported_reason(group, CPU))
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         if rank:
             patch.setenv("TMPDIR", folder)
         found.append(memory.unsupported_reason(group, CPU))
-    memory.history.rendezvous -= rank
+    memory.rendezvous_count -= rank
     memory._host = lambda: f"host {rank}"
     found.append(memory.unsupported_reason(group, CPU))
     memory.MOST_RANKS = 1
@@ -152,7 +152,7 @@ def allocations(lacking: dict[int, int]) -> tuple[list[str], str]:
 
 
 def rendezvous_so_far() -> int:
-    return memory.history.rendezvous
+    return memory.rendezvous_count
 
 
 def test_memory_is_allocated_on_all_ranks_or_on_none(ranks):

@@ -32,7 +32,7 @@ class GroupState:
     """The values kept for one process group, from :func:`group_state`. They are dropped with the group object."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = weakref.ref(group, functools.partial(_drop_collected, id(group)))
+        self.group = weak_key(group, _states)
         self.values: dict[Hashable, Any] = {}  # by a class, or by a tuple that begins with a class or a name
         self.lock = threading.RLock()  # For values that only one thread may make. A collective must not run under it.
         renew_in_children(self, "lock", threading.RLock)
@@ -122,12 +122,6 @@ def group_timeout_s(group: dist.ProcessGroup, device: torch.device | None = None
             backend: Any = group._get_backend(one)
             return float(backend.options._timeout.total_seconds())
     return float(dist.default_pg_timeout.total_seconds())
-
-
-def _drop_collected(key: int, reference: weakref.ref[dist.ProcessGroup]) -> None:
-    state = _states.get(key)
-    if state is not None and state.group is reference:
-        del _states[key]
 
 
 # By id(): a lookup in a WeakKeyDictionary takes several times as long, and warm steps look up.

@@ -18,11 +18,11 @@ from ovpatch.overlap.copy_engine.window import (
     Addend,
     Allocate,
     Batch,
+    CopyStreams,
     Piece,
     Span,
     Window,
     allocate,
-    copy_streams_for,
     rounds,
 )
 
@@ -77,7 +77,7 @@ class Engine:
         self._slot, self._device = slot_bytes, device
         self._window: Window = allocate(2 * slot_bytes, group, device)
         self._addresses = [memory.data_ptr() for memory in self._window.ranks]
-        self._streams = copy_streams_for(device)
+        self._streams = CopyStreams(device)
         self._half = 0
         self._lock, self._within = threading.RLock(), False
 

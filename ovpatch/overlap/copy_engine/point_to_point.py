@@ -82,8 +82,9 @@ class PointToPoint:
         most = max(map(len, senders.values()))
         self._window: Window = allocate(self._first + most * slots * self.slot_bytes, group, device)
         self._window.ranks[self._rank][: self._first].zero_()
-        self._streams = _streams_for(device)
-        self._streams.synchronize()
+        self._streams = _Streams(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         self._out = {
             receiver: self._make_edge(self._rank, receiver, found.index(self._rank))
             for receiver, found in senders.items()
@@ -272,50 +273,24 @@ class _Edge:
 
 
 class _Streams:
-    """A stream for each edge. This base class serves devices without streams, where the host waits and copies.
+    """A stream for each edge; on devices without streams, the host waits and copies.
 
     The script's streams would not do: the driver copies no batches on the default one.
     """
 
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._exist = device, device.type == "cuda"
+        self._of: dict[tuple[int, int], Any] = {}
+        if self._exist:
+            self._begun, self._marked = torch.cuda.Event(), torch.cuda.Event()
+            # Torch has 32 streams of each priority, which it hands out again and again. Those that wait, and this one,
+            # which must not, are of priorities of their own, so that they are none of the script's.
+            self._rescue = torch.cuda.Stream(device, priority=-3)
+
     def begin(self, edge: tuple[int, int]) -> int:
         """Return the stream of an edge, behind the current one."""
-        return 0
-
-    def end(self, edge: tuple[int, int]) -> Sequence[Work]:
-        """Return handles that wait for what the edge's stream was given."""
-        return ()
-
-    def rescue(self) -> int:
-        """Return a stream that waits for nothing."""
-        return 0
-
-    def on_device(self) -> AbstractContextManager[Any]:
-        """Run the block with the streams' device as the current one, which the driver's functions need."""
-        return nullcontext()
-
-    def mark(self) -> None:
-        """Note the work so far of the current stream and of those of edges."""
-
-    def is_idle(self) -> bool:
-        """Return whether that work is done."""
-        return True
-
-    def synchronize(self) -> None:
-        """Make the host wait for the device."""
-
-
-class _CudaStreams(_Streams):
-    """The streams of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begun, self._marked = torch.cuda.Event(), torch.cuda.Event()
-        self._of: dict[tuple[int, int], Any] = {}
-        # Torch has 32 streams of each priority, which it hands out again and again. Those that wait, and this one,
-        # which must not, are of priorities of their own, so that they are none of the script's.
-        self._rescue = torch.cuda.Stream(device, priority=-3)
-
-    def begin(self, edge: tuple[int, int]) -> int:
+        if not self._exist:
+            return 0
         if edge not in self._of:
             self._of[edge] = torch.cuda.Stream(self._device, priority=-2)
         stream = self._of[edge]
@@ -325,25 +300,27 @@ class _CudaStreams(_Streams):
         return handle
 
     def end(self, edge: tuple[int, int]) -> Sequence[Work]:
-        return (_Copying(self._device, self._of[edge]),)
+        """Return handles that wait for what the edge's stream was given."""
+        return (_Copying(self._device, self._of[edge]),) if self._exist else ()
 
     def rescue(self) -> int:
-        handle: int = self._rescue.cuda_stream
-        return handle
+        """Return a stream that waits for nothing."""
+        return int(self._rescue.cuda_stream) if self._exist else 0
 
     def on_device(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self._device)
+        """Run the block with the streams' device as the current one, which the driver's functions need."""
+        return torch.cuda.device(self._device) if self._exist else nullcontext()
 
     def mark(self) -> None:
-        self._marked.record(torch.cuda.current_stream(self._device))
+        """Note the work so far of the current stream and of those of edges."""
+        if self._exist:
+            self._marked.record(torch.cuda.current_stream(self._device))
 
     def is_idle(self) -> bool:
-        if torch.cuda._is_in_bad_fork():  # the messages are the parent's
+        """Return whether that work is done."""
+        if not self._exist or torch.cuda._is_in_bad_fork():  # there, the messages are the parent's
             return True
         return self._marked.query() and all(stream.query() for stream in self._of.values())
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
 
 
 class _Copying:
@@ -355,10 +332,6 @@ class _Copying:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._done)
-
-
-def _streams_for(device: torch.device) -> _Streams:
-    return _CudaStreams(device) if device.type == "cuda" else _Streams()
 
 
 def _watch(owner: weakref.ref[PointToPoint], closed: threading.Event, pause_s: float) -> None:

@@ -289,56 +289,21 @@ _PAUSE_S: Final = 0.001
 class CopyStreams:
     """The streams of copies into slots, and of those out of them after the barrier, given by their handles.
 
-    This base class serves devices without streams: each copy is done when it returns.
+    On devices without streams, each copy is done when it returns.
     """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._exist = device, device.type == "cuda"
+        if self._exist:
+            # High priority, so that sums find room beside products.
+            self._out, self._in = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
+            self._begun, self._met, self._laid = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
+            self._handles: Final = self._out.cuda_stream, self._in.cuda_stream
 
     def begin(self) -> Any:
         """Start behind the current stream's work; return that stream."""
-
-    def lay_out(self) -> int:
-        """Return the stream for copies into slots, behind the last barrier."""
-        return 0
-
-    def take(self) -> int:
-        """Return the stream for copies out of slots, behind the last copies into them."""
-        return 0
-
-    def met(self) -> None:
-        """Record that a barrier has been issued on the stream for copies out of slots."""
-
-    def end(self, launched: Any, tensors: Sequence[Tensor]) -> Work:
-        """Return a handle that waits for all copies since :meth:`begin`, and keeps their tensors until then."""
-        del launched, tensors
-        return WorkGroup(())
-
-    def behind(self) -> AbstractContextManager[None]:
-        """Run the block's work behind all copies."""
-        return nullcontext()
-
-    def on_device(self) -> AbstractContextManager[Any]:
-        """Run the block with the streams' device as the current one, which the driver's functions need."""
-        return nullcontext()
-
-    def drain(self, timeout_s: float, abort: Callable[[int], None] | None = None) -> bool:
-        """Make the host wait for both streams; return whether they completed in time.
-
-        ``abort`` is called meanwhile, with the handle of another stream.
-        """
-        del timeout_s, abort
-        return True
-
-
-class _CudaCopyStreams(CopyStreams):
-    """The streams of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # High priority, so that sums find room beside products.
-        self._out, self._in = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
-        self._begun, self._met, self._laid = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
-        self._handles: Final = self._out.cuda_stream, self._in.cuda_stream
-
-    def begin(self) -> Any:
+        if not self._exist:
+            return None
         launched = torch.cuda.current_stream(self._device)
         self._begun.record(launched)
         self._out.wait_event(self._begun)
@@ -346,30 +311,47 @@ class _CudaCopyStreams(CopyStreams):
         return launched
 
     def lay_out(self) -> int:
+        """Return the stream for copies into slots, behind the last barrier."""
+        if not self._exist:
+            return 0
         self._out.wait_event(self._met)
         return self._handles[0]
 
     def take(self) -> int:
+        """Return the stream for copies out of slots, behind the last copies into them."""
+        if not self._exist:
+            return 0
         self._laid.record(self._out)
         self._in.wait_event(self._laid)
         return self._handles[1]
 
     def met(self) -> None:
-        self._met.record(self._in)
+        """Record that a barrier has been issued on the stream for copies out of slots."""
+        if self._exist:
+            self._met.record(self._in)
 
     def end(self, launched: Any, tensors: Sequence[Tensor]) -> Work:
+        """Return a handle that waits for all copies since :meth:`begin`, and keeps their tensors until then."""
+        if not self._exist:
+            return WorkGroup(())
         done = torch.cuda.Event()
         done.record(self._in)
         return _Copying(self._device, launched, done, tensors)
 
     def behind(self) -> AbstractContextManager[None]:
-        return quietly_on(self._in)
+        """Run the block's work behind all copies."""
+        return quietly_on(self._in) if self._exist else nullcontext()
 
     def on_device(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self._device)
+        """Run the block with the streams' device as the current one, which the driver's functions need."""
+        return torch.cuda.device(self._device) if self._exist else nullcontext()
 
     def drain(self, timeout_s: float, abort: Callable[[int], None] | None = None) -> bool:
-        if torch.cuda._is_in_bad_fork():  # the copies are the parent's
+        """Make the host wait for both streams; return whether they completed in time.
+
+        ``abort`` is called meanwhile, with the handle of another stream.
+        """
+        if not self._exist or torch.cuda._is_in_bad_fork():  # there, the copies are the parent's
             return True
         deadline = time.monotonic() + timeout_s
         other = None if abort is None else torch.cuda.Stream(self._device)
@@ -380,11 +362,6 @@ class _CudaCopyStreams(CopyStreams):
                 abort(other.cuda_stream)  # again and again: ranks that come write their earlier numbers over it
             time.sleep(_PAUSE_S)
         return True
-
-
-def copy_streams_for(device: torch.device) -> CopyStreams:
-    """Return new streams for copies of a device."""
-    return _CudaCopyStreams(device) if device.type == "cuda" else CopyStreams()
 
 
 class _Copying:

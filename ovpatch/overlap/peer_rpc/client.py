@@ -85,7 +85,7 @@ class Endpoints:
         self._group = weakref.ref(group)
         self._base = f"ovpatch/peers/{group.size()}"
         self._size, self._pid = group.size(), os.getpid()
-        self._verified: dict[int, Endpoint] = {}
+        self.verified: dict[int, Endpoint] = {}  # at which this process has reached ranks before
         self._for_forks: dict[int, Endpoint] = {}
 
     def publish(self, rank: int, endpoint: Endpoint) -> None:
@@ -100,18 +100,18 @@ class Endpoints:
     def look_up(self, rank: int) -> Endpoint | None:
         """Return the newest endpoint of a rank, None if there is none; RuntimeError if the store does not answer."""
         if os.getpid() != self._pid:  # the store's connection is the parent's
-            return self._verified.get(rank) or self._for_forks.get(rank)
+            return self.verified.get(rank) or self._for_forks.get(rank)
         store, key = self._store(), f"{self._base}/{rank}"
         if store is None:
-            return self._verified.get(rank)
+            return self.verified.get(rank)
         try:
             # By check(): get() of a missing key blocks, and with it everything else that uses the store's connection.
             if not store.check([key]):
                 return None
             return _endpoint(store.get(key))
         except RuntimeError:  # its host has ended
-            if rank in self._verified:
-                return self._verified[rank]
+            if rank in self.verified:
+                return self.verified[rank]
             raise
 
     def look_up_for_forks(self) -> None:
@@ -120,21 +120,13 @@ class Endpoints:
         Raises:
             RuntimeError: The store does not answer.
         """
-        ranks = [rank for rank in range(self._size) if rank not in self._verified and rank not in self._for_forks]
+        ranks = [rank for rank in range(self._size) if rank not in self.verified and rank not in self._for_forks]
         keys = [f"{self._base}/{rank}" for rank in ranks]
         store: Any = self._store() if ranks else None
         if store is not None and os.getpid() == self._pid and store.check(keys):
             # At once where the store can: all ranks of a large job may fork at the same time.
             values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
             self._for_forks.update(zip(ranks, map(_endpoint, values), strict=True))
-
-    def verified(self, rank: int) -> Endpoint | None:
-        """Return the endpoint at which this process has reached a rank's server before."""
-        return self._verified.get(rank)
-
-    def set_verified(self, rank: int, endpoint: Endpoint) -> None:
-        """Remember the endpoint at which a rank was reached."""
-        self._verified[rank] = endpoint
 
     def is_destroyed(self) -> bool:
         """Return whether the process group was destroyed."""
@@ -302,7 +294,7 @@ class Request:
             self._handle_error(call, error)
 
     def _connect(self, call: _Call) -> None:
-        known = self.endpoints.verified(call.rank)
+        known = self.endpoints.verified.get(call.rank)
         call.endpoint = known if known and not call.attempt else self.endpoints.look_up(call.rank)
         if call.endpoint is None:
             call.state = "has not published its address"
@@ -326,7 +318,7 @@ class Request:
             call.stage = "proof"
         elif call.stage == "proof":
             call.connection.verify_signature(call.signature)
-            self.endpoints.set_verified(call.rank, call.endpoint)
+            self.endpoints.verified[call.rank] = call.endpoint
             call.stage, call.state = "reply", "was asked and has not answered"
         else:
             self._handle_message(call, *call.connection.receive())
@@ -345,7 +337,7 @@ class Request:
 
     def _handle_error(self, call: _Call, error: OSError) -> None:
         """Look the rank up again, unless it is known to have ended; see [Note: stale endpoints]."""
-        current = call.attempt > 0 and call.endpoint == self.endpoints.verified(call.rank)
+        current = call.attempt > 0 and call.endpoint == self.endpoints.verified.get(call.rank)
         ended = current and isinstance(error, ConnectionRefusedError)
         cut = call.stage == "reply" and not isinstance(error, TimeoutError)
         unreachable = f"cannot be reached: {error.strerror or error}"

@@ -171,7 +171,7 @@ class PeerRpc:
         unknown = [rank for rank in ranks if not 0 <= rank < self._size]
         if unknown:
             raise ValueError(f"ovpatch: group ranks are 0 to {self._size - 1}, not {unknown}; pass ranks of the group")
-        if self._endpoints.is_destroyed() and not all(map(self._endpoints.verified, ranks)):
+        if self._endpoints.is_destroyed() and not all(map(self._endpoints.verified.get, ranks)):
             raise PeerError(_DESTROYED)
 
     def _raise(self, topic: str, request: Request, seconds: float) -> None:

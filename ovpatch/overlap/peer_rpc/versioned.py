@@ -6,6 +6,7 @@ all of them, and a peer can ask for the version that it has itself.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,19 +58,12 @@ class PinnedStaging:
         return copied
 
 
-def staging_for(device: torch.device) -> PinnedStaging:
-    """Return the staging memory of a CUDA device, made at the first call."""
-    if device not in _stagings:
-        _stagings[device] = PinnedStaging(device)
-    return _stagings[device]
+staging_for: Final = functools.cache(PinnedStaging)  # of a CUDA device, made at the first call
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Return a copy of a dense tensor on the CPU, from any thread; from CUDA only after :func:`staging_for`."""
-    return _stagings[tensor.device].copy_to_host(tensor) if tensor.is_cuda else tensor.to("cpu", copy=True)
-
-
-_stagings: dict[torch.device, PinnedStaging] = {}
+    """Return a copy of a dense tensor on the CPU, from any thread; from CUDA only after :data:`staging_for`."""
+    return staging_for(tensor.device).copy_to_host(tensor) if tensor.is_cuda else tensor.to("cpu", copy=True)
 
 
 _T = TypeVar("_T")

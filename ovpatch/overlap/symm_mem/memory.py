@@ -45,15 +45,9 @@ class LackingError(RuntimeError):
     """A rank has too little memory for an allocation that all ranks need."""
 
 
-class History:
-    """Counts this process's symmetric allocations."""
-
-    # Number of allocations, in all groups together. Torch counts them, too, and a rank with another count than the rest
-    # of a group leaves them waiting for ever (https://github.com/pytorch/pytorch/issues/196082).
-    rendezvous: int = 0
-
-
-history = History()
+# Symmetric allocations of this process, in all groups together. Torch counts them, too, and a rank with another count
+# than the rest of a group leaves them waiting for ever (https://github.com/pytorch/pytorch/issues/196082).
+rendezvous_count = 0
 
 Allocate = Callable[[int, dist.ProcessGroup, torch.device, Callable[[Tensor], object]], Memory]
 
@@ -66,10 +60,11 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare:
     """
     from torch.distributed import _symmetric_memory
 
+    global rendezvous_count
     own = _empty(size, device)
     prepare(own)
     torch.cuda.synchronize(device)
-    history.rendezvous += 1
+    rendezvous_count += 1
     with _without_multicast():
         handle = _symmetric_memory.rendezvous(own, group)
     addresses = [handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(group.size())]
@@ -197,7 +192,7 @@ def triton_unavailable_reason() -> str:
 
 def _facts(device: torch.device, reason: str) -> dict[str, str]:
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return {"host": _host(), "place": _place(), "before": str(history.rendezvous), "reason": reason, "uuid": uuid}
+    return {"host": _host(), "place": _place(), "before": str(rendezvous_count), "reason": reason, "uuid": uuid}
 
 
 def _elsewhere(told: dict[str, str], first: dict[str, str]) -> Iterator[str]:

@@ -90,7 +90,7 @@ class GatherLinear(torch.autograd.Function):
                 results = [make_result(out, here.shape, call.dim) for out in outs]
             else:
                 results = [make_output(whole, len(weight), here.shape, call.dim) for weight in used]
-                call.later(whole, [result.detach() for result in results])
+                call.later.append((whole, [result.detach() for result in results]))
         kept = whole if keeps and whole is not None else _as_given(rows, here, x)
         if call.returned is not None:
             results = [wrap_local(result, call.mesh, call.returned) for result in results]

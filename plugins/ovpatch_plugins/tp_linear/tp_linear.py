@@ -97,6 +97,7 @@ class TPLinear:
         self.desired: tuple[Placement, ...] = (Replicate(),) if column else (_FEATURES,)
         # Whether the style takes an input that all ranks have.
         self.takes_replicated = self.input_layouts == (Replicate(),)
+        self._stock: Any = ColwiseParallel if column else RowwiseParallel  # whose functions are stock's
         self._world, self._on_cpu = mesh.size(), mesh.device_type == "cpu"
         self._group: dist.ProcessGroup | None = None
         self._era = -1  # in which the group has agreed
@@ -133,13 +134,11 @@ class TPLinear:
 
     def prepare_as_stock(self, module: nn.Module, inputs: Any) -> Any:
         """Prepare the input as stock's forward pre-hook does."""
-        style: Any = ColwiseParallel if self.column else RowwiseParallel
-        return style._prepare_input_fn(self.input_layouts, self.desired, module, inputs, self.mesh)
+        return self._stock._prepare_input_fn(self.input_layouts, self.desired, module, inputs, self.mesh)
 
     def finish_as_stock(self, module: nn.Module, output: Any) -> Any:
         """Redistribute the output as stock's forward hook does."""
-        style: Any = ColwiseParallel if self.column else RowwiseParallel
-        return style._prepare_output_fn(self.output_layouts, self.use_local_output, module, output, self.mesh)
+        return self._stock._prepare_output_fn(self.output_layouts, self.use_local_output, module, output, self.mesh)
 
     def compute_as_stock(self, linear: nn.Linear, x: Any) -> Any:
         """Compute the linear as stock does."""
@@ -392,7 +391,7 @@ class SharedAllGather:
             return None
         ranks = tp_group.get_tp_group(vars(linears[0])["_ovpatch_parallel"].group, x.device)
         how = _how(ranks, linears, x)
-        later = None if how.schedule.ahead else LaterOperands(dim)
+        later: list[LaterOperands] | None = None if how.schedule.ahead else []
         ahead = [linear for linear in linears if can_share_node(linear, module if later is None else None)]
         watch = GatherGuard()
         call = OpContext(
@@ -410,7 +409,7 @@ class SharedAllGather:
         )
         weights = [linear.weight for linear in ahead]
         *outputs, whole = run_operator(call, x, *weights, *[linear.bias for linear in ahead])
-        PRECOMPUTED[id(whole)] = PrecomputedOutputs(whole, ahead, outputs, watch, later)
+        PRECOMPUTED[id(whole)] = PrecomputedOutputs(whole, ahead, outputs, watch, dim, later)
         return whole
 
 

@@ -66,7 +66,7 @@ def make_tuning(
     gathers = anew and method == "gather_linear_backward"
 
     def make(generator: torch.Generator) -> Candidates:
-        call = _CALLS[method](ranks, shape, _Drawing(generator, shape.dtype), gathers)
+        call = _make_call(method, ranks, shape, generator, gathers)
         return {name: functools.partial(call, schedules[name]) for name in names}
 
     def usable(name: str) -> bool:
@@ -96,62 +96,35 @@ def _functions(cls: type[Schedule], method: str) -> tuple[Any, ...]:
 _STEPS: Final = {"gather_linear_backward": ("scattered",)}
 
 
-class _Drawing:
-    def __init__(self, generator: torch.Generator, dtype: torch.dtype) -> None:
-        self._generator, self._dtype = generator, dtype
+def _make_call(method: str, ranks: TPGroup, shape: Shape, generator: torch.Generator, anew: bool) -> Call:
+    """Return what calls a method of a schedule on random rows and weights."""
 
-    def __call__(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._generator, dtype=self._dtype, device=self._generator.device)
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, dtype=shape.dtype, device=generator.device)
 
-    def weights(self, shape: Shape) -> list[Tensor]:
-        return [self(n, shape.k) * shape.k**-0.5 for n in shape.features]
+    weights = [draw(n, shape.k) * shape.k**-0.5 for n in shape.features]
+    every, weight = ranks.world * shape.rows, weights[0]
+    if method == "gather_linear":
+        x = draw(shape.rows, shape.k)
+        return lambda schedule: schedule.gather_linear(ranks, x, weights, [None] * len(weights), True)
+    if method == "gather_linear_backward":
+        grads, kept = [draw(every, n) for n in shape.features], draw(shape.rows if anew else every, shape.k)
 
+        def take(whole: Tensor, of_outputs: Sequence[Tensor | None]) -> object:
+            return [compute_weight_grad(grad, whole) for grad in of_outputs if grad is not None]
 
-def _gather_linear(ranks: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
-    x, weights = draw(shape.rows, shape.k), draw.weights(shape)
-    biases = [None] * len(weights)
-    return lambda schedule: schedule.gather_linear(ranks, x, weights, biases, True)
-
-
-def _gather_linear_backward(ranks: TPGroup, shape: Shape, draw: _Drawing, anew: bool) -> Call:
-    rows = ranks.world * shape.rows
-    kept, weights = draw(shape.rows if anew else rows, shape.k), draw.weights(shape)
-    grads = [draw(rows, n) for n in shape.features]
-
-    def take(whole: Tensor, of_outputs: Sequence[Tensor | None]) -> None:
-        _ = [compute_weight_grad(grad, whole) for grad in of_outputs if grad is not None]
-
-    asked = ColumnGrads(grads, kept, weights, take, shape.dtype, anew=anew)
-    return lambda schedule: schedule.gather_linear_backward(ranks, asked)
-
-
-def _linear_scatter(ranks: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
-    x, (weight,) = draw(ranks.world * shape.rows, shape.k), draw.weights(shape)
-    return lambda schedule: schedule.linear_scatter(ranks, x, weight)
-
-
-def _linear_scatter_backward(ranks: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
-    x, (weight,) = draw(ranks.world * shape.rows, shape.k), draw.weights(shape)
-    grad = draw(shape.rows, shape.features[0])
-
-    def take(whole: Tensor, _: Any) -> None:
-        compute_weight_grad(whole, x)
-
-    return lambda schedule: schedule.linear_scatter_backward(ranks, grad, weight, take, True)
-
-
-def _linear_reduce(ranks: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
-    x, (weight,) = draw(shape.rows, shape.k), draw.weights(shape)
+        asked = ColumnGrads(grads, kept, weights, take, shape.dtype, anew=anew)
+        return lambda schedule: schedule.gather_linear_backward(ranks, asked)
+    if method == "linear_scatter":
+        x = draw(every, shape.k)
+        return lambda schedule: schedule.linear_scatter(ranks, x, weight)
+    if method == "linear_scatter_backward":
+        x, grad = draw(every, shape.k), draw(shape.rows, shape.features[0])
+        return lambda schedule: schedule.linear_scatter_backward(
+            ranks, grad, weight, lambda whole, _: compute_weight_grad(whole, x), True
+        )
+    x = draw(shape.rows, shape.k)
     return lambda schedule: schedule.linear_reduce(ranks, x, weight)
-
-
-_CALLS: Final[dict[str, Callable[[TPGroup, Shape, _Drawing, bool], Call]]] = {
-    "gather_linear": _gather_linear,
-    "gather_linear_backward": _gather_linear_backward,
-    "linear_scatter": _linear_scatter,
-    "linear_scatter_backward": _linear_scatter_backward,
-    "linear_reduce": _linear_reduce,
-}
 
 
 # Schedule ``auto``: for each operator, shape, dtype and direction one of the others, by measurement.

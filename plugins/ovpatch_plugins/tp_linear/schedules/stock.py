@@ -11,7 +11,7 @@ from torch import Tensor
 from ovpatch.overlap.comm.collectives import WorkGroup
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
-WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], None]
+WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], object]
 """Computes weights' gradients from the whole input, ``[M, k]``, and the outputs' gradients, ``[M, n_i]``."""
 
 GradGather = tuple[Tensor, WorkGroup]
