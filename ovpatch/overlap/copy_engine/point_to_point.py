@@ -305,7 +305,8 @@ class _Streams:
 
     def rescue(self) -> int:
         """Return a stream that waits for nothing."""
-        return int(self._rescue.cuda_stream) if self._exist else 0
+        handle: int = self._rescue.cuda_stream if self._exist else 0
+        return handle
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Run the block with the streams' device as the current one, which the driver's functions need."""
