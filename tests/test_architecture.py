@@ -264,7 +264,7 @@ TABLES = {
     "ovpatch_plugins.tp_linear.layout:_specs": "a cache of bounded size",
     "ovpatch_plugins.tp_linear.plugin:_settings": "the options",
     "ovpatch_plugins.tp_linear.precomputed:PRECOMPUTED": "every linear asks; an entry goes with the gathered tensor",
-    "ovpatch_plugins.tp_linear.takeover:_left": "names for the report",
+    "ovpatch_plugins.tp_linear.takeover:LEFT": "names for the report",
 }
 CONTAINERS = {"dict", "set", "list", "deque", "defaultdict", "OrderedDict", "Counter"}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.kept_state import group_values
+from ovpatch.overlap.comm.kept_state import drop_values, group_values
 from ovpatch.overlap.symm_mem import memory
 from ovpatch.overlap.symm_mem.memory import Memory
 
@@ -114,7 +114,7 @@ def regrouped() -> bool:
     second = dist.new_group([0, 1])
     other = memory.workspace_for(second, CPU)
     kept = [found for _, found in group_values(memory.Workspace)]
-    memory.drop_workspaces()
+    drop_values(memory.Workspace)
     return again and other is not one and kept == [other] and not group_values(memory.Workspace)
 
 

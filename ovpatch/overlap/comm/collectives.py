@@ -291,10 +291,6 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     without_grad(torch._foreach_copy_, list(targets), list(sources))
 
 
-# Backends that launch the collectives of several tensors as one.
-_GROUPING = ("nccl",)
-
-
 class Transport(Protocol):
     """Carries the all-gathers and reduce-scatters of one group on one device."""
 
@@ -495,7 +491,8 @@ _GONE = (
 
 
 def _groups(group: dist.ProcessGroup, device: torch.device) -> bool:
-    return backend_name(group, device) in _GROUPING
+    """Return whether the backend launches the collectives of several tensors as one."""
+    return backend_name(group, device) == "nccl"
 
 
 def _wait_for(works: Sequence[Work | None]) -> None:

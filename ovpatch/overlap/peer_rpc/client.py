@@ -145,14 +145,17 @@ def _endpoint(value: bytes) -> Endpoint:
 
 def own_addresses(store: dist.Store | None) -> tuple[str, ...]:
     """Return this machine's addresses; the one on the route to the store's host comes first."""
-    found = [_source(host) for host in (_store_host(store), *_OUTSIDE) if host] + _interface_addresses()
+    root = unwrap_store(store)
+    store_host = root.host if isinstance(root, dist.TCPStore) else os.environ.get("MASTER_ADDR", "")
+    found = [_source(host) for host in (store_host, *_OUTSIDE) if host] + _interface_addresses()
     return tuple(dict.fromkeys(address for address in found if address and not address.startswith(_LOCAL_ONLY)))
 
 
-def _store_host(store: dist.Store | None) -> str:
+def unwrap_store(store: dist.Store | None) -> dist.Store | None:
+    """Return the store behind prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, dist.TCPStore) else os.environ.get("MASTER_ADDR", "")
+    return store
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.kept_state import group_state, group_store, group_timeout_s
+from ovpatch.overlap.peer_rpc.client import unwrap_store
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 
 _TOPIC: Final = "host barrier: name"
@@ -173,9 +174,7 @@ class HostBarrier:
 
 
 def _is_in_file(store: dist.Store) -> bool:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.FileStore)
+    return isinstance(unwrap_store(store), dist.FileStore)
 
 
 _MISSING = (

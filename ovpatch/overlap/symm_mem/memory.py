@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.consensus import check_consistent, gather_values
-from ovpatch.overlap.comm.kept_state import drop_values, group_state
+from ovpatch.overlap.comm.kept_state import group_state
 from ovpatch.overlap.comm.streams import is_capturing
 
 _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -351,8 +351,3 @@ def _is_capturing(stream: torch.cuda.Stream) -> bool:
 def workspace_for(group: dist.ProcessGroup, device: torch.device) -> Workspace:
     """Return the workspace of a group on a device; made once, and dropped when the group is destroyed."""
     return group_state(group).get_or_create((Workspace, device), lambda: Workspace(group, device), keeps_group=True)
-
-
-def drop_workspaces() -> None:
-    """Drop the workspaces of all groups."""
-    drop_values(Workspace)

@@ -17,6 +17,7 @@ alike; this holds for a second backward through the same outputs, too.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -89,7 +90,8 @@ class ExpertGradients(BackwardReducer):
                 earlier.retire()
             state.experts = weakref.ref(self)
         if self._factor != 1:
-            self._scaling += [param.register_hook(_multiplied(self._factor)) for param in self._params]
+            scale = functools.partial(_scale, self._factor)
+            self._scaling += [param.register_hook(scale) for param in self._params]
         weakref.finalize(self, _remove, self._scaling).atexit = False
         if group is not None:
             self._attach(group)
@@ -181,11 +183,8 @@ class ExpertGradients(BackwardReducer):
         self._sync = self._new_sync()
 
 
-def _multiplied(factor: float) -> Any:
-    def hook(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else grad * factor
-
-    return hook
+def _scale(factor: float, grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad * factor
 
 
 def _remove(handles: Iterable[RemovableHandle]) -> None:

@@ -306,7 +306,7 @@ class CustomOp:
         # The weight stands for the bias as well, of which only the dtype counts.
         params = ParamGrads(multiply_weight_grad, [weight], [weight], (needs_weight, needs_bias))
         take = params.compute_weights if needs_weight else None
-        wanted = _find_dtype(dtype) if needs_x else None
+        wanted = getattr(torch, dtype) if needs_x else None
         asked = ColumnGrads([grad.contiguous()], x, [weight], take, wanted, anew=True)
         dx = self._operator.backward(_parse_schedule(schedule), _find_ranks(group, x), asked, params)
         return [found for found in (dx, *params.weights, *params.biases) if found is not None]
@@ -315,7 +315,7 @@ class CustomOp:
         self, grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, *needs: bool
     ) -> list[Tensor]:
         needs_x, needs_weight, needs_bias = needs
-        summed = _find_dtype(dtype) if self._operator.sums_input_grad else x.dtype
+        summed = getattr(torch, dtype) if self._operator.sums_input_grad else x.dtype
         found = [torch.empty_like(x, dtype=summed)] if needs_x else []
         found += [torch.empty_like(weight)] if needs_weight else []
         return [*found, weight.new_empty(weight.shape[0])] if needs_bias else found
@@ -379,11 +379,6 @@ def _parse_schedule(name: str) -> Schedule:
         if name.startswith(kind):
             return find_schedule(kind, int(name.removeprefix(kind)), anew=True)
     return find_schedule(name, 1)
-
-
-def _find_dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
 
 
 _CUSTOM_OPS: Final = {name: CustomOp(operator) for name, operator in OPERATORS.items() if name != LocalLinear.name}

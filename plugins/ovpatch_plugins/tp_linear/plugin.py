@@ -87,7 +87,7 @@ def ovpatch_remarks() -> Sequence[str]:
         remarks += [f"schedule fused computes as bulk does: {reason}" for reason in sharing.list_objections()]
     takeover = sys.modules.get("ovpatch_plugins.tp_linear.takeover")
     if takeover is not None:
-        remarks += [f"{name} is left to stock: {reason}" for name, reason in takeover.list_left_linears().items()]
+        remarks += [f"{name} is left to stock: {reason}" for name, reason in takeover.LEFT.items()]
     if COUNTERS.unused:
         remarks.append(
             f"{COUNTERS.unused} products were computed with a shared gather and never used: "

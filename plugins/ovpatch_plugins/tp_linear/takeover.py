@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from torch import nn
@@ -51,7 +51,7 @@ class _RemovedHooks(NamedTuple):
 _REMOVED: Final = "tp_linear: removed hooks"  # of a linear: its forward pre-hooks and forward hooks
 _GATHERS: Final = "tp_linear: gathers"  # of a module with a SharedAllGather hook
 
-_left: dict[str, str] = {}  # why stock computes a linear, by the name of its class
+LEFT: Final[dict[str, str]] = {}  # why stock computes a linear, by the name of its class
 
 
 def apply_to_linear(apply: Callable[..., nn.Module], style: Style, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -75,7 +75,7 @@ def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[
     computes it.
     """
     if reason := find_unsupported_reason(style, linear, mesh.ndim):
-        _left[type(linear).__name__] = reason
+        LEFT[type(linear).__name__] = reason
         return None
     removed = _remove_hooks(linear._forward_pre_hooks, ours), _remove_hooks(linear._forward_hooks, ours)
     kept_values(linear)[_REMOVED] = removed
@@ -129,15 +129,10 @@ def give_back_modules() -> None:
         for key, hook in module._forward_pre_hooks.items():
             if isinstance(hook, SharedAllGather):
                 module._forward_pre_hooks[key] = hook.stock
-    _left.clear()
+    LEFT.clear()
     layout.drop_specs()
     tp_group.drop_tp_groups()
     fused.drop_fused_support()
-
-
-def list_left_linears() -> Mapping[str, str]:
-    """Return why stock computes linears, by the name of their class."""
-    return dict(_left)
 
 
 def _layouts(style: PrepareModuleInput) -> Iterator[tuple[Any, Any]]:
@@ -164,8 +159,6 @@ def _restore_hooks(hooks: Hooks, removed: _RemovedHooks) -> None:
 
 # Modules that were cut before ``ovpatch.apply()``: torch registers local functions as hooks, whose closures still hold
 # the style and the mesh.
-
-_STYLES: tuple[type[Style], ...] = (ColwiseParallel, RowwiseParallel)
 
 
 def recover_modules() -> list[str]:
@@ -215,7 +208,7 @@ def _recover_linear(linear: nn.Linear) -> bool:
 def _style(prepare: Any, finish: Any) -> Style | None:
     if not isinstance(prepare, functools.partial) or not isinstance(finish, functools.partial):
         return None
-    for style in _STYLES:
+    for style in (ColwiseParallel, RowwiseParallel):
         if prepare.func is style._prepare_input_fn and finish.func is style._prepare_output_fn:
             (given, _), (handed_out, local) = prepare.args, finish.args
             return style(input_layouts=given[0], output_layouts=handed_out[0], use_local_output=local)

@@ -179,7 +179,7 @@ def list_objections() -> list[str]:
 def drop_fused_support() -> None:
     """Drop what is known of groups, and their workspaces."""
     drop_values(_Objection)
-    memory.drop_workspaces()
+    drop_values(Workspace)
 
 
 def align_rows(rows: Tensor) -> Tensor:
