@@ -328,10 +328,8 @@ class Autotuner:
         """Return the candidate that all ranks take; the group is the same in every call.
 
         A collective if the key is new to the group; see [Note: when to measure]. Numbers are exchanged on the
-        communicator, by default on the group itself.
-
-        Raises:
-            RankMismatchError: Ranks ask for different keys, or a rank does not come.
+        communicator, by default on the group itself. RankMismatchError if ranks ask for different keys, or one does not
+        come.
         """
         deterministic = torch.are_deterministic_algorithms_enabled()
         question = (deterministic, tuning.key, tuning.candidates)

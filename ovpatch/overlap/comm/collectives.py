@@ -235,12 +235,7 @@ class Exchange:
         self._options.asyncOp = True
 
     def __call__(self, shards: Sequence[Tensor], full: Sequence[Tensor]) -> Sequence[Work]:
-        """Start the sums.
-
-        Args:
-            shards: This rank's sums, ``[size]`` each.
-            full: This rank's terms, ``[world, size]`` each; row r is sent to rank r.
-        """
+        """Start the sums, ``[size]`` each, of terms ``[world, size]`` each, whose row r is sent to rank r."""
         alone, small = _by_size(full)
         works = []
         for i in alone:
@@ -470,8 +465,7 @@ class Collectives:
     def reduce_scatter_fp32(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Average tensors of half precision in fp32, as :meth:`ReduceScatter.__call__`; only a transport can.
 
-        Raises:
-            RuntimeError: The group's transport has been given up meanwhile.
+        RuntimeError if the group's transport has been given up meanwhile.
         """
         transport = reduce_scatter_transport(self._group, self._device)
         if transport is None:
@@ -511,23 +505,16 @@ _TUNED = ("cga_cluster_size", "min_ctas", "max_ctas")  # fields of NCCL's config
 
 
 def step_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return the communicator of a group for collectives in steps; made once.
+    """Return the communicator of a model's group for collectives in steps; made once.
 
-    Every rank of the group makes the first call at the same place, which connects them.
+    Every rank of the group makes the first call at the same place, which connects them. For a backend that is neither
+    gloo nor NCCL it is the group itself; a script must then issue no collectives on it beside a step.
 
     [Note: beside the script's collectives] A communicator pairs collectives in the order in which hosts issue them.
     Where stock issues none, a script's thread may issue one on the model's process group, before ours on one rank and
     after it on another: a hang, or wrong numbers. So ours have a communicator of their own; those of a backward stay
     on the group, where stock issues them, too. Torch does not register it: a registered group would change the names
     of later groups, which have to be the same on ranks that are no members.
-
-    Args:
-        group: The process group of the model.
-        device: Where the tensors are.
-
-    Returns:
-        A process group over the same ranks. ``group`` itself for a backend that is neither gloo nor NCCL; a script must
-        then issue no collectives on it beside a step.
     """
     made = group_state(group).values.get(_Communicators)
     if made is None or device.type not in made:
@@ -538,13 +525,10 @@ def step_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.Pr
 
 
 def close_step_communicators(group: dist.ProcessGroup | None = None) -> None:
-    """Shut down the communicators of one group, or all, after their collectives. All ranks call this.
+    """Shut down the communicators of one model's group, or all, after their collectives. All ranks call this.
 
     Collectives in which a rank is known to be missing are aborted (:func:`abandon_step_communicators`).
     Does nothing if an exception ends this process: collectives in flight may wait for peers that are gone.
-
-    Args:
-        group: The model's process group; all by default.
     """
     if is_exiting_by_error():
         return

@@ -67,10 +67,8 @@ def check_consistent_once(
 ) -> None:
     """Agree with all ranks of ``group`` on ``terms`` when this rank first passes ``key``, which stands for the terms.
 
-    Waits up to :data:`LATE_START_S` for the others, and at most for half of the group's time-out.
-
-    Raises:
-        RankMismatchError: Terms differ, or a rank did not answer in time.
+    Waits up to :data:`LATE_START_S` for the others, and at most for half of the group's time-out. Raises as
+    :func:`check_consistent`.
     """
     agreed = group_state(group).values.get(_Agreed)
     if agreed is None or (topic, key) not in agreed:
@@ -81,10 +79,8 @@ def check_consistent_once(
 def agree_on_name(group: dist.ProcessGroup, topic: str, *, timeout_s: float) -> str:
     """Return a name that is the same on all ranks and that no other call, of this or another process, returns.
 
-    Every rank of the group, of two or more, calls this the same number of times per topic.
-
-    Raises:
-        RankMismatchError: A rank did not answer in time.
+    Every rank of the group, of two or more, calls this the same number of times per topic. RankMismatchError if one did
+    not answer in time.
     """
     return str(_Round(group, topic, timeout_s).run({})["marks"][0])
 
@@ -92,10 +88,8 @@ def agree_on_name(group: dist.ProcessGroup, topic: str, *, timeout_s: float) -> 
 def gather_values(group: dist.ProcessGroup, topic: str, value: Any) -> list[Any]:
     """Return the JSON values of all ranks by group rank: some hundred bytes, since rank 0 publishes all.
 
-    Every rank of the group calls this the same number of times per topic. Waits for the group's time-out.
-
-    Raises:
-        RankMismatchError: A rank did not answer in time.
+    Every rank of the group calls this the same number of times per topic. RankMismatchError if one did not answer
+    within the group's time-out.
     """
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return [value] * group.size()

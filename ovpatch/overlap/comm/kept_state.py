@@ -283,11 +283,7 @@ class WeakParams(Sequence[torch.nn.Parameter]):
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a bound method without keeping its object alive.
-
-    Raises:
-        RuntimeError: From that function, when the object is gone.
-    """
+    """Return a function that calls a bound method without keeping its object alive; RuntimeError once that is gone."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:

@@ -31,10 +31,7 @@ class StepFlags:
     CUDA the sum has reached the host by then. Without streams the host waits for a step's collectives anyway, so the
     failures are summed and read in every step. A step that is captured into a CUDA graph starts and reads nothing.
 
-    Args:
-        group: The process group.
-        device: Where the group's collectives run.
-        feature: Name for labels.
+    The group's collectives run on the device. ``feature`` is a name for labels.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, feature: str) -> None:
@@ -52,12 +49,8 @@ class StepFlags:
     ) -> None:
         """Start the sum if one is due after this step, behind the step's other collectives.
 
-        Every rank calls this after the same steps.
-
-        Args:
-            step: Number of the step.
-            failed: Whether this rank's backward failed.
-            get_flags: Returns the caller's flags, as many on all ranks; called if they are due.
+        Every rank calls this after the same steps. ``failed`` tells whether this rank's backward failed. ``get_flags``
+        returns the caller's flags, as many on all ranks; it is called if they are due.
         """
         if is_capturing(self._device):
             return
@@ -99,11 +92,7 @@ class StepFlags:
         return steps
 
     def raise_for_failures(self, text: Callable[[range], str]) -> None:
-        """Raise an error, worded by ``text``, if :meth:`failed_steps` returns any.
-
-        Raises:
-            RuntimeError: Another rank's part is missing in this rank's results.
-        """
+        """Raise RuntimeError, worded by ``text``, if another rank's part is missing: :meth:`failed_steps`."""
         steps = self.failed_steps() if self._pending else None
         if steps:
             raise RuntimeError(text(steps[0]))

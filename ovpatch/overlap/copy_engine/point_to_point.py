@@ -48,17 +48,8 @@ class PointToPoint:
     steps end in time. If one does not, it tells the other ranks, and only then writes the numbers that this rank's
     streams wait for. What they read then is no message. All later calls are refused.
 
-    Args:
-        group: The group, which is not kept alive. All its ranks make this together.
-        device: Where the tensors are.
-        edges: All directed edges ``(sender, receiver)``, the same on all ranks.
-        slots: Slots of an edge.
-        slot_bytes: Bytes of a slot.
-        timeout_s: Seconds that a step may take.
-        allocate: Makes the memory.
-
-    Attributes:
-        failure: Why calls are refused, or "".
+    All ranks make this together, with the same ``edges``, ``(sender, receiver)``. It does not keep the group alive. A
+    step may take ``timeout_s`` seconds. ``failure`` tells why calls are refused, or is "".
     """
 
     def __init__(
@@ -124,13 +115,9 @@ class PointToPoint:
     # --- a step ---
 
     def begin(self, tell_failure: Callable[[str], object]) -> None:
-        """Begin a step.
+        """Begin a step; RuntimeError if an earlier one did not end.
 
-        Args:
-            tell_failure: Tells the other ranks that this one goes on without their messages; called in a thread.
-
-        Raises:
-            RuntimeError: An earlier step did not end.
+        ``tell_failure`` tells the other ranks, in a thread, that this one goes on without their messages.
         """
         self.check()
         if self._within:
@@ -152,12 +139,9 @@ class PointToPoint:
     # --- messages ---
 
     def send(self, tensors: Sequence[Tensor], receiver: int) -> Work:
-        """Start to send a message behind the current stream's work.
+        """Start to send a message of contiguous tensors to a rank, behind the current stream's work.
 
-        Args:
-            tensors: Its tensors, contiguous. The returned handle keeps them until its ``wait()`` was called, which
-                makes the current stream wait until they have been copied.
-            receiver: Rank of the receiver.
+        The returned handle keeps them until its ``wait()``, which makes the current stream wait for their copies.
         """
         self.check()
         edge = self._out[receiver]
@@ -173,11 +157,9 @@ class PointToPoint:
             return WorkGroup(self._streams.end((self._rank, receiver)), tuple(tensors))
 
     def receive(self, tensors: Sequence[Tensor], sender: int) -> Work:
-        """Return the message that comes next from a sender, in the order of calls; its ``wait()`` receives it.
+        """Return the message that comes next from a rank, in the order of calls; its ``wait()`` receives it.
 
-        Args:
-            tensors: What to receive into, contiguous and of the sizes of the message.
-            sender: Rank of the sender.
+        It is received into the tensors, which are contiguous and of the sizes of the message.
         """
         made = _Arrival(self, sender, tensors)
         self._arriving[sender].append(made)
@@ -244,11 +226,7 @@ class _Arrival:
 
 
 class _Edge:
-    """One end of a directed edge.
-
-    Attributes:
-        number: How many slots it has used, as a number of 32 bits.
-    """
+    """One end of a directed edge; ``number`` is how many slots it has used, in 32 bits."""
 
     def __init__(self, driver: Any, slots: Sequence[int], awaited: Mapping[int, int], told: Mapping[int, int]) -> None:
         self.number, self._count = 0, 0

@@ -183,8 +183,7 @@ Allocate = Callable[[int, dist.ProcessGroup, torch.device], Window]
 def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Window:
     """Allocate the same number of bytes of symmetric memory on all ranks, which call this together.
 
-    Raises:
-        RuntimeError: Memory cannot be shared, or streams cannot wait for it.
+    RuntimeError if memory cannot be shared, or if streams cannot wait for it.
     """
     found = memory.allocate_on_all(size + BYTES, group, device, lambda own: own[size:].zero_())
     whole = [found.keeps.get_buffer(rank, (size + BYTES,), torch.uint8) for rank in range(group.size())]

@@ -55,9 +55,7 @@ class Endpoint:
         """Return a connection, with a deadline, on which nothing has been sent.
 
         ``attempt`` tells how many connections led to another process or to silence; each starts at another address.
-
-        Raises:
-            OSError: No process listens at any of the addresses.
+        OSError if no process listens at any of them.
         """
         addresses = self.addresses_to_try()
         first = attempt % len(addresses)
@@ -115,11 +113,7 @@ class Endpoints:
             raise
 
     def look_up_for_forks(self) -> None:
-        """Look up the ranks that children of this process could not find, if all ranks can be found.
-
-        Raises:
-            RuntimeError: The store does not answer.
-        """
+        """Look up the ranks that children could not find, if all can be found; RuntimeError without the store."""
         ranks = [rank for rank in range(self._size) if rank not in self.verified and rank not in self._for_forks]
         keys = [f"{self._base}/{rank}" for rank in ranks]
         store: Any = self._store() if ranks else None

@@ -37,9 +37,7 @@ class HostBarrier:
     a peer, and waits for the others before one of its streams waits for that collective. In between a host goes on:
     nothing that it queues is behind the collective. :meth:`defer` arrives, and :meth:`finish` waits.
 
-    Args:
-        group: The process group.
-        name: What the ranks have agreed to call another barrier, beside that of :meth:`for_group`.
+    ``name`` is what the ranks have agreed to call another barrier, beside that of :meth:`for_group`.
     """
 
     # The store holds one number per group, which only grows: barrier n is passed when every rank has added n. No rank

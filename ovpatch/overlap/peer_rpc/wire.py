@@ -138,11 +138,7 @@ class Message(NamedTuple):
 
 
 def pack(header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
-    """Return a message of a header, JSON values, and dense CPU tensors of any dtype that has whole bytes.
-
-    Raises:
-        TypeError: A tensor or a value of the header is of a kind that cannot be sent.
-    """
+    """Return a message of a header, JSON values, and dense CPU tensors of any dtype with whole bytes, or TypeError."""
     plain = [_plain(tensor) for tensor in tensors]
     kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in plain]
     return Message(json.dumps({"header": header, "tensors": kinds}).encode(), plain)

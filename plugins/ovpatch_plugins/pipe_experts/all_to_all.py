@@ -63,7 +63,7 @@ def start_all_to_all(
     allocate: Allocator | None = None,
     allocate_grad: Allocator | None = None,
 ) -> PendingRows:
-    """Start to send rows to the ranks of a group.
+    """Start to send rows to the ranks of a group; return the rows to wait for.
 
     Args:
         rows: ``[sum(input_splits), h]``, by destination rank.
@@ -72,9 +72,6 @@ def start_all_to_all(
         group: The ranks.
         allocate: Returns memory for the received rows; fresh memory by default.
         allocate_grad: Returns memory for the gradient of ``rows``.
-
-    Returns:
-        The rows to wait for.
     """
     transport = CollectiveAllToAll(group)
     return PendingRows(Transfer(transport, list(input_splits), list(output_splits), allocate, allocate_grad), rows)
@@ -276,10 +273,8 @@ class SymmAllToAll:
 
     Rows that stay on this rank are copied on the current stream. The host waits for nothing. Construction is a
     collective. A ring has ``depth`` slots of ``slot`` bytes; a program moves ``block`` words at a time. The number of
-    programs, ``channels``, may be lowered, on all ranks between the same two calls.
-
-    Raises:
-        LackingError: Some ranks have no memory for it; raised on all ranks.
+    programs, ``channels``, may be lowered, on all ranks between the same two calls. LackingError, on all ranks, if some
+    have no memory for it.
     """
 
     def __init__(

@@ -124,8 +124,7 @@ class ExpertGradients(BackwardReducer):
     def before_forward(self, _ddp: torch.nn.Module, _args: Any) -> None:
         """Complete the collectives of a backward that an exception cut short, and see that the hooks are in place.
 
-        Raises:
-            RuntimeError: The module was wrapped once more, or this is a copy, and its process group is not here.
+        RuntimeError if the module was wrapped once more, or if this is a copy and its process group is not here.
         """
         if self._retired:
             raise RuntimeError(f"ovpatch: the experts of this model belong to a later wrapper by now. {_WRAP_AGAIN}")

@@ -123,11 +123,7 @@ def linear_reduce_scatter(
 def _check(
     name: str, chunks: int, anew: bool, dim: int, shape: torch.Size, *dtypes: torch.dtype
 ) -> tuple[Schedule, int]:
-    """Return the schedule, and the dimension from the front, of an input of this shape.
-
-    Raises:
-        ValueError: One of them is wrong, or a dtype is complex.
-    """
+    """Return the schedule, and the dimension from the front, of an input of this shape; ValueError if one is wrong."""
     for dtype in dtypes:
         if dtype.is_complex:
             raise ValueError(f"complex numbers ({dtype}) are not supported: compute on real and imaginary parts")

@@ -54,20 +54,15 @@ class ParamGrads:
     ``leaves`` are the weights themselves where a checkpoint has given others for them.
     """
 
-    __slots__ = ("_biases", "_compute", "_wanted", "_weights", "biases", "leaves", "weights")
+    __slots__ = ("_biases", "_compute", "_wanted", "_weights", "biases", "leaves", "needs_any", "weights")
 
     def __init__(
         self, compute: WeightGrad, weights: Sequence[Tensor], biases: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> None:
         self._compute, self._weights, self._biases, self._wanted = compute, weights, biases, wanted
-        self.leaves = weights
+        self.leaves, self.needs_any = weights, any(wanted)  # whether any weight or bias needs a gradient
         self.weights: list[Tensor | None] = [None] * len(weights)  # gradients of the weights
         self.biases: list[Tensor | None] = [None] * len(weights)  # gradients of the biases
-
-    @property
-    def needs_any(self) -> bool:
-        """Whether any weight or bias needs a gradient."""
-        return any(self._wanted)
 
     def compute_weights(self, x: Tensor | None, grads: Sequence[Tensor | None]) -> None:
         """Compute the weights' gradients from the whole input ``[M, k]`` and the outputs' gradients ``[M, n_i]``."""

@@ -46,11 +46,7 @@ class GatherGuard:
         return self._gathered
 
     def check_backward(self) -> None:
-        """Check that the products' gradients may go past the gathered tensor.
-
-        Raises:
-            RuntimeError: The gathered tensor's gradient is read, or a weight has been written into.
-        """
+        """Raise RuntimeError if the gathered tensor's gradient is read, or a weight has been written into."""
         for weight, version in self.handed_out:
             if weight._version != version:
                 raise RuntimeError(

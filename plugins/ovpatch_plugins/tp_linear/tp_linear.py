@@ -52,10 +52,7 @@ def agree_on_terms(group: dist.ProcessGroup) -> None:
     """Have the ranks of a group agree on how linears compute, once per :func:`.tp_group.generation`.
 
     They do so when ``parallelize_module`` first cuts a linear over the group, where stock, too, needs all ranks; for
-    models that were made parallel before ``ovpatch.apply()``, in the first forward.
-
-    Raises:
-        RankMismatchError: Ranks differ, or a rank did not answer in time.
+    models that were made parallel before ``ovpatch.apply()``, in the first forward. RankMismatchError if ranks differ.
     """
     check_consistent_once(group, "tp_linear", tp_group.generation(), _terms, remedy=_REMEDY)
 
@@ -64,21 +61,16 @@ def _terms() -> dict[str, Any]:
     return {"version of ovpatch": importlib.metadata.version("ovpatch"), **STATE.terms}
 
 
+@dataclasses.dataclass(slots=True)
 class _OpPlan:
-    """How inputs of one layout are computed, decided once: comparing placements and finding groups takes microseconds.
+    """How inputs of one layout are computed, decided once: to compare placements and find groups takes long."""
 
-    ``operator`` is a name of :data:`OPERATORS`, which compilers understand better than an object. ``dim`` is the
-    sequence dimension of input or output. ``given`` is the placement of the input's gradient and ``returned`` that of
-    the output, if they are DTensors. ``finish`` tells whether stock still has to redistribute the output.
-    """
-
-    __slots__ = ("calls", "dim", "finish", "given", "operator", "returned")
-
-    def __init__(
-        self, operator: str, dim: int, given: Placement | None, returned: Placement | None, finish: bool
-    ) -> None:
-        self.operator, self.dim, self.given, self.returned, self.finish = operator, dim, given, returned, finish
-        self.calls: dict[bool, OpContext] = {}  # by whether the input needs a gradient
+    operator: str  # a name of OPERATORS, which compilers understand better than an object
+    dim: int  # the sequence dimension of input or output
+    given: Placement | None  # the placement of the input's gradient if it is a DTensor
+    returned: Placement | None  # the placement of the output if it is a DTensor
+    finish: bool  # whether stock still has to redistribute the output
+    calls: dict[bool, OpContext] = dataclasses.field(default_factory=dict)  # by whether the input needs a gradient
 
 
 class TPLinear:

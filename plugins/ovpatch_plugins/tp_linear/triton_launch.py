@@ -107,11 +107,8 @@ def gather_linear(
     """Gather rows ``[m, k]`` over the ranks, and multiply them with weights as they arrive.
 
     There are at most :data:`MOST` weights, ``[n_i, k]`` each, or none, all contiguous or all transposed; biases are
-    ``[n_i]`` or None. Returns outputs ``[world * m, n_i]``, and all rows ``[world * m, k]``; None if the workspace
-    cannot be made now.
-
-    Raises:
-        ValueError: A weight or bias does not fit the rows.
+    ``[n_i]`` or None; ValueError if one does not fit the rows. Returns outputs ``[world * m, n_i]``, and all rows
+    ``[world * m, k]``; None if the workspace cannot be made now.
     """
     blocks = -(-x.shape[0] // (tiles or WIDE).rows)
     with _use_device_of(x):
@@ -129,10 +126,7 @@ def linear_scatter(
     """Multiply, add up over the ranks, and keep this rank's rows, ``[m, n]``; None if there is no workspace now.
 
     There are at most :data:`MOST` inputs ``[world * m, k_i]``, contiguous, whose products with weights ``[n, k_i]``,
-    all contiguous or all transposed, are added up.
-
-    Raises:
-        ValueError: An input or a weight does not fit the others.
+    all contiguous or all transposed, are added up. ValueError if one does not fit the others.
     """
     x, n = xs[0], weights[0].shape[0]
     rows = x.shape[0]
