@@ -236,7 +236,7 @@ def in_a_fork(for_forks: bool) -> str:
             except PeerError as error:
                 texts.append(str(error))
         peers._server.close()
-        peers.shutdown()
+        PeerRpc.shutdown_all()
         listening = peers._server._listener.fileno() != -1
         os.write(writer, json.dumps([texts, listening, kept.mark_final({})]).encode())
         os._exit(0)

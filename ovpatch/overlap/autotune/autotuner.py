@@ -114,13 +114,13 @@ class RankNumbers:
         """Return the values of the group's first rank."""
         numbers = self._tensor(values)
         dist.broadcast(numbers, group=self._group, group_src=0)
-        return _to_list(numbers)
+        return list(numbers.tolist())
 
     def maximum(self, values: Sequence[float]) -> list[float]:
         """Return each number's maximum over the ranks. No rank returns before all have called."""
         numbers = self._tensor(values)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
-        return _to_list(numbers)
+        return list(numbers.tolist())
 
     def _tensor(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -174,11 +174,6 @@ def _sample(candidate: Callable[[], object], calls: int, device: torch.device) -
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / calls
-
-
-def _to_list(numbers: Tensor) -> list[float]:
-    found: list[float] = numbers.tolist()
-    return found
 
 
 FORMAT: Final = 1

@@ -19,13 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.consensus import agree_on_name
-from ovpatch.overlap.comm.kept_state import (
-    group_state,
-    group_store,
-    group_timeout_s,
-    group_values,
-    is_exiting_by_error,
-)
+from ovpatch.overlap.comm.kept_state import group_state, group_store, group_timeout_s, group_values, is_exiting_by_error
 
 
 class Work(Protocol):
@@ -154,13 +148,9 @@ class GlooAllGather:
     """See :class:`ovpatch.overlap.comm.collectives.AllGather`. Each rank broadcasts its shard, gloo's fastest way."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._world, self._rank = group, group.size(), group.rank()
+        self._world, self._rank = group.size(), group.rank()
         self._pool = BufferPool()
-        self._options = []
-        for rank in range(self._world):
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor, options.asyncOp = rank, 0, True
-            self._options.append(options)
+        self._broadcasts = [Broadcast(group, rank) for rank in range(self._world)]
 
     def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start gathering contiguous real tensors of one dtype."""
@@ -182,10 +172,7 @@ class GlooAllGather:
         return works
 
     def _broadcast(self, rows: Sequence[Tensor]) -> list[Work]:
-        works: list[Work] = []
-        for row, options in zip(rows, self._options, strict=True):
-            works.append(self._group.broadcast([row], options))
-        return works
+        return [broadcast(row) for broadcast, row in zip(self._broadcasts, rows, strict=True)]
 
     def _coalesced(self, full: list[Sequence[Tensor]]) -> Work:
         sizes = [len(rows[0]) for rows in full]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -17,11 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from ovpatch.overlap.comm.kept_state import group_state, group_timeout_s
 
-# Seconds to wait for ranks that may load or build their models at different speeds.
-LATE_START_S = 300.0
-
-# Seconds between two polls of the store, at most.
-_LONGEST_PAUSE_S = 0.05
+LATE_START_S = 300.0  # for ranks that may load or build their models at different speeds
+_LONGEST_PAUSE_S = 0.05  # between two polls of the store
 
 
 class RankMismatchError(RuntimeError):
@@ -165,11 +162,7 @@ class _Round:
         if difference:
             text = f"ovpatch: ranks disagree on '{self._topic}': {difference}. {self._remedy or _REMEDY_SETTINGS}"
             return {"error": text}
-        objections: dict[str, list[int]] = {}
-        for rank, answer in zip(ranks, answers, strict=True):
-            if answer["objection"]:
-                objections.setdefault(answer["objection"], []).append(rank)
-        objection = "; ".join(f"{text} (rank {_listed(own)})" for text, own in objections.items())
+        objection = join_texts((rank, answer["objection"]) for rank, answer in zip(ranks, answers, strict=True))
         values = [answer["value"] for answer in answers]
         return {"objection": objection} | ({} if values[0] is None else {"values": values})
 
@@ -221,6 +214,15 @@ def _wait_for_keys(store: c10d.Store, keys: list[str], timeout_s: float) -> bool
 
 
 # --- texts ---
+
+
+def join_texts(by_rank: Iterable[tuple[int, str]]) -> str:
+    """Return texts, each once, with the ranks that they are of; no text, "", is left out."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in by_rank:
+        if text:
+            ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"{text} (rank {_listed(own)})" for text, own in ranks.items())
 
 
 def _difference(terms: list[Mapping[str, Any]], ranks: list[int]) -> str:

@@ -37,7 +37,7 @@ class GroupState:
         self.lock = threading.RLock()  # For values that only one thread may make. A collective must not run under it.
         renew_in_children(self, "lock", threading.RLock)
         self._pid = os.getpid()
-        self._tied: set[Hashable] = set()
+        self.tied: set[Hashable] = set()  # the keys of values that reference the group
 
     @property
     def is_forked(self) -> bool:
@@ -53,16 +53,10 @@ class GroupState:
         if key not in self.values:
             if keeps_group:
                 drop_destroyed()
-                self._tied.add(key)
+                self.tied.add(key)
             self.values[key] = make()
         value: T = self.values[key]
         return value
-
-    def drop_tied(self) -> None:
-        """Drop the values that reference the group."""
-        for key in self._tied:
-            self.values.pop(key, None)
-        self._tied.clear()
 
 
 def group_state(group: dist.ProcessGroup) -> GroupState:
@@ -97,7 +91,8 @@ def drop_destroyed() -> None:
     for state in list(_states.values()):
         group = state.group()
         if group is not None and is_destroyed(group):
-            state.drop_tied()
+            while state.tied:
+                state.values.pop(state.tied.pop(), None)
 
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
@@ -154,8 +149,7 @@ def _after_fork() -> None:
 _in_children: weakref.WeakKeyDictionary[Any, list[Callable[[Any], None]]] = weakref.WeakKeyDictionary()
 renew_in_children(sys.modules[__name__], "_lock", threading.Lock)
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 # --- the end of the process ---

@@ -13,11 +13,8 @@ import torch.distributed as dist
 from ovpatch.overlap.comm.collectives import AllReduce, Work
 from ovpatch.overlap.comm.streams import is_capturing, profiler_label, profiler_span, quietly_on
 
-# Steps per all-reduce, once the first steps are over.
-PERIOD = 16
-
-# Sums that may be under way on a device; older ones are waited for.
-_MOST_PENDING = 64
+PERIOD = 16  # steps per all-reduce, once the first steps are over
+_MOST_PENDING = 64  # sums that may be under way on a device; older ones are waited for
 
 
 class StepFlags:
@@ -136,8 +133,7 @@ class _FlagSum:
             self.event.synchronize()
         else:
             self.work.wait()
-        totals: list[int] = self.host.tolist()
-        return totals
+        return list(self.host.tolist())
 
 
 _side_stream = functools.cache(torch.cuda.Stream)  # one for each device

@@ -5,6 +5,7 @@ The addresses are kept in the group's store.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import math
@@ -12,7 +13,6 @@ import os
 import selectors
 import socket
 import struct
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -26,14 +26,10 @@ from torch import Tensor
 from ovpatch.overlap.comm.kept_state import group_store
 from ovpatch.overlap.peer_rpc.wire import Connection
 
-# Seconds until one attempt to connect is given up and the next address is tried.
-_CONNECT_S = 3.0
-
+_CONNECT_S = 3.0  # until one attempt to connect is given up and the next address is tried
 # Addresses outside of this network, for route lookups. Reserved for documentation; nothing is sent to them.
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")
-
-# Addresses that are of no use to other machines: loopback and link-local ones.
-_LOCAL_ONLY = ("127.", "::1", "fe80:")
+_LOCAL_ONLY = ("127.", "::1", "fe80:")  # of no use to other machines: loopback and link-local addresses
 
 
 @dataclass(frozen=True)
@@ -166,10 +162,6 @@ def _source(host: str) -> str:
 @functools.cache
 def _interface_addresses() -> list[str]:
     """Return the IPv4 addresses of all interfaces: a cluster's nodes may have no route to the outside."""
-    if sys.platform != "linux":
-        return []
-    import fcntl
-
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -180,17 +172,10 @@ def _interface_addresses() -> list[str]:
     return found
 
 
-# Seconds that the other ranks may still take once one has failed, so that the error names all that fail.
-_GRACE_S = 1.0
-
-# Seconds until a peer that accepts a connection but sends nothing is taken for another process.
-_GREETING_S = 5.0
-
-# Seconds between two attempts to reach a rank, at first and at most.
-_PAUSE_S = (0.001, 0.25)
-
-# Seconds after which a poll returns though nothing happened.
-_POLL_S = 10.0
+_GRACE_S = 1.0  # that the other ranks may still take once one has failed, so that the error names all that fail
+_GREETING_S = 5.0  # until a peer that accepts a connection but sends nothing is taken for another process
+_PAUSE_S = (0.001, 0.25)  # between two attempts to reach a rank, at first and at most
+_POLL_S = 10.0  # after which a poll returns though nothing happened
 
 # Open connections of one request. All ranks of a large job may call all others at the same time, as for a checkpoint
 # that each of them saves, and a process may open some thousand files at most.

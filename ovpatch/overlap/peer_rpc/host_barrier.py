@@ -16,9 +16,7 @@ from ovpatch.overlap.peer_rpc.client import unwrap_store
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 
 _TOPIC: Final = "host barrier: name"
-
 _LEFT: Final = 1 << 40  # more than all arrivals
-
 _PAUSE_S: Final = 0.002
 _PAUSE_PER_RANK_S: Final = 2e-5
 
@@ -113,10 +111,8 @@ class HostBarrier:
     def wait(self, flag: bool | None = None) -> bool:
         """Wait until every rank has arrived as often as this one; return whether the flag of any rank is true.
 
-        Without flags on all ranks, none are exchanged.
-
-        Raises:
-            RuntimeError: Not all ranks arrived within the process group's time-out, or a rank stays away.
+        Without flags on all ranks, none are exchanged. RuntimeError if not all ranks arrived within the process group's
+        time-out, or if one stays away.
         """
         if self._world == 1:
             return bool(flag)

@@ -32,8 +32,7 @@ from ovpatch.overlap.comm.kept_state import (
 from ovpatch.overlap.peer_rpc.client import MAX_CONNECTIONS, Endpoints, Replies, Request, own_addresses
 from ovpatch.overlap.peer_rpc.server import Handler, Server
 
-# Seconds without a call after which a process that exits no longer waits for its peers.
-AT_EXIT_S = 300.0
+AT_EXIT_S = 300.0  # without a call, after which a process that exits no longer waits for its peers
 
 
 class PeerError(RuntimeError):
@@ -65,10 +64,8 @@ class PeerRpc:
     def for_group(cls, group: dist.ProcessGroup) -> PeerRpc:
         """Return the group's object; the first call starts this process's server. No collective.
 
-        Ranks find each other by this call: every rank makes it before the feature's first collective.
-
-        Raises:
-            PeerError: This process is a fork of the rank, which had none.
+        Ranks find each other by this call: every rank makes it before the feature's first collective. PeerError in a
+        fork of a rank that had none.
         """
         state = group_state(group)
         if state.is_forked and PeerRpc not in state.values:
@@ -90,11 +87,8 @@ class PeerRpc:
         The handler maps the arguments, JSON values, to JSON values and dense CPU tensors, which are read until the peer
         has received them. It may block, and runs on several threads at a time. It is kept until withdrawn, so it should
         reference its owner weakly. The caller raises what it raises. Calls after the withdrawal wait for a new one.
-        ``for_forks`` tells that forked children may call, so the peers are looked up before a fork.
-
-        Raises:
-            ValueError: The topic is registered already.
-            PeerError: This process is a fork of the rank.
+        ``for_forks`` tells that forked children may call, so the peers are looked up before a fork. ValueError if the
+        topic is registered already, PeerError in a fork.
         """
         if self._is_forked:
             raise PeerError(_FORKED)
@@ -141,25 +135,21 @@ class PeerRpc:
             self._raise(topic, request, time.monotonic() - begin)
         return {rank: request.replies[rank] for rank in wanted}
 
-    def shutdown(self, timeout_s: float = AT_EXIT_S) -> None:
-        """Keep answering until all ranks have called this or exited; see :class:`ShutdownBarrier`.
-
-        Runs by itself when the interpreter exits without an exception, if this rank has registered or called. Call it
-        before ``destroy_process_group()``: after that, ranks cannot find each other. A rank that never called
-        :meth:`for_group`, or that has died, is not waited for. This rank gives up after ``timeout_s`` seconds without a
-        call.
-        """
-        run_shutdown([self._shutdown_barrier], timeout_s)
-
     @staticmethod
     def is_destroyed(group: dist.ProcessGroup) -> bool:
         """Return whether the group had an object and was destroyed, so that its ranks cannot be called any more."""
         return any(rpc._endpoints.is_destroyed() for _, rpc in group_values(PeerRpc, group))
 
     @staticmethod
-    def shutdown_all(group: dist.ProcessGroup | None = None, timeout_s: float = AT_EXIT_S) -> None:
-        """As :meth:`shutdown`, for all process groups, or for one if it has an object."""
-        run_shutdown([rpc._shutdown_barrier for _, rpc in group_values(PeerRpc, group)], timeout_s)
+    def shutdown_all(group: dist.ProcessGroup | None = None) -> None:
+        """Keep answering, in all groups or in one, until all ranks have called this; see :class:`ShutdownBarrier`.
+
+        Runs by itself when the interpreter exits without an exception, if this rank has registered or called. Call it
+        before ``destroy_process_group()``: after that, ranks cannot find each other. A rank that never called
+        :meth:`for_group`, or that has died, is not waited for. This rank gives up after :data:`AT_EXIT_S` seconds
+        without a call.
+        """
+        run_shutdown([rpc._shutdown_barrier for _, rpc in group_values(PeerRpc, group)], AT_EXIT_S)
 
     @property
     def _is_forked(self) -> bool:
@@ -194,8 +184,7 @@ def _look_up_before_fork() -> None:
                 rpc._endpoints.look_up_for_forks()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_look_up_before_fork)
+os.register_at_fork(before=_look_up_before_fork)
 
 
 def _at_exit() -> None:

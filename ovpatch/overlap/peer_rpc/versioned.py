@@ -69,7 +69,6 @@ def copy_to_host(tensor: Tensor) -> Tensor:
 _T = TypeVar("_T")
 
 _PAUSE_S = 0.0005  # between two queries of the device
-
 _MAX_EVENTS = 64  # a host that is further ahead of its device than that many versions loses the oldest
 
 
@@ -126,10 +125,7 @@ class VersionedTensors:
 
         A future version is waited for. ``copy`` returns complete copies on the CPU (:func:`copy_to_host`); on CUDA it
         is called on a stream for such copies. With ``kept`` it reads tensors of that version that are not updated any
-        more.
-
-        Raises:
-            TornReadError: The version is not complete in time, or has been overwritten.
+        more. TornReadError if the version is not complete in time, or has been overwritten.
         """
         deadline = time.monotonic() + timeout_s
         self.wait_for_version(version, timeout_s)

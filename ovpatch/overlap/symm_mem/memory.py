@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.consensus import check_consistent, gather_values
+from ovpatch.overlap.comm.consensus import check_consistent, gather_values, join_texts
 from ovpatch.overlap.comm.kept_state import group_state
 from ovpatch.overlap.comm.streams import is_capturing
 
@@ -76,8 +76,7 @@ def allocate_on_all(
 ) -> Memory:
     """As :func:`allocate`, but on all ranks or on none: there, peers would wait for a rank that cannot allocate.
 
-    Raises:
-        LackingError: A rank could not allocate; on all ranks, with the same text.
+    LackingError, with the same text on all ranks, if one could not allocate.
     """
     found = False
 
@@ -143,16 +142,14 @@ def unsupported_reason(
     found = gather_values(
         group, "symmetric memory: places", _facts(device, (local_reason or kernels_unsupported_reason)(device))
     )
-    reasons: dict[str, list[int]] = {}
-    for rank, told in enumerate(found):
-        for reason in (told["reason"], *_elsewhere(told, found[0])):
-            if reason:
-                reasons.setdefault(reason, []).append(dist.get_global_rank(group, rank))
+    reasons = [
+        (dist.get_global_rank(group, rank), reason)
+        for rank, told in enumerate(found)
+        for reason in (told["reason"], _elsewhere(told, found[0]))
+    ]
     if group.size() > MOST_RANKS:
         return f"{group.size()} ranks, and kernels are made for {MOST_RANKS} at most"
-    if reasons:
-        return "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in reasons.items())
-    return _without_access([told["uuid"] for told in found])
+    return join_texts(reasons) or _without_access([told["uuid"] for told in found])
 
 
 def memory_unsupported_reason(device: torch.device) -> str:
@@ -195,14 +192,14 @@ def _facts(device: torch.device, reason: str) -> dict[str, str]:
     return {"host": _host(), "place": _place(), "before": str(rendezvous_count), "reason": reason, "uuid": uuid}
 
 
-def _elsewhere(told: dict[str, str], first: dict[str, str]) -> Iterator[str]:
-    """Yield the reasons why a rank and rank 0 cannot share memory."""
+def _elsewhere(told: dict[str, str], first: dict[str, str]) -> str:
+    """Return the reason why a rank and rank 0 cannot share memory, or ""."""
     if told["host"] != first["host"]:
-        yield "it runs on another host than rank 0"
-    elif told["place"] != first["place"]:
-        yield "it runs in another container than rank 0, or with another TMPDIR"
-    elif told["before"] != first["before"]:
-        yield "it has shared memory another number of times than rank 0, in other groups"
+        return "it runs on another host than rank 0"
+    if told["place"] != first["place"]:
+        return "it runs in another container than rank 0, or with another TMPDIR"
+    differs = told["before"] != first["before"]
+    return "it has shared memory another number of times than rank 0, in other groups" if differs else ""
 
 
 def _folder() -> str:

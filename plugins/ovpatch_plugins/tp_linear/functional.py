@@ -95,9 +95,8 @@ def linear_reduce_scatter(
         group: The ranks.
         bias: The whole bias, ``[n]``, the same on all ranks; added once.
         dim: Which dimension of ``x`` is the sequence.
-        schedule: ``stock``, ``bulk``, ``ring``, ``chunk``, ``fused`` or ``auto``, which measures, and needs the same
-            shapes on all ranks.
-        chunks: Into how many parts ``chunk`` cuts.
+        schedule: As of :func:`all_gather_linear`.
+        chunks: As of :func:`all_gather_linear`.
         weight_grad: As of :func:`all_gather_linear`.
 
     Returns:

@@ -209,9 +209,7 @@ class Auto(Bulk):
 
     def _chosen(self, ranks: TPGroup, device: torch.device, shape: Shape) -> Pair:
         """Return the schedules of a shape."""
-        known = self._known.get(ranks)
-        if known is None:
-            known = self._known[ranks] = {}
+        known = self._known.setdefault(ranks, {})
         key = (torch.are_deterministic_algorithms_enabled(), shape)
         found = known.get(key)
         if found is None:
