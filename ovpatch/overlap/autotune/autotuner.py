@@ -81,11 +81,6 @@ class Choice:
     times: Mapping[str, float] = field(default_factory=dict)  # each candidate's median ms on the slowest rank, if known
     final: bool = True  # whether it is kept for all later calls
 
-    def report_line(self, key: str) -> str:
-        """Return a line for the report."""
-        times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in self.times.items())
-        return f"{key}: {self.candidate} ({'; '.join(filter(None, (times, self.why)))})"
-
 
 def pick_fastest(times: Mapping[str, float], default: str) -> str:
     """Return the fastest candidate; among those within :data:`TIE` of it, the default one, or the baseline.
@@ -335,7 +330,9 @@ class Autotuner:
             return Choice(tuning.default, "nothing can be measured here", final=False)
         choice = self._choices[question] = self._decide(group, communicator or group, tuning, deterministic)
         if choice.why:
-            add_report_line(self._feature, choice.report_line(tuning.key))
+            times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in choice.times.items())
+            reasons = "; ".join(filter(None, (times, choice.why)))
+            add_report_line(self._feature, f"{tuning.key}: {choice.candidate} ({reasons})")
         return choice
 
     def _decide(

@@ -6,6 +6,7 @@ One of the three ways for ranks to agree: this one blocks; ``comm.step_flags`` i
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import time
 import uuid
@@ -64,12 +65,13 @@ def check_consistent_once(
 ) -> None:
     """Agree with all ranks of ``group`` on ``terms`` when this rank first passes ``key``, which stands for the terms.
 
-    Waits up to :data:`LATE_START_S` for the others, and at most for half of the group's time-out. Raises as
-    :func:`check_consistent`.
+    The version of ovpatch is one of them. Waits up to :data:`LATE_START_S` for the others, and at most for half of the
+    group's time-out. Raises as :func:`check_consistent`.
     """
     agreed = group_state(group).values.get(_Agreed)
     if agreed is None or (topic, key) not in agreed:
-        check_consistent(group, topic, terms(), timeout_s=wait_limit_s(group, LATE_START_S), remedy=remedy)
+        all_terms = {"version of ovpatch": importlib.metadata.version("ovpatch"), **terms()}
+        check_consistent(group, topic, all_terms, timeout_s=wait_limit_s(group, LATE_START_S), remedy=remedy)
         group_state(group).get_or_create(_Agreed, _Agreed).add((topic, key))
 
 

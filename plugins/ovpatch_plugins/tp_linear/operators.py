@@ -118,11 +118,9 @@ class LocalLinear:
 
     name = "local_linear"  # in :data:`OPERATORS` and in ``torch.ops.ovpatch``
     sums_input_grad = False  # whether the input's gradient is summed over the ranks, in ``asked.input_dtype``
-    gathers_grad = False  # whether backward gathers the output's gradient, so that all ranks have to run it alike
-
-    def count_rows(self, rows: int, world: int) -> int:
-        """Return the number of output rows for a number of input rows."""
-        return rows
+    gathers_rows = False  # whether outputs have the rows of all ranks
+    # Whether outputs have the rows of one rank, so that backward gathers their gradient; all ranks run it alike then.
+    gathers_grad = False
 
     def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return ``[m, n]`` or ``[M, n]``, from ``[m, k]`` or ``[M, k]``, ``[n, k]`` and ``[n]`` or None."""
@@ -149,11 +147,7 @@ class GatherLinear(LocalLinear):
     """
 
     name = "gather_linear"
-    sums_input_grad = True
-
-    def count_rows(self, rows: int, world: int) -> int:
-        """See :meth:`LocalLinear.count_rows`."""
-        return rows * world
+    sums_input_grad = gathers_rows = True
 
     def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See :meth:`LocalLinear.forward`."""
@@ -171,10 +165,6 @@ class LinearScatter(LocalLinear):
 
     name = "linear_scatter"
     gathers_grad = True
-
-    def count_rows(self, rows: int, world: int) -> int:
-        """See :meth:`LocalLinear.count_rows`."""
-        return rows // world
 
     def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See :meth:`LocalLinear.forward`."""
@@ -291,8 +281,9 @@ class CustomOp:
         return self._operator.forward(_parse_schedule(schedule), _find_ranks(group, x), x, weight, bias)
 
     def _fake(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
-        world = _find_group(group).size()
-        return x.new_empty((self._operator.count_rows(x.shape[0], world), weight.shape[0]))
+        rows, world = x.shape[0], _find_group(group).size()
+        rows = rows * world if self._operator.gathers_rows else rows // world if self._operator.gathers_grad else rows
+        return x.new_empty((rows, weight.shape[0]))
 
     def _compute_grads(
         self, grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, *needs: bool

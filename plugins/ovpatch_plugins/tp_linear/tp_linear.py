@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,11 +53,7 @@ def agree_on_terms(group: dist.ProcessGroup) -> None:
     They do so when ``parallelize_module`` first cuts a linear over the group, where stock, too, needs all ranks; for
     models that were made parallel before ``ovpatch.apply()``, in the first forward. RankMismatchError if ranks differ.
     """
-    check_consistent_once(group, "tp_linear", tp_group.generation(), _terms, remedy=_REMEDY)
-
-
-def _terms() -> dict[str, Any]:
-    return {"version of ovpatch": importlib.metadata.version("ovpatch"), **STATE.terms}
+    check_consistent_once(group, "tp_linear", tp_group.generation(), lambda: STATE.terms, remedy=_REMEDY)
 
 
 @dataclasses.dataclass(slots=True)
@@ -122,22 +117,9 @@ class TPLinear:
             return group
         return self._group
 
-    # ---------------------------------------------------------------- stock
-
-    def prepare_as_stock(self, module: nn.Module, inputs: Any) -> Any:
-        """Prepare the input as stock's forward pre-hook does."""
-        return self._stock._prepare_input_fn(self.input_layouts, self.desired, module, inputs, self.mesh)
-
     def finish_as_stock(self, module: nn.Module, output: Any) -> Any:
         """Redistribute the output as stock's forward hook does."""
         return self._stock._prepare_output_fn(self.output_layouts, self.use_local_output, module, output, self.mesh)
-
-    def compute_as_stock(self, linear: nn.Linear, x: Any) -> Any:
-        """Compute the linear as stock does."""
-        prepared = self.prepare_as_stock(linear, (x,))
-        return self.finish_as_stock(linear, nn.functional.linear(prepared, linear.weight, linear.bias))
-
-    # ---------------------------------------------------------------- ours
 
     def forward(self, linear: nn.Linear, x: Any) -> Any:
         """Compute the linear."""
@@ -145,7 +127,8 @@ class TPLinear:
             output = self._compiled(linear, x) if torch.compiler.is_compiling() else self._eager(linear, x)
             if output is not None:
                 return output
-        return self.compute_as_stock(linear, x)
+        prepared = self._stock._prepare_input_fn(self.input_layouts, self.desired, linear, (x,), self.mesh)
+        return self.finish_as_stock(linear, nn.functional.linear(prepared, linear.weight, linear.bias))
 
     def _eager(self, linear: nn.Linear, x: Any) -> Any:
         """Return the output; None if stock has to compute it."""

@@ -33,11 +33,6 @@ class Shape(NamedTuple):
         outputs = " + ".join(map(str, self.features))
         return f"{self.rows} x {self.k} -> {outputs}, {str(self.dtype).removeprefix('torch.')}"
 
-    def needs(self, world: int) -> int:
-        """Return how many bytes of memory its candidates take, at most: inputs, outputs and gradients, with copies."""
-        total = sum(self.features)
-        return 3 * (world * self.rows * (self.k + total) + self.k * total) * self.dtype.itemsize
-
 
 def round_rows(rows: int) -> int:
     """Return a number of rows to three significant bits, four numbers between a power of two and the next.
@@ -75,7 +70,9 @@ def make_tuning(
     names = _distinct(schedules, method)
     key = f"{shape.operator} {direction}, {shape.text()}{', gathered anew' if gathers else ''}, {ranks.world} ranks"
     taken = default if default in names else names[0]
-    return Tuning(key, names, taken, make, shape.needs(ranks.world), usable)
+    total = sum(shape.features)  # inputs, outputs and gradients, with copies, take at most:
+    needs = 3 * (ranks.world * shape.rows * (shape.k + total) + shape.k * total) * shape.dtype.itemsize
+    return Tuning(key, names, taken, make, needs, usable)
 
 
 def _distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]:
