@@ -87,7 +87,7 @@ _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
 def add_slots(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
-    """See :func:`ovpatch.overlap.copy_engine.collectives.add_up`; at most :data:`MOST` ranks, on the current device."""
+    """See :func:`.collectives.add_slots`; at most :data:`MOST` ranks, on the current device."""
     first = addends[0]
     dtypes, device = (first.own.memory.dtype, first.out.memory.dtype), first.out.memory.device
     rank, exact = slots.index(None), dtypes[0] == torch.float64

@@ -241,19 +241,11 @@ class ShutdownBarrier:
 
     def __init__(self, rank: int, global_ranks: Sequence[int], endpoints: Endpoints, server: Server) -> None:
         self.rank, self.used, self.entered = rank, False, False
-        self._global_ranks, self._endpoints, self._server, self._pid = global_ranks, endpoints, server, os.getpid()
-
-    def is_due(self) -> bool:
-        """Return whether the shutdown has not begun; a fork takes no part in it."""
-        return not self.entered and os.getpid() == self._pid
+        self._global_ranks, self._endpoints, self.server, self.pid = global_ranks, endpoints, server, os.getpid()
 
     def is_needed(self) -> bool:
         """Return whether peers may still call: this rank has registered, called or been called."""
-        return self.used or self._server.called_at > 0
-
-    def finish(self) -> None:
-        """Tell the peers that this rank has finished."""
-        self._server.finish()
+        return self.used or self.server.called_at > 0
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the ranks that this rank collects from have finished or died."""
@@ -263,7 +255,7 @@ class ShutdownBarrier:
         try:
             while request.pending() and time.monotonic() < request.deadline:
                 request.poll()
-                request.deadline = max(begin, self._server.called_at) + timeout_s
+                request.deadline = max(begin, self.server.called_at) + timeout_s
         except RuntimeError as error:
             _log.debug("the store is gone, and so are the addresses of ranks to wait for: %s", error)
         finally:
@@ -278,15 +270,15 @@ def run_shutdown(barriers: Iterable[ShutdownBarrier], timeout_s: float) -> None:
 
     A group is left anyway after ``timeout_s`` seconds without a call.
     """
-    due = [barrier for barrier in barriers if barrier.is_due()]
+    due = [barrier for barrier in barriers if not barrier.entered and os.getpid() == barrier.pid]  # a fork has none
     for barrier in due:
         barrier.entered = True
         if barrier.rank or not barrier.is_needed():
-            barrier.finish()
+            barrier.server.finish()
     needed = [barrier for barrier in due if barrier.is_needed()]
     for barrier in [barrier for barrier in needed if barrier.rank == 0]:
         barrier.wait(timeout_s)
-        barrier.finish()
+        barrier.server.finish()
     for barrier in [barrier for barrier in needed if barrier.rank]:
         barrier.wait(timeout_s)
 

@@ -139,9 +139,10 @@ def unsupported_reason(
     Every rank of the group calls this at the same place. ``local_reason`` tells why this process cannot use it, by
     default :func:`kernels_unsupported_reason`.
     """
-    found = gather_values(
-        group, "symmetric memory: places", _facts(device, (local_reason or kernels_unsupported_reason)(device))
-    )
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    facts = {"host": _host(), "place": _place(), "before": str(rendezvous_count), "uuid": uuid}
+    reason = (local_reason or kernels_unsupported_reason)(device)
+    found = gather_values(group, "symmetric memory: places", facts | {"reason": reason})
     reasons = [
         (dist.get_global_rank(group, rank), reason)
         for rank, told in enumerate(found)
@@ -185,11 +186,6 @@ def triton_unavailable_reason() -> str:
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler for its launchers: install gcc or clang, or set CC to one"
     return ""
-
-
-def _facts(device: torch.device, reason: str) -> dict[str, str]:
-    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return {"host": _host(), "place": _place(), "before": str(rendezvous_count), "reason": reason, "uuid": uuid}
 
 
 def _elsewhere(told: dict[str, str], first: dict[str, str]) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from ovpatch.overlap.data_parallel.reducer import (
     will_accumulate,
 )
 from ovpatch_plugins.pipe_experts.layer import ExpertParallelFFN
+from ovpatch_plugins.pipe_experts.options import make_communicator
 
 _WRAP_AGAIN = "Wrap the module itself again: expert_data_parallel(ddp.module, ...)."
 
@@ -345,6 +346,4 @@ def _make_own_group(group: dist.ProcessGroup | None, dense_group: dist.ProcessGr
         return None
     if group is not dense_group and group is not c10d._get_default_group():
         return group
-    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-    own_group = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc="ovpatch experts")
-    return cast(dist.ProcessGroup, own_group)
+    return make_communicator(group, "ovpatch experts")

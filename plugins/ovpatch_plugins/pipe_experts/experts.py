@@ -71,7 +71,6 @@ class _SortedExperts(Experts):
     """Sorts a chunk's rows by expert, and the outputs by rank again."""
 
     def __call__(self, chunk: int, rows: Tensor) -> Tensor:
-        """See :meth:`Experts.__call__`."""
         by_rank = self._splits.expert_splits[chunk]
         by_expert = [list(sizes) for sizes in zip(*by_rank, strict=True)]
         sizes = [sum(of_ranks) for of_ranks in by_expert]

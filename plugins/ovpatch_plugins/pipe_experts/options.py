@@ -74,14 +74,17 @@ class MoEConfig:
         from ovpatch.overlap.comm.kept_state import group_state  # loaded with the first layer
 
         # Layers share it: each communicator takes memory on the device.
-        return group_state(group).get_or_create(("way back",), lambda: _new_group(group))
+        return group_state(group).get_or_create(("way back",), lambda: make_communicator(group, "ovpatch way back"))
 
 
-def _new_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def make_communicator(group: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
+    """Return a new communicator over the ranks of a group, which all call this."""
     import torch.distributed as dist  # options are read without torch
 
     ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-    made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, backend=backend, use_local_synchronization=True, group_desc=description
+    )
     return made
 
 

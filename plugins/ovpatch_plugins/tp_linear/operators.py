@@ -150,11 +150,9 @@ class GatherLinear(LocalLinear):
     sums_input_grad = gathers_rows = True
 
     def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See :meth:`LocalLinear.forward`."""
         return schedule.gather_linear(ranks, x, [weight], [bias], False)[0][0]
 
     def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
-        """See :meth:`LocalLinear.backward`."""
         dx = schedule.gather_linear_backward(ranks, asked)
         params.compute_biases(asked.grads)
         return dx
@@ -167,11 +165,9 @@ class LinearScatter(LocalLinear):
     gathers_grad = True
 
     def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See :meth:`LocalLinear.forward`."""
         return _add_bias(schedule.linear_scatter(ranks, x, weight), bias)
 
     def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
-        """See :meth:`LocalLinear.backward`."""
         (grad,), (weight,) = asked.grads, asked.weights
         assert grad is not None
 
@@ -192,7 +188,6 @@ class LinearReduce(LocalLinear):
     name = "linear_reduce"
 
     def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See :meth:`LocalLinear.forward`."""
         return _add_bias(schedule.linear_reduce(ranks, x, weight), bias)
 
 
@@ -203,7 +198,6 @@ class ReplicatedLinear(LocalLinear):
     sums_input_grad = True
 
     def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
-        """See :meth:`LocalLinear.backward`."""
         if asked.input_dtype is None:  # nothing to send
             return super().backward(schedule, ranks, asked, params)
         dx = schedule.replicated_linear_backward(ranks, asked)

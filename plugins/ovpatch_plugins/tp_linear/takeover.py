@@ -6,7 +6,7 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,12 +37,8 @@ def find_unsupported_reason(style: Any, linear: nn.Linear, dimensions: int) -> s
 
 Hooks = dict[int, Any]
 
-
-class _RemovedHooks(NamedTuple):
-    """Hooks that were removed from a module, and the order of all its hooks before."""
-
-    hooks: Hooks
-    order: list[int]
+_RemovedHooks = tuple[Hooks, list[int]]
+"""Hooks that were removed from a module, and the order of all its hooks before."""
 
 
 # What is kept for the modules that the feature has taken over. Stock works first: it cuts the weights, and registers
@@ -143,16 +139,16 @@ def _layouts(style: PrepareModuleInput) -> Iterator[tuple[Any, Any]]:
 
 def _remove_hooks(hooks: Hooks, ours: Callable[[int], bool]) -> _RemovedHooks:
     order = list(hooks)
-    return _RemovedHooks({key: hooks.pop(key) for key in order if ours(key)}, order)
+    return {key: hooks.pop(key) for key in order if ours(key)}, order
 
 
 def _restore_hooks(hooks: Hooks, removed: _RemovedHooks) -> None:
     """Restore hooks to their places; hooks that were registered meanwhile stay behind them, or in front of all."""
-    now = {**hooks, **removed.hooks}
-    later = list(hooks)
-    first = next((i for i, key in enumerate(later) if key in removed.order), 0)
-    known = [key for key in removed.order if key in now]
-    order = [*later[:first], *known, *(key for key in later[first:] if key not in removed.order)]
+    back, before = removed
+    now, later = {**hooks, **back}, list(hooks)
+    first = next((i for i, key in enumerate(later) if key in before), 0)
+    known = [key for key in before if key in now]
+    order = [*later[:first], *known, *(key for key in later[first:] if key not in before)]
     hooks.clear()
     hooks.update({key: now[key] for key in order})
 

@@ -144,11 +144,9 @@ class Pair(Schedule):
     def gather_linear(
         self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
-        """See :meth:`Schedule.gather_linear`."""
         return self.forward.gather_linear(ranks, x, weights, biases, needs_whole)
 
     def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
-        """See :meth:`Schedule.gather_linear_backward`."""
         return self.backward.gather_linear_backward(ranks, asked)
 
 
@@ -168,39 +166,33 @@ class Auto(Bulk):
     def choose_for_gather(
         self, ranks: TPGroup, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
     ) -> Schedule:
-        """See :meth:`Schedule.choose_for_gather`."""
         return self._chosen(ranks, device, Shape("gather_linear", round_rows(rows), k, tuple(features), dtype))
 
     def gather_linear(
         self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
-        """See :meth:`Schedule.gather_linear`."""
         shape = Shape("gather_linear", round_rows(len(x)), x.shape[1], tuple(map(len, weights)), x.dtype)
         forward = self._chosen(ranks, x.device, shape).forward
         return forward.gather_linear(ranks, x, weights, biases, needs_whole)
 
     def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
-        """See :meth:`Schedule.gather_linear_backward`."""
         grad = next(grad for grad in asked.grads if grad is not None)
         rows, weight = len(grad) // ranks.world, asked.weights[0]
         shape = Shape("gather_linear", round_rows(rows), weight.shape[1], tuple(map(len, asked.weights)), weight.dtype)
         return self._chosen(ranks, grad.device, shape).backward.gather_linear_backward(ranks, asked)
 
     def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`Schedule.linear_scatter`."""
         shape = Shape("linear_scatter", round_rows(len(x) // ranks.world), x.shape[1], (len(weight),), x.dtype)
         return self._chosen(ranks, x.device, shape).forward.linear_scatter(ranks, x, weight)
 
     def linear_scatter_backward(
         self, ranks: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
     ) -> Tensor | None:
-        """See :meth:`Schedule.linear_scatter_backward`."""
         shape = Shape("linear_scatter", round_rows(len(grad)), weight.shape[1], (len(weight),), weight.dtype)
         backward = self._chosen(ranks, grad.device, shape).backward
         return backward.linear_scatter_backward(ranks, grad, weight, weight_grads, needs_input)
 
     def linear_reduce(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`Schedule.linear_reduce`."""
         shape = Shape("linear_reduce", round_rows(len(x)), x.shape[1], (len(weight),), x.dtype)
         return self._chosen(ranks, x.device, shape).forward.linear_reduce(ranks, x, weight)
 
