@@ -64,9 +64,6 @@ def ovpatch_activate() -> Sequence[str]:
 @hookimpl
 def ovpatch_deactivate() -> None:
     """Give all modules back to stock."""
-    config = sys.modules.get("ovpatch_plugins.tp_linear.config")
-    if config is not None:
-        config.STATE.on = False
     takeover = sys.modules.get("ovpatch_plugins.tp_linear.takeover")
     if takeover is not None:
         takeover.give_back_modules()

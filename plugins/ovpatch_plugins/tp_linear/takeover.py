@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModu
 
 from ovpatch.overlap.comm.kept_state import find_owners, kept_values
 from ovpatch_plugins.tp_linear import layout, tp_group
+from ovpatch_plugins.tp_linear.config import STATE
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules import fused
 from ovpatch_plugins.tp_linear.tp_linear import Linear, SharedAllGather, Style, TPLinear, agree_on_terms, is_gather
@@ -111,7 +112,8 @@ def take_over_gather(module: nn.Module, key: int, style: PrepareModuleInput, mes
 
 
 def give_back_modules() -> None:
-    """Give all modules back to stock."""
+    """Turn off, and give all modules back to stock."""
+    STATE.on = False
     for module, (pre, post) in find_owners(_REMOVED):
         if type(module) is not Linear:
             continue  # FSDP2 has derived a class from it; while the feature is off, its forward is stock's

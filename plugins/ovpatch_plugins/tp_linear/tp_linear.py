@@ -33,6 +33,7 @@ from ovpatch_plugins.tp_linear.precomputed import (
     claim_output,
 )
 from ovpatch_plugins.tp_linear.report import COUNTERS
+from ovpatch_plugins.tp_linear.schedules.autotuned import Auto
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 Style = ColwiseParallel | RowwiseParallel
@@ -391,7 +392,7 @@ class SharedAllGather:
 def _how(ranks: TPGroup, linears: Sequence[nn.Linear], x: Tensor) -> TPConfig:
     """Return the config of a gather, chosen by all linears that read it, which are the same on all ranks."""
     here, how = get_local(x), STATE.config
-    if not how.schedule.chooses:
+    if not isinstance(how.schedule, Auto):
         return how
     dtype = autocast_dtype(ranks.kind, x.dtype) or x.dtype
     features = [len(get_local(linear.weight)) for linear in linears]

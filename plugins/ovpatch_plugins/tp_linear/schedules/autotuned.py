@@ -157,8 +157,6 @@ class Auto(Bulk):
     ``anew`` inputs are gathered again for the weights' gradients.
     """
 
-    chooses = True
-
     def __init__(self, name: str, candidates: Mapping[str, Schedule], default: str, *, anew: bool) -> None:
         self.name, self._candidates, self._default, self._anew = name, dict(candidates), default, anew
         self._known: weakref.WeakKeyDictionary[TPGroup, _Known] = weakref.WeakKeyDictionary()
@@ -166,6 +164,7 @@ class Auto(Bulk):
     def choose_for_gather(
         self, ranks: TPGroup, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
     ) -> Schedule:
+        """Return the schedule of a gather for several linears, by all of them; other arguments as of :class:`Shape`."""
         return self._chosen(ranks, device, Shape("gather_linear", round_rows(rows), k, tuple(features), dtype))
 
     def gather_linear(

@@ -71,12 +71,7 @@ class Chunk(Bulk):
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
-        self.name = self.format_name(chunks)
-
-    @staticmethod
-    def format_name(chunks: int) -> str:
-        """Return the name of the schedule with a number of chunks."""
-        return f"chunk{chunks}"
+        self.name = f"chunk{chunks}"
 
     def gather_linear(
         self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
