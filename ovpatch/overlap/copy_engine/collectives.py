@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -74,7 +75,6 @@ class Engine:
         self._world, self._rank = group.size(), group.rank()
         self._others = [(self._rank + i) % self._world for i in range(1, self._world)]
         self._slot, self._device = slot_bytes, device
-        self.number = torch.zeros(1, dtype=torch.int32, device=device)  # of the collective behind copies: attend()
         self._window: Window = allocate(2 * slot_bytes, group, device)
         self._addresses = [memory.data_ptr() for memory in self._window.ranks]
         self._streams = CopyStreams(device)
@@ -152,6 +152,11 @@ class Engine:
             launched = self._streams.begin()
             self._run(rounds(sizes, slot // item, _GRAIN // item), lay_out, take)
             return [self._streams.end(launched, [*outputs, *inputs])]
+
+    @functools.cached_property
+    def number(self) -> Tensor:
+        """The tensor of the collective behind copies; see :func:`.selection.attend`."""
+        return torch.zeros(1, dtype=torch.int32, device=self._device)
 
     def behind(self) -> AbstractContextManager[None]:
         """Run the block's work behind all copies that have been started."""
