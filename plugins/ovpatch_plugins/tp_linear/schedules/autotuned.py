@@ -43,38 +43,6 @@ def round_rows(rows: int) -> int:
     return max((rows + step // 2) // step * step, 1)
 
 
-def make_tuning(
-    ranks: TPGroup,
-    device: torch.device,
-    shape: Shape,
-    direction: str,
-    schedules: Mapping[str, Schedule],
-    default: str,
-    *,
-    anew: bool,
-) -> Tuning:
-    """Return the measurement of the schedules that differ for an operator and a direction, forward or backward.
-
-    ``schedules`` are by name, stock first. With ``anew`` inputs are gathered again for the weights' gradients.
-    """
-    method = shape.operator if direction == "forward" else f"{shape.operator}_backward"
-    gathers = anew and method == "gather_linear_backward"
-
-    def make(generator: torch.Generator) -> Candidates:
-        call = _make_call(method, ranks, shape, generator, gathers)
-        return {name: functools.partial(call, schedules[name]) for name in names}
-
-    def usable(name: str) -> bool:
-        return schedules[name].can_run(ranks, device, shape.dtype, (shape.k, *shape.features))
-
-    names = _distinct(schedules, method)
-    key = f"{shape.operator} {direction}, {shape.text()}{', gathered anew' if gathers else ''}, {ranks.world} ranks"
-    taken = default if default in names else names[0]
-    total = sum(shape.features)  # inputs, outputs and gradients, with copies, take at most:
-    needs = 3 * (ranks.world * shape.rows * (shape.k + total) + shape.k * total) * shape.dtype.itemsize
-    return Tuning(key, names, taken, make, needs, usable)
-
-
 def _distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]:
     """Return the schedules without those that compute a method just as an earlier one."""
     found: dict[Any, str] = {}
@@ -201,16 +169,31 @@ class Auto(Bulk):
         key = (torch.are_deterministic_algorithms_enabled(), shape)
         found = known.get(key)
         if found is None:
-            found, final = self._asked(ranks, device, shape)
-            if final:
+            tune = autotuner_for(ranks.group, device, "tp_linear", cache_dir()).tune
+            forward, backward = (
+                tune(ranks.group, self.make_tuning(ranks, device, shape, way)) for way in ("forward", "backward")
+            )
+            found = Pair(self._candidates[forward.candidate], self._candidates[backward.candidate])
+            if forward.final and backward.final:
                 known[key] = found
         return found
 
-    def _asked(self, ranks: TPGroup, device: torch.device, shape: Shape) -> tuple[Pair, bool]:
-        autotuner = autotuner_for(ranks.group, device, "tp_linear", cache_dir())
-        make = functools.partial(make_tuning, schedules=self._candidates, default=self._default, anew=self._anew)
-        forward, backward = (
-            autotuner.tune(ranks.group, make(ranks, device, shape, direction)) for direction in ("forward", "backward")
-        )
-        pair = Pair(self._candidates[forward.candidate], self._candidates[backward.candidate])
-        return pair, forward.final and backward.final
+    def make_tuning(self, ranks: TPGroup, device: torch.device, shape: Shape, direction: str) -> Tuning:
+        """Return the measurement of the schedules that differ for an operator and a direction, forward or backward."""
+        method = shape.operator if direction == "forward" else f"{shape.operator}_backward"
+        gathers = self._anew and method == "gather_linear_backward"
+        schedules = self._candidates
+
+        def make(generator: torch.Generator) -> Candidates:
+            call = _make_call(method, ranks, shape, generator, gathers)
+            return {name: functools.partial(call, schedules[name]) for name in names}
+
+        def usable(name: str) -> bool:
+            return schedules[name].can_run(ranks, device, shape.dtype, (shape.k, *shape.features))
+
+        names = _distinct(schedules, method)
+        key = f"{shape.operator} {direction}, {shape.text()}{', gathered anew' if gathers else ''}, {ranks.world} ranks"
+        taken = self._default if self._default in names else names[0]
+        total = sum(shape.features)  # inputs, outputs and gradients, with copies, take at most:
+        needs = 3 * (ranks.world * shape.rows * (shape.k + total) + shape.k * total) * shape.dtype.itemsize
+        return Tuning(key, names, taken, make, needs, usable)
