@@ -186,17 +186,22 @@ def choose(
             chosen.final = True
             add_report_line(feature, f"{COPIES} are not used: {reason}")
             return
-    assert chosen.engine is not None
+    engine = chosen.engine
+    assert engine is not None
     sums = memory.unsupported_reason(group, device, _reason_against_sums)
     if sums:
         add_report_line(feature, f"{COPIES} do not reduce gradients: {sums}")
     if mode == "on":
         chosen.gathers, chosen.scatters, chosen.final = True, not sums, True
         return
-    ask = functools.partial(_asked, group, communicator or group, device, chosen.engine, feature, directory)
-    chosen.gathers, gathers_finally = ask("gather", _GATHER_HOST_MS)
-    chosen.scatters, scatters_finally = (False, True) if sums else ask("reduce-scatter", 0.0)
-    chosen.final = gathers_finally and scatters_finally
+    choices = {}
+    for what, host_ms in ({"gather": _GATHER_HOST_MS} | ({} if sums else {"reduce-scatter": 0.0})).items():
+        tuning = _tuning(what, host_ms, communicator or group, engine)
+        choices[what] = autotuner_for(group, device, feature, directory).tune(group, tuning, communicator or group)
+        engine.failed_everywhere()  # a candidate may have failed; on some ranks only, it would have raised
+    taken = [what for what, choice in choices.items() if choice.candidate == COPIES]
+    chosen.gathers, chosen.scatters = "gather" in taken, "reduce-scatter" in taken
+    chosen.final = all(choice.final for choice in choices.values())
     if chosen.final and not chosen.gathers and not chosen.scatters:
         chosen.engine = None  # its memory
 
@@ -260,24 +265,12 @@ def make_on_all(group: dist.ProcessGroup, make: Callable[[], T]) -> tuple[T | No
     return (None, reason) if reason else (made, "")
 
 
-def _asked(
-    group: dist.ProcessGroup,
-    communicator: dist.ProcessGroup,
-    device: torch.device,
-    engine: Engine,
-    feature: str,
-    directory: Path | None,
-    what: str,
-    host_ms: float,
-) -> tuple[bool, bool]:
-    """Return whether copy engines run a collective, ``gather`` or ``reduce-scatter``, and whether that is final."""
+def _tuning(what: str, host_ms: float, group: dist.ProcessGroup, engine: Engine) -> Tuning:
+    """Return the choice of what runs a collective, ``gather`` or ``reduce-scatter``."""
     key = f"{what} of {_BYTES >> 20} MiB beside products, {group.size()} ranks"
     needs = 2 * _BYTES + 2 * (2 * _ROWS * _FEATURES + _FEATURES * _FEATURES)
-    make = functools.partial(_candidates, what, communicator, engine)
-    tuning = Tuning(key, (BACKEND, COPIES), BACKEND, make, needs, host_ms={COPIES: host_ms})
-    choice = autotuner_for(group, device, feature, directory).tune(group, tuning, communicator)
-    engine.failed_everywhere()  # a candidate may have failed; on some ranks only, it would have raised
-    return choice.candidate == COPIES, choice.final
+    make = functools.partial(_candidates, what, group, engine)
+    return Tuning(key, (BACKEND, COPIES), BACKEND, make, needs, host_ms={COPIES: host_ms})
 
 
 def _candidates(what: str, group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> Candidates:
