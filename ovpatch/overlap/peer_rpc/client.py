@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -38,7 +38,7 @@ class Endpoint:
 
     secret: str  # shared secret that both sides prove to know, in hexadecimal digits
     host: str  # the machine's name; servers of the same machine are reached over its loopback device
-    addresses: tuple[str, ...]  # numeric addresses by which other machines may reach it, the likeliest first
+    addresses: Sequence[str]  # numeric addresses by which other machines may reach it, the likeliest first
     port: int  # where it listens
 
     def addresses_to_try(self) -> list[str]:
@@ -102,7 +102,7 @@ class Endpoints:
             # By check(): get() of a missing key blocks, and with it everything else that uses the store's connection.
             if not store.check([key]):
                 return None
-            return _endpoint(store.get(key))
+            return Endpoint(**json.loads(store.get(key)))
         except RuntimeError:  # its host has ended
             if rank in self.verified:
                 return self.verified[rank]
@@ -116,7 +116,7 @@ class Endpoints:
         if store is not None and os.getpid() == self._pid and store.check(keys):
             # At once where the store can: all ranks of a large job may fork at the same time.
             values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
-            self._for_forks.update(zip(ranks, map(_endpoint, values), strict=True))
+            self._for_forks |= {rank: Endpoint(**json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
 
     def is_destroyed(self) -> bool:
         """Return whether the process group was destroyed."""
@@ -128,17 +128,12 @@ class Endpoints:
         return None if group is None else group_store(group)
 
 
-def _endpoint(value: bytes) -> Endpoint:
-    fields = json.loads(value)
-    return Endpoint(fields["secret"], fields["host"], tuple(fields["addresses"]), fields["port"])
-
-
-def own_addresses(store: dist.Store | None) -> tuple[str, ...]:
+def own_addresses(store: dist.Store | None) -> list[str]:
     """Return this machine's addresses; the one on the route to the store's host comes first."""
     root = unwrap_store(store)
     store_host = root.host if isinstance(root, dist.TCPStore) else os.environ.get("MASTER_ADDR", "")
     found = [_source(host) for host in (store_host, *_OUTSIDE) if host] + _interface_addresses()
-    return tuple(dict.fromkeys(address for address in found if address and not address.startswith(_LOCAL_ONLY)))
+    return list(dict.fromkeys(address for address in found if address and not address.startswith(_LOCAL_ONLY)))
 
 
 def unwrap_store(store: dist.Store | None) -> dist.Store | None:

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -41,7 +41,7 @@ class Server:
     pool would not do: handlers may block until this rank's main thread gets somewhere.
     """
 
-    def __init__(self, name: str, addresses: tuple[str, ...], refuses: Callable[[], bool]) -> None:
+    def __init__(self, name: str, addresses: Sequence[str], refuses: Callable[[], bool]) -> None:
         self._name, self._refuses, self._pid = name, refuses, os.getpid()
         self._listener = _listen()
         self._wake, self._awake = socket.socketpair()
