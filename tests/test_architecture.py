@@ -261,7 +261,7 @@ TABLES = {
     "ovpatch_plugins.recompute.report:_models": "lines of the report",
     "ovpatch_plugins.recompute.report:_notes": "lines of the report",
     "ovpatch_plugins.recompute.takeover:_wrapped": "classes, with what gives them their forward back",
-    "ovpatch_plugins.tp_linear.layout:_specs": "a cache of bounded size",
+    "ovpatch_plugins.tp_linear.layout:SPECS": "a cache of bounded size",
     "ovpatch_plugins.tp_linear.plugin:_settings": "the options",
     "ovpatch_plugins.tp_linear.precomputed:PRECOMPUTED": "every linear asks; an entry goes with the gathered tensor",
     "ovpatch_plugins.tp_linear.takeover:LEFT": "names for the report",

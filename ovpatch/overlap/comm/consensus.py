@@ -140,7 +140,10 @@ class _Round:
     def _collect(self, prefix: str) -> dict[str, Any]:
         """Wait for all ranks' answers; return a verdict on them."""
         keys = [f"{prefix}/{rank}" for rank in range(self._group.size())]
-        arrived = _wait_for_keys(self._store, keys, self._timeout_s)
+        deadline, pause = time.monotonic() + self._timeout_s, 0.001
+        while not (arrived := self._store.check(keys)) and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(1.2 * pause, _LONGEST_PAUSE_S)
         missing = [] if arrived else [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         texts = self._store.multi_get([key for rank, key in enumerate(keys) if rank not in missing])
         answers = [json.loads(text) for text in texts]
@@ -203,16 +206,6 @@ class _Round:
             "waited for as long as it may when the last rank came."
         )
         return {"error": f"{text} {self._remedy or _REMEDY_LATE}"}
-
-
-def _wait_for_keys(store: c10d.Store, keys: list[str], timeout_s: float) -> bool:
-    deadline, pause = time.monotonic() + timeout_s, 0.001
-    while not store.check(keys):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause)
-        pause = min(1.2 * pause, _LONGEST_PAUSE_S)
-    return True
 
 
 # --- texts ---

@@ -189,12 +189,10 @@ class quietly_on:  # used like a function
         self._context = torch.cuda.stream(stream)
 
     def __enter__(self) -> None:
-        """Make the stream current."""
         self._before, side_streams.quiet = side_streams.quiet, True
         self._context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """Make the previous stream current."""
         self._context.__exit__(*error)
         side_streams.quiet = self._before
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -240,14 +240,7 @@ def _still_busy(group: dist.ProcessGroup, device: torch.device) -> str:
     return check_consistent(group, "copy engines", {}, objection=busy, timeout_s=limit + _TIMEOUT_S)
 
 
-class Tried(Protocol):
-    """What uses other ranks' memory."""
-
-    def unheard(self) -> list[int]:
-        """Return the ranks whose memory fails a trial; called once all ranks have made theirs."""
-
-
-T = TypeVar("T", bound=Tried)
+T = TypeVar("T", bound=Any)  # has ``unheard()``: the ranks whose memory fails a trial, once all ranks have made theirs
 
 
 def make_on_all(group: dist.ProcessGroup, make: Callable[[], T]) -> tuple[T | None, str]:

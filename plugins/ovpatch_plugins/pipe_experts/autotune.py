@@ -78,7 +78,7 @@ class MeasuredPlans(PlanCandidates):
         )
 
     def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
-        """See :meth:`.chunks.ChunkPlan.choose_plan`."""
+        """See :meth:`PlanCandidates.choose_plan`."""
         if tokens * self._layer.top_k < MIN_ROWS:
             return self._uncut
         rounded = 1 << round(math.log2(tokens))

@@ -107,7 +107,7 @@ def _records(mode: Any) -> bool:
 
 _KEPT = 1024  # layouts; batches of ever new lengths must not fill memory
 
-_specs: dict[Any, Any] = {}
+SPECS: dict[Any, Any] = {}  # of meshes
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 """Classes of tensors that are local and need not be waited for."""
@@ -138,12 +138,12 @@ def wrap_local(tensor: Tensor, mesh: Any, placement: Any) -> Tensor:
     The tensor has the same shape on all ranks, and the mesh has one dimension.
     """
     key = mesh, placement, tensor.shape, tensor.dtype
-    spec = _specs.get(key)
+    spec = SPECS.get(key)
     if spec is None:
-        if len(_specs) >= _KEPT:
-            _specs.clear()
+        if len(SPECS) >= _KEPT:
+            SPECS.clear()
         with torch.no_grad():
-            spec = _specs[key] = DTensor.from_local(tensor, mesh, (placement,), run_check=False)._spec
+            spec = SPECS[key] = DTensor.from_local(tensor, mesh, (placement,), run_check=False)._spec
     return DTensor(tensor, spec, requires_grad=False)
 
 
@@ -159,8 +159,3 @@ def unwrap_grad(grad: Any, placement: Any) -> Tensor:
 def is_partial(tensor: Any) -> bool:
     """Tell whether a DTensor is this rank's term of a sum."""
     return bool(tensor._spec.placements[0].is_partial())
-
-
-def drop_specs() -> None:
-    """Drop what is kept of meshes."""
-    _specs.clear()

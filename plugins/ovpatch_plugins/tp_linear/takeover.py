@@ -128,7 +128,7 @@ def give_back_modules() -> None:
             if isinstance(hook, SharedAllGather):
                 module._forward_pre_hooks[key] = hook.stock
     LEFT.clear()
-    layout.drop_specs()
+    layout.SPECS.clear()
     tp_group.drop_tp_groups()
     fused.drop_fused_support()
 
