@@ -181,10 +181,6 @@ _SILENT = "accepts connections but sends nothing"
 Replies = dict[int, tuple[dict[str, Any], list[Tensor]]]
 
 
-class _CallError(Exception):
-    """A rank will not reply; the text says why."""
-
-
 @dataclass
 class _Call:
     rank: int
@@ -220,7 +216,6 @@ class Request:
         self._calls = {rank: _Call(rank) for rank in self.ranks}
         self._selector = selectors.DefaultSelector()
         self._pause = _PAUSE_S[0]
-        self._open = 0
 
     def run(self) -> None:
         """Poll until every rank has replied or failed, or the deadline has passed; close the connections."""
@@ -234,13 +229,13 @@ class Request:
         """Return the ranks that have neither replied nor failed, with how far each call got."""
         return {call.rank: call.state for call in self._calls.values()}
 
-    def poll(self, limit_s: float = _POLL_S) -> None:
-        """Connect to ranks and read what they sent; wait ``limit_s`` seconds at most."""
+    def poll(self) -> None:
+        """Connect to ranks and read what they sent; wait for one of them, for some seconds at most."""
         for call in [call for call in self._calls.values() if call.connection is None]:
-            if self._open >= self.max_connections:
+            if len(self._selector.get_map()) >= self.max_connections:
                 break
             self._attempt(call, self._connect)
-        left = max(0.0, min(self.deadline - time.monotonic(), limit_s, self._until_retry()))
+        left = max(0.0, min(self.deadline - time.monotonic(), self._until_retry()))
         for key, _ in self._selector.select(left):
             self._attempt(key.data, self._read)
         for call in [call for call in self._calls.values() if call.stage == "greeting"]:
@@ -257,7 +252,7 @@ class Request:
     def _until_retry(self) -> float:
         if not self._calls:
             return 0.0  # the last of them has just failed
-        if self._open >= min(self.max_connections, len(self._calls)):
+        if len(self._selector.get_map()) >= min(self.max_connections, len(self._calls)):
             return _GREETING_S if any(call.stage == "greeting" for call in self._calls.values()) else _POLL_S
         self._pause = min(1.2 * self._pause, _PAUSE_S[1])
         return self._pause
@@ -265,8 +260,6 @@ class Request:
     def _attempt(self, call: _Call, action: Callable[[_Call], None]) -> None:
         try:
             action(call)
-        except _CallError as error:
-            self._fail(call, str(error))
         except OSError as error:
             self._handle_error(call, error)
 
@@ -276,13 +269,12 @@ class Request:
         if call.endpoint is None:
             call.state = "has not published its address"
             if not self.retry:
-                raise _CallError(call.state)
+                self._fail(call, call.state)
             return
         call.connection = call.endpoint.connect(call.attempt, self.deadline)
         call.stage, call.begun = "greeting", time.monotonic()
         if not call.attempt:  # later, why an attempt failed tells more
             call.state = _SILENT
-        self._open += 1
         self._selector.register(call.connection, selectors.EVENT_READ, call)
 
     def _read(self, call: _Call) -> None:
@@ -307,7 +299,7 @@ class Request:
             call.state = "works on its answer"
         elif message["state"] == "failed":
             self.tracebacks[call.rank] = message["traceback"]
-            raise _CallError(f"failed: {message['error']}")
+            self._fail(call, f"failed: {message['error']}")
         else:
             self.replies[call.rank] = (message["reply"], tensors)
             self._finish(call)
@@ -341,4 +333,3 @@ class Request:
             self._selector.unregister(call.connection)
             call.connection.close()
             call.connection = None
-            self._open -= 1
