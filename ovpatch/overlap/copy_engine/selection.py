@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch.overlap.copy_engine.window import Allocate, allocate
 from ovpatch.overlap.symm_mem import memory
 from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
+
+if TYPE_CHECKING:
+    from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
 
 _log = logging.getLogger("ovpatch.copies")
 
@@ -240,7 +243,7 @@ def _still_busy(group: dist.ProcessGroup, device: torch.device) -> str:
     return check_consistent(group, "copy engines", {}, objection=busy, timeout_s=limit + _TIMEOUT_S)
 
 
-T = TypeVar("T", bound=Any)  # has ``unheard()``: the ranks whose memory fails a trial, once all ranks have made theirs
+T = TypeVar("T", "Engine", "PointToPoint")
 
 
 def make_on_all(group: dist.ProcessGroup, make: Callable[[], T]) -> tuple[T | None, str]:

@@ -109,10 +109,8 @@ class PeerRpc:
 
         The arguments are JSON values. A rank that has not registered the topic yet is waited for, by default until the
         process group's time-out. With ``from_fork`` the call is a read that changes nothing on the peers, which a
-        forked child may make, too.
-
-        Raises:
-            PeerError: A rank failed, has ended or did not answer in time, or this process is a fork that may not call.
+        forked child may make, too. PeerError if a rank failed, has ended or did not answer in time, or in a fork that
+        may not call.
         """
         wanted = [rank for rank in range(self._size) if rank != self._rank] if ranks is None else list(ranks)
         self._check(wanted, from_fork=from_fork)
