@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, add_report_line, autotuner_for
 from ovpatch.overlap.comm import collectives
@@ -289,11 +288,8 @@ def _candidates(what: str, group: dist.ProcessGroup, engine: Engine, generator: 
 
 def _products(generator: torch.Generator) -> Callable[[Callable[[], Sequence[Work]]], None]:
     """Return a function that computes products beside collectives, and some before, while the host launches those."""
-
-    def draw(rows: int) -> Tensor:
-        return torch.randn(rows, _FEATURES, generator=generator, dtype=torch.bfloat16, device=generator.device)
-
-    x, weight = draw(_ROWS), draw(_FEATURES)
+    size, device = (_ROWS + _FEATURES, _FEATURES), generator.device
+    x, weight = torch.randn(size, generator=generator, dtype=torch.bfloat16, device=device).split([_ROWS, _FEATURES])
     out = torch.empty_like(x)
 
     def beside(start: Callable[[], Sequence[Work]]) -> None:
