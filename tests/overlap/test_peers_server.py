@@ -268,7 +268,7 @@ def test_ranks_are_looked_up_for_forks_once_all_are_there(directory, monkeypatch
     store = dist.FileStore(str(tmp_path / "store"), 2) if in_file else dist.HashStore()
     assert store.has_extended_api() is not in_file
     monkeypatch.setattr(client, "group_store", lambda found: store)
-    endpoints = [Endpoint("00", "here", (), port) for port in (1, 2)]
+    endpoints = [Endpoint("00", "here", [], port) for port in (1, 2)]
     directory.publish(0, endpoints[0])
     directory.look_up_for_forks()
     assert not directory._for_forks
