@@ -239,11 +239,9 @@ TABLES = {
     "ovpatch.overlap.comm.kept_state:_param_states": "param_state() itself",
     "ovpatch.overlap.comm.kept_state:_registered": "functions at exit, each once",
     "ovpatch.overlap.comm.kept_state:_states": "group_state() itself",
-    "ovpatch.overlap.comm.step_flags:_streams": "a stream for each device",
     "ovpatch.overlap.copy_engine.selection:_stuck": "memory that is never freed",
     "ovpatch.overlap.copy_engine.sum_kernel:_compiled": "compiled kernels",
     "ovpatch.overlap.data_parallel.fp32_accumulation:sums": "buckets ask whether it is empty, not each gradient",
-    "ovpatch.overlap.peer_rpc.versioned:_stagings": "pinned memory for each device",
     "ovpatch.overlap.symm_mem.memory:_last": "the last use on each device",
     "ovpatch.overlap.tensors.lazy_tensor:_zeros": "a zero for each dtype and device",
     "ovpatch.overlap.tensors.pending_param:PENDING": "every read hook asks whether it is empty",
@@ -263,10 +261,10 @@ TABLES = {
     "ovpatch_plugins.recompute.report:_models": "lines of the report",
     "ovpatch_plugins.recompute.report:_notes": "lines of the report",
     "ovpatch_plugins.recompute.takeover:_wrapped": "classes, with what gives them their forward back",
-    "ovpatch_plugins.tp_linear.layout:_specs": "a cache of bounded size",
+    "ovpatch_plugins.tp_linear.layout:SPECS": "a cache of bounded size",
     "ovpatch_plugins.tp_linear.plugin:_settings": "the options",
     "ovpatch_plugins.tp_linear.precomputed:PRECOMPUTED": "every linear asks; an entry goes with the gathered tensor",
-    "ovpatch_plugins.tp_linear.takeover:_left": "names for the report",
+    "ovpatch_plugins.tp_linear.takeover:LEFT": "names for the report",
 }
 CONTAINERS = {"dict", "set", "list", "deque", "defaultdict", "OrderedDict", "Counter"}
 

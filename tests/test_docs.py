@@ -289,10 +289,13 @@ def test_every_patched_method_of_ddp_is_explained():
 # --- quoted texts ---
 
 
-def test_the_quoted_error_is_the_one_that_is_raised():
-    from ovpatch.overlap.comm.consensus import _missing
+def test_the_quoted_error_is_the_one_that_is_raised(monkeypatch):
+    from ovpatch.overlap.comm import consensus
 
-    assert f"> {_missing('ddp', [1], 20.0, '')}\n" in (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(consensus.c10d, "_get_process_group_store", lambda group: None)
+    monkeypatch.setattr(consensus.dist, "get_global_rank", lambda group, rank: rank)
+    error = consensus._Round(SimpleNamespace(size=lambda: 2), "ddp", 20.0)._missing([1])["error"]
+    assert f"> {error}\n" in (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 
 
 # --- tables ---

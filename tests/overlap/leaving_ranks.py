@@ -48,7 +48,8 @@ def asks_last(last: int, rank: int, store: dist.Store) -> PeerRpc:
 
 
 def before_destruction(rank: int, store: dist.Store) -> None:
-    asks_last(2, rank, store).shutdown()
+    asks_last(2, rank, store)
+    PeerRpc.shutdown_all()
     dist.destroy_process_group()
 
 

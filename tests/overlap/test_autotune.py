@@ -16,9 +16,18 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from ovpatch.overlap.autotune import Autotuner, Tuning, TuningBudget, autotuner_for, report_lines
 from ovpatch.overlap.autotune import autotuner as autotuner_module
-from ovpatch.overlap.autotune.autotuner import Choice, TuningCache, pick_fastest, run_in_own_thread
+from ovpatch.overlap.autotune.autotuner import (
+    Autotuner,
+    Choice,
+    Tuning,
+    TuningBudget,
+    TuningCache,
+    autotuner_for,
+    pick_fastest,
+    report_lines,
+    run_in_own_thread,
+)
 from ovpatch.overlap.comm.consensus import RankMismatchError
 from ovpatch.overlap.copy_engine import selection
 from ovpatch.overlap.copy_engine.selection import Chosen

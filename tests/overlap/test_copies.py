@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.autotune import autotuner, report_lines
+from ovpatch.overlap.autotune import autotuner
+from ovpatch.overlap.autotune.autotuner import report_lines
 from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter, WorkGroup
 from ovpatch.overlap.comm.kept_state import group_state
 from ovpatch.overlap.copy_engine import selection

@@ -248,7 +248,7 @@ def groups() -> None:
     assert HostBarrier.for_group(dist.group.WORLD)._key() != (
         HostBarrier.for_group(pair)._key() if dist.get_rank() < 2 else ""
     )
-    PeerRpc.for_group(dist.group.WORLD).shutdown()
+    PeerRpc.shutdown_all(dist.group.WORLD)
 
 
 def test_groups_have_gates_of_their_own(ranks):

@@ -27,7 +27,7 @@ NOBODY = "00" * 32
 
 @pytest.fixture
 def server():
-    started = Server("test", (), lambda: False)
+    started = Server("test", [], lambda: False)
     started.register("echo", lambda question: (question, [torch.ones(2)]))
     yield started
     started.finish()
@@ -77,7 +77,7 @@ def test_no_more_are_called_at_once_than_may_be(directory, at_once):
             under_way.pop()
         return question, []
 
-    servers = [Server(f"test {rank}", (), lambda: False) for rank in range(count)]
+    servers = [Server(f"test {rank}", [], lambda: False) for rank in range(count)]
     for rank, server in enumerate(servers):
         server.register("echo", answer)
         if rank % 3:
@@ -128,7 +128,7 @@ def unused_port() -> int:
 @pytest.mark.parametrize("stale", ["nobody listens", "another one listens", "another secret"])
 def test_a_stale_address_is_looked_up_again_until_the_rank_is_there(server, directory, stale):
     port = unused_port() if stale == "nobody listens" else server.endpoint.port
-    old = Server("old", (), lambda: True)
+    old = Server("old", [], lambda: True)
     if stale == "another one listens":
         port = old.endpoint.port  # its group was destroyed
     directory.publish(1, replace(server.endpoint, secret=NOBODY, port=port))
@@ -236,7 +236,7 @@ def in_a_fork(for_forks: bool) -> str:
             except PeerError as error:
                 texts.append(str(error))
         peers._server.close()
-        peers.shutdown()
+        PeerRpc.shutdown_all()
         listening = peers._server._listener.fileno() != -1
         os.write(writer, json.dumps([texts, listening, kept.mark_final({})]).encode())
         os._exit(0)
@@ -268,7 +268,7 @@ def test_ranks_are_looked_up_for_forks_once_all_are_there(directory, monkeypatch
     store = dist.FileStore(str(tmp_path / "store"), 2) if in_file else dist.HashStore()
     assert store.has_extended_api() is not in_file
     monkeypatch.setattr(client, "group_store", lambda found: store)
-    endpoints = [Endpoint("00", "here", (), port) for port in (1, 2)]
+    endpoints = [Endpoint("00", "here", [], port) for port in (1, 2)]
     directory.publish(0, endpoints[0])
     directory.look_up_for_forks()
     assert not directory._for_forks

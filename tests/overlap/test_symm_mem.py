@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.kept_state import group_values
+from ovpatch.overlap.comm.kept_state import drop_values, group_values
 from ovpatch.overlap.symm_mem import memory
 from ovpatch.overlap.symm_mem.memory import Memory
 
@@ -23,13 +23,13 @@ def objections() -> list[str]:
     found.append(memory.unsupported_reason(group, CPU))
     memory.kernels_unsupported_reason = lambda device: ""
     found.append(memory.unsupported_reason(group, CPU))
-    memory.history.rendezvous += rank
+    memory.rendezvous_count += rank
     found.append(memory.unsupported_reason(group, CPU))
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         if rank:
             patch.setenv("TMPDIR", folder)
         found.append(memory.unsupported_reason(group, CPU))
-    memory.history.rendezvous -= rank
+    memory.rendezvous_count -= rank
     memory._host = lambda: f"host {rank}"
     found.append(memory.unsupported_reason(group, CPU))
     memory.MOST_RANKS = 1
@@ -114,7 +114,7 @@ def regrouped() -> bool:
     second = dist.new_group([0, 1])
     other = memory.workspace_for(second, CPU)
     kept = [found for _, found in group_values(memory.Workspace)]
-    memory.drop_workspaces()
+    drop_values(memory.Workspace)
     return again and other is not one and kept == [other] and not group_values(memory.Workspace)
 
 
@@ -152,7 +152,7 @@ def allocations(lacking: dict[int, int]) -> tuple[list[str], str]:
 
 
 def rendezvous_so_far() -> int:
-    return memory.history.rendezvous
+    return memory.rendezvous_count
 
 
 def test_memory_is_allocated_on_all_ranks_or_on_none(ranks):

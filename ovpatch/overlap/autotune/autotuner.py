@@ -1,5 +1,6 @@
 """The autotuner of a process group: measures candidates once per key; all ranks take the same one.
 
+A feature describes its candidates as a :class:`Tuning`; :func:`autotuner_for` returns the group's :class:`Autotuner`.
 The time of a candidate is that of the slowest rank. Times are kept in a file for one feature and environment. Only a
 group's first rank reads and writes it; a measurement that it cannot read is made again. Of several writers the last
 one's entries stay, which include those that it found.
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import functools
 import hashlib
 import importlib.metadata
@@ -22,7 +22,6 @@ import statistics
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
@@ -35,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import backend_name
-from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, wait_limit_s
+from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, gather_values, wait_limit_s
 from ovpatch.overlap.comm.kept_state import group_state
 from ovpatch.overlap.comm.streams import is_capturing
 
@@ -82,11 +81,6 @@ class Choice:
     times: Mapping[str, float] = field(default_factory=dict)  # each candidate's median ms on the slowest rank, if known
     final: bool = True  # whether it is kept for all later calls
 
-    def report_line(self, key: str) -> str:
-        """Return a line for the report."""
-        times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in self.times.items())
-        return f"{key}: {self.candidate} ({'; '.join(filter(None, (times, self.why)))})"
-
 
 def pick_fastest(times: Mapping[str, float], default: str) -> str:
     """Return the fastest candidate; among those within :data:`TIE` of it, the default one, or the baseline.
@@ -115,20 +109,13 @@ class RankNumbers:
         """Return the values of the group's first rank."""
         numbers = self._tensor(values)
         dist.broadcast(numbers, group=self._group, group_src=0)
-        return _to_list(numbers)
+        return list(numbers.tolist())
 
     def maximum(self, values: Sequence[float]) -> list[float]:
         """Return each number's maximum over the ranks. No rank returns before all have called."""
         numbers = self._tensor(values)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
-        return _to_list(numbers)
-
-    def all_gather(self, value: float) -> list[float]:
-        """Return each rank's number."""
-        numbers = self._tensor([0.0] * self._group.size())
-        numbers[self._group.rank()] = value
-        dist.all_reduce(numbers, group=self._group)
-        return _to_list(numbers)
+        return list(numbers.tolist())
 
     def _tensor(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -184,11 +171,6 @@ def _sample(candidate: Callable[[], object], calls: int, device: torch.device) -
     return float(begin.elapsed_time(end)) / calls
 
 
-def _to_list(numbers: Tensor) -> list[float]:
-    found: list[float] = numbers.tolist()
-    return found
-
-
 FORMAT: Final = 1
 Times = dict[str, float]
 
@@ -207,20 +189,19 @@ class TuningCache:
 
     def read(self) -> dict[str, Times]:
         """Return the times of each key's candidates, in ms; empty if there is no readable file."""
+        self.problem = ""
         if self.path is None:
             return {}
         try:
-            text = self.path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            self.problem = "" if isinstance(error, OSError) else self._damaged("it is no text")
+            return _checked(json.loads(self.path.read_text(encoding="utf-8")), self._environment)
+        except OSError:
             return {}
-        try:
-            found = _checked(json.loads(text), self._environment)
+        except UnicodeDecodeError:
+            why = "it is no text"
         except (ValueError, RecursionError) as error:  # JSON's errors are ValueErrors
-            self.problem = self._damaged(str(error))
-            return {}
-        self.problem = ""
-        return found
+            why = str(error)
+        self.problem = f"{self.path} is damaged and was not used ({why}): the next measurement writes it again"
+        return {}
 
     def write(self, key: str, times: Mapping[str, float]) -> None:
         """Add the times of a key's candidates if the file can be written. The write is atomic."""
@@ -229,9 +210,6 @@ class TuningCache:
         choices = self.read() | {key: dict(times)}
         data = {"format": FORMAT, "environment": self._environment, "choices": choices}
         write_if_possible(self.path, data)
-
-    def _damaged(self, why: str) -> str:
-        return f"{self.path} is damaged and was not used ({why}): the next measurement writes it again"
 
 
 def write_if_possible(path: Path, data: Any) -> None:
@@ -315,11 +293,7 @@ BUDGET: Final = TuningBudget()
 """The process's budget, for all features and groups."""
 
 
-class _Problem(enum.IntEnum):
-    """Why a rank has no candidates; the largest of all ranks is reported."""
-
-    MEMORY = 1
-    ERROR = 2
+_FITS, _NO_MEMORY, _ERROR = 0.0, 1.0, 2.0  # why a rank has no candidates; the largest of all ranks is reported
 
 
 class Autotuner:
@@ -344,10 +318,8 @@ class Autotuner:
         """Return the candidate that all ranks take; the group is the same in every call.
 
         A collective if the key is new to the group; see [Note: when to measure]. Numbers are exchanged on the
-        communicator, by default on the group itself.
-
-        Raises:
-            RankMismatchError: Ranks ask for different keys, or a rank does not come.
+        communicator, by default on the group itself. RankMismatchError if ranks ask for different keys, or one does not
+        come.
         """
         deterministic = torch.are_deterministic_algorithms_enabled()
         question = (deterministic, tuning.key, tuning.candidates)
@@ -358,7 +330,9 @@ class Autotuner:
             return Choice(tuning.default, "nothing can be measured here", final=False)
         choice = self._choices[question] = self._decide(group, communicator or group, tuning, deterministic)
         if choice.why:
-            add_report_line(self._feature, choice.report_line(tuning.key))
+            times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in choice.times.items())
+            reasons = "; ".join(filter(None, (times, choice.why)))
+            add_report_line(self._feature, f"{tuning.key}: {choice.candidate} ({reasons})")
         return choice
 
     def _decide(
@@ -381,7 +355,7 @@ class Autotuner:
         numbers = RankNumbers(communicator, self._device)
         cache = self._cache
         if cache is None:
-            cache = self._cache = TuningCache(self._directory, self._feature, self._environment(group, numbers))
+            cache = self._cache = TuningCache(self._directory, self._feature, self._environment(group))
         tuning = dataclasses.replace(tuning, candidates=tuple(filter(tuning.usable, tuning.candidates)))
         if len(tuning.candidates) == 1:
             return Choice(tuning.candidates[0], "")
@@ -400,11 +374,11 @@ class Autotuner:
             return self._measure(group, tuning, numbers, cache)
 
     def _measure(self, group: dist.ProcessGroup, tuning: Tuning, numbers: RankNumbers, cache: TuningCache) -> Choice:
-        candidates = self._make(tuning)
-        (problem,) = numbers.maximum([float(candidates) if isinstance(candidates, _Problem) else 0.0])
-        if problem == _Problem.MEMORY:
+        candidates, own_problem = self._make(tuning)
+        (problem,) = numbers.maximum([own_problem])
+        if problem == _NO_MEMORY:
             return Choice(tuning.default, f"not measured, which takes {tuning.needs / 2**30:.2g} GiB of memory")
-        if problem or isinstance(candidates, _Problem):
+        if problem:
             return Choice(tuning.default, _UNMADE)
         first_call = functools.partial(self._first_call, group, tuning)
         times = measure_candidates(candidates, numbers, self._device, self._budget.seconds_left, first_call)
@@ -414,19 +388,18 @@ class Autotuner:
             cache.write(tuning.key, times)
         return Choice(tuning.pick(times), "measured", times)
 
-    def _make(self, tuning: Tuning) -> Candidates | _Problem:
-        """Return the candidates, the baseline first, or why there are none. It must not raise: peers would wait."""
+    def _make(self, tuning: Tuning) -> tuple[Candidates, float]:
+        """Return the candidates, the baseline first, and why there are none. It must not raise: peers would wait."""
         if tuning.needs * _SPARE > _free_bytes(self._device):
-            return _Problem.MEMORY
+            return {}, _NO_MEMORY
         try:
             made = tuning.make(torch.Generator(self._device).manual_seed(0))
         except torch.OutOfMemoryError:
-            return _Problem.MEMORY
+            return {}, _NO_MEMORY
         except RuntimeError as error:
-            text = f"nothing was measured for {tuning.key}: {type(error).__name__}: {_one_line(error)}"
-            add_report_line(self._feature, text)
-            return _Problem.ERROR
-        return {name: made[name] for name in tuning.candidates}
+            add_report_line(self._feature, f"nothing was measured for {tuning.key}: {_one_line(error)}")
+            return {}, _ERROR
+        return {name: made[name] for name in tuning.candidates}, _FITS
 
     def _first_call(self, group: dist.ProcessGroup, tuning: Tuning, name: str, candidate: Callable[[], object]) -> bool:
         """Call a candidate; return whether it can be measured.
@@ -440,17 +413,16 @@ class Autotuner:
             baseline = name == tuning.candidates[0]
             if baseline or not _fails_on_all_ranks(group, f"{self._feature}: {name}", tuning.key):
                 raise
-            text = f"{name} was left out for {tuning.key}: {type(error).__name__}: {_one_line(error)}"
-            add_report_line(self._feature, text)
+            add_report_line(self._feature, f"{name} was left out for {tuning.key}: {_one_line(error)}")
             return False
         return True
 
     def _out_of_time(self, tuning: Tuning) -> Choice:
         return Choice(tuning.default, f"not measured, since measuring has taken its {self._budget.seconds:g} s")
 
-    def _environment(self, group: dist.ProcessGroup, numbers: RankNumbers) -> dict[str, str]:
+    def _environment(self, group: dist.ProcessGroup) -> dict[str, str]:
         """Return the environment that times depend on."""
-        hosts = numbers.all_gather(zlib.crc32(socket.gethostname().encode()))
+        hosts = gather_values(group, f"{self._feature}: hosts", socket.gethostname())
         on_gpu = self._device.type == "cuda"
         return {
             "device": torch.cuda.get_device_name(self._device) if on_gpu else platform.machine(),
@@ -542,14 +514,12 @@ def _fails_on_all_ranks(group: dist.ProcessGroup, topic: str, key: str) -> bool:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _cannot_measure(device: torch.device) -> bool:
     """Return whether measuring is impossible here; see [Note: when to measure]."""
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
-        return True
-    return is_capturing(device)
+    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1 or is_capturing(device)
 
 
 def _free_bytes(device: torch.device) -> float:

@@ -19,13 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.consensus import agree_on_name
-from ovpatch.overlap.comm.kept_state import (
-    group_state,
-    group_store,
-    group_timeout_s,
-    group_values,
-    is_exiting_by_error,
-)
+from ovpatch.overlap.comm.kept_state import group_state, group_store, group_timeout_s, group_values, is_exiting_by_error
 
 
 class Work(Protocol):
@@ -154,13 +148,9 @@ class GlooAllGather:
     """See :class:`ovpatch.overlap.comm.collectives.AllGather`. Each rank broadcasts its shard, gloo's fastest way."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._world, self._rank = group, group.size(), group.rank()
+        self._world, self._rank = group.size(), group.rank()
         self._pool = BufferPool()
-        self._options = []
-        for rank in range(self._world):
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor, options.asyncOp = rank, 0, True
-            self._options.append(options)
+        self._broadcasts = [Broadcast(group, rank) for rank in range(self._world)]
 
     def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Start gathering contiguous real tensors of one dtype."""
@@ -182,10 +172,7 @@ class GlooAllGather:
         return works
 
     def _broadcast(self, rows: Sequence[Tensor]) -> list[Work]:
-        works: list[Work] = []
-        for row, options in zip(rows, self._options, strict=True):
-            works.append(self._group.broadcast([row], options))
-        return works
+        return [broadcast(row) for broadcast, row in zip(self._broadcasts, rows, strict=True)]
 
     def _coalesced(self, full: list[Sequence[Tensor]]) -> Work:
         sizes = [len(rows[0]) for rows in full]
@@ -235,12 +222,7 @@ class Exchange:
         self._options.asyncOp = True
 
     def __call__(self, shards: Sequence[Tensor], full: Sequence[Tensor]) -> Sequence[Work]:
-        """Start the sums.
-
-        Args:
-            shards: This rank's sums, ``[size]`` each.
-            full: This rank's terms, ``[world, size]`` each; row r is sent to rank r.
-        """
+        """Start the sums, ``[size]`` each, of terms ``[world, size]`` each, whose row r is sent to rank r."""
         alone, small = _by_size(full)
         works = []
         for i in alone:
@@ -289,10 +271,6 @@ def _by_size(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     without_grad(torch._foreach_copy_, list(targets), list(sources))
-
-
-# Backends that launch the collectives of several tensors as one.
-_GROUPING = ("nccl",)
 
 
 class Transport(Protocol):
@@ -474,8 +452,7 @@ class Collectives:
     def reduce_scatter_fp32(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
         """Average tensors of half precision in fp32, as :meth:`ReduceScatter.__call__`; only a transport can.
 
-        Raises:
-            RuntimeError: The group's transport has been given up meanwhile.
+        RuntimeError if the group's transport has been given up meanwhile.
         """
         transport = reduce_scatter_transport(self._group, self._device)
         if transport is None:
@@ -495,7 +472,8 @@ _GONE = (
 
 
 def _groups(group: dist.ProcessGroup, device: torch.device) -> bool:
-    return backend_name(group, device) in _GROUPING
+    """Return whether the backend launches the collectives of several tensors as one."""
+    return backend_name(group, device) == "nccl"
 
 
 def _wait_for(works: Sequence[Work | None]) -> None:
@@ -514,23 +492,16 @@ _TUNED = ("cga_cluster_size", "min_ctas", "max_ctas")  # fields of NCCL's config
 
 
 def step_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return the communicator of a group for collectives in steps; made once.
+    """Return the communicator of a model's group for collectives in steps; made once.
 
-    Every rank of the group makes the first call at the same place, which connects them.
+    Every rank of the group makes the first call at the same place, which connects them. For a backend that is neither
+    gloo nor NCCL it is the group itself; a script must then issue no collectives on it beside a step.
 
     [Note: beside the script's collectives] A communicator pairs collectives in the order in which hosts issue them.
     Where stock issues none, a script's thread may issue one on the model's process group, before ours on one rank and
     after it on another: a hang, or wrong numbers. So ours have a communicator of their own; those of a backward stay
     on the group, where stock issues them, too. Torch does not register it: a registered group would change the names
     of later groups, which have to be the same on ranks that are no members.
-
-    Args:
-        group: The process group of the model.
-        device: Where the tensors are.
-
-    Returns:
-        A process group over the same ranks. ``group`` itself for a backend that is neither gloo nor NCCL; a script must
-        then issue no collectives on it beside a step.
     """
     made = group_state(group).values.get(_Communicators)
     if made is None or device.type not in made:
@@ -541,13 +512,10 @@ def step_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.Pr
 
 
 def close_step_communicators(group: dist.ProcessGroup | None = None) -> None:
-    """Shut down the communicators of one group, or all, after their collectives. All ranks call this.
+    """Shut down the communicators of one model's group, or all, after their collectives. All ranks call this.
 
     Collectives in which a rank is known to be missing are aborted (:func:`abandon_step_communicators`).
     Does nothing if an exception ends this process: collectives in flight may wait for peers that are gone.
-
-    Args:
-        group: The model's process group; all by default.
     """
     if is_exiting_by_error():
         return

@@ -6,10 +6,11 @@ One of the three ways for ranks to agree: this one blocks; ``comm.step_flags`` i
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import time
 import uuid
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -17,11 +18,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from ovpatch.overlap.comm.kept_state import group_state, group_timeout_s
 
-# Seconds to wait for ranks that may load or build their models at different speeds.
-LATE_START_S = 300.0
-
-# Seconds between two polls of the store, at most.
-_LONGEST_PAUSE_S = 0.05
+LATE_START_S = 300.0  # for ranks that may load or build their models at different speeds
+_LONGEST_PAUSE_S = 0.05  # between two polls of the store
 
 
 class RankMismatchError(RuntimeError):
@@ -55,7 +53,7 @@ def check_consistent(
     """
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return objection
-    return str(_run_round(group, topic, terms, objection, timeout_s, remedy)["objection"])
+    return str(_Round(group, topic, timeout_s, remedy).run(terms, objection)["objection"])
 
 
 class _Agreed(set[tuple[str, Hashable]]):
@@ -67,40 +65,34 @@ def check_consistent_once(
 ) -> None:
     """Agree with all ranks of ``group`` on ``terms`` when this rank first passes ``key``, which stands for the terms.
 
-    Waits up to :data:`LATE_START_S` for the others, and at most for half of the group's time-out.
-
-    Raises:
-        RankMismatchError: Terms differ, or a rank did not answer in time.
+    The version of ovpatch is one of them. Waits up to :data:`LATE_START_S` for the others, and at most for half of the
+    group's time-out. Raises as :func:`check_consistent`.
     """
     agreed = group_state(group).values.get(_Agreed)
     if agreed is None or (topic, key) not in agreed:
-        check_consistent(group, topic, terms(), timeout_s=wait_limit_s(group, LATE_START_S), remedy=remedy)
+        all_terms = {"version of ovpatch": importlib.metadata.version("ovpatch"), **terms()}
+        check_consistent(group, topic, all_terms, timeout_s=wait_limit_s(group, LATE_START_S), remedy=remedy)
         group_state(group).get_or_create(_Agreed, _Agreed).add((topic, key))
 
 
 def agree_on_name(group: dist.ProcessGroup, topic: str, *, timeout_s: float) -> str:
     """Return a name that is the same on all ranks and that no other call, of this or another process, returns.
 
-    Every rank of the group, of two or more, calls this the same number of times per topic.
-
-    Raises:
-        RankMismatchError: A rank did not answer in time.
+    Every rank of the group, of two or more, calls this the same number of times per topic. RankMismatchError if one did
+    not answer in time.
     """
-    return str(_run_round(group, topic, {}, "", timeout_s, "")["marks"][0])
+    return str(_Round(group, topic, timeout_s).run({})["marks"][0])
 
 
 def gather_values(group: dist.ProcessGroup, topic: str, value: Any) -> list[Any]:
     """Return the JSON values of all ranks by group rank: some hundred bytes, since rank 0 publishes all.
 
-    Every rank of the group calls this the same number of times per topic. Waits for the group's time-out.
-
-    Raises:
-        RankMismatchError: A rank did not answer in time.
+    Every rank of the group calls this the same number of times per topic. RankMismatchError if one did not answer
+    within the group's time-out.
     """
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return [value] * group.size()
-    verdict = _run_round(group, topic, {}, "", group_timeout_s(group), "", value)
-    return list(verdict["values"])
+    return list(_Round(group, topic, group_timeout_s(group)).run({}, value=value)["values"])
 
 
 def wait_limit_s(group: dist.ProcessGroup, most_s: float) -> float:
@@ -123,111 +115,109 @@ def wait_limit_s(group: dist.ProcessGroup, most_s: float) -> float:
 # another thread may have a round in another group that this one waits for. So missing keys are polled by ``check()``.
 
 
-def _run_round(
-    group: dist.ProcessGroup,
-    topic: str,
-    terms: Mapping[str, Any],
-    objection: str,
-    timeout_s: float,
-    remedy: str,
-    value: Any = None,
-) -> dict[str, Any]:
-    """Return the verdict of one round, or raise it: the ranks' objections, and their marks and values by rank."""
-    world = group.size()
-    store = c10d._get_process_group_store(group)
-    base = f"ovpatch/{topic}/{world}"
-    mark = uuid.uuid4().hex
-    own = json.dumps({"mark": mark, "terms": terms, "objection": objection, "value": value}, sort_keys=True)
-    if group.rank() == 0:
-        prefix = f"{base}/{store.add(f'{base}/rounds', 1)}"
-        store.set(f"{prefix}/0", own)
-        verdict = _collect(store, prefix, group, topic, timeout_s, remedy)
-        verdict = _publish(store, prefix, verdict, group, topic, remedy)
-    else:
-        # Rank 0 may itself wait the whole time for a third rank, and then needs time to report that.
-        found = _answer(store, base, group.rank(), mark, own, timeout_s + 5)
-        verdict = found or {"error": _missing(topic, _global_ranks(group, [0]), timeout_s, remedy)}
-    if "error" in verdict:
-        raise RankMismatchError(verdict["error"])
-    return verdict
+class _Round:
+    """One comparison over the ranks of a group."""
 
+    def __init__(self, group: dist.ProcessGroup, topic: str, timeout_s: float, remedy: str = "") -> None:
+        self._group, self._topic, self._timeout_s, self._remedy = group, topic, timeout_s, remedy
+        self._store = c10d._get_process_group_store(group)
+        self._base = f"ovpatch/{topic}/{group.size()}"
 
-def _collect(
-    store: c10d.Store, prefix: str, group: dist.ProcessGroup, topic: str, timeout_s: float, remedy: str
-) -> dict[str, Any]:
-    """Wait for all ranks' answers; return a verdict on them."""
-    keys = [f"{prefix}/{rank}" for rank in range(group.size())]
-    arrived = _wait_for_keys(store, keys, timeout_s)
-    missing = [] if arrived else [rank for rank, key in enumerate(keys) if not store.check([key])]
-    texts = store.multi_get([key for rank, key in enumerate(keys) if rank not in missing])
-    answers = [json.loads(text) for text in texts]
-    marks = {"marks": [answer["mark"] for answer in answers]}
-    if missing:
-        return marks | {"error": _missing(topic, _global_ranks(group, missing), timeout_s, remedy)}
-    return marks | _judge(answers, _global_ranks(group, range(group.size())), topic, remedy)
+    def run(self, terms: Mapping[str, Any], objection: str = "", value: Any = None) -> dict[str, Any]:
+        """Return the verdict, or raise it: the ranks' objections, and their marks and values by rank."""
+        mark = uuid.uuid4().hex
+        own = json.dumps({"mark": mark, "terms": terms, "objection": objection, "value": value}, sort_keys=True)
+        if self._group.rank() == 0:
+            prefix = f"{self._base}/{self._store.add(f'{self._base}/rounds', 1)}"
+            self._store.set(f"{prefix}/0", own)
+            verdict = self._publish(prefix, self._collect(prefix))
+        else:
+            verdict = self._answer(mark, own) or self._missing([0])
+        if "error" in verdict:
+            raise RankMismatchError(verdict["error"])
+        return verdict
 
+    def _collect(self, prefix: str) -> dict[str, Any]:
+        """Wait for all ranks' answers; return a verdict on them."""
+        keys = [f"{prefix}/{rank}" for rank in range(self._group.size())]
+        deadline, pause = time.monotonic() + self._timeout_s, 0.001
+        while not (arrived := self._store.check(keys)) and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(1.2 * pause, _LONGEST_PAUSE_S)
+        missing = [] if arrived else [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        texts = self._store.multi_get([key for rank, key in enumerate(keys) if rank not in missing])
+        answers = [json.loads(text) for text in texts]
+        marks = {"marks": [answer["mark"] for answer in answers]}
+        return marks | (self._missing(missing) if missing else self._judge(answers))
 
-def _publish(
-    store: c10d.Store, prefix: str, verdict: dict[str, Any], group: dist.ProcessGroup, topic: str, remedy: str
-) -> dict[str, Any]:
-    """Write a verdict, unless a rank has timed out and written so; return the one that counts."""
-    key = f"{prefix}/verdict"
-    if "error" not in verdict:
-        first = json.loads(store.compare_set(key, "", json.dumps(verdict)))
-        if "gone" not in first:
-            return verdict
-        verdict = {"marks": verdict["marks"], "error": _gone(topic, _global_ranks(group, [first["gone"]]), remedy)}
-    store.set(key, json.dumps(verdict))
-    return verdict
-
-
-def _judge(answers: Sequence[Mapping[str, Any]], ranks: list[int], topic: str, remedy: str) -> dict[str, Any]:
-    difference = _difference([answer["terms"] for answer in answers], ranks)
-    if difference:
-        return {"error": f"ovpatch: ranks disagree on '{topic}': {difference}. {remedy or _REMEDY_SETTINGS}"}
-    objections: dict[str, list[int]] = {}
-    for rank, answer in zip(ranks, answers, strict=True):
-        if answer["objection"]:
-            objections.setdefault(answer["objection"], []).append(rank)
-    objection = "; ".join(f"{text} (rank {_listed(own)})" for text, own in objections.items())
-    values = [answer["value"] for answer in answers]
-    return {"objection": objection} | ({} if values[0] is None else {"values": values})
-
-
-def _answer(store: c10d.Store, base: str, rank: int, mark: str, own: str, timeout_s: float) -> dict[str, Any]:
-    """Answer to the newest round until a verdict quotes this rank's mark; return it, or {} after a time-out."""
-    deadline = time.monotonic() + timeout_s
-    answered, pause = -1, 0.001
-    while time.monotonic() < deadline:
-        newest = store.add(f"{base}/rounds", 0)
-        # Checked after `newest` was read: rank 0 publishes a verdict before it opens the next round.
-        if store.check([f"{base}/{answered}/verdict"]):
-            verdict: dict[str, Any] = json.loads(store.get(f"{base}/{answered}/verdict"))
-            if mark in verdict["marks"]:
+    def _publish(self, prefix: str, verdict: dict[str, Any]) -> dict[str, Any]:
+        """Write a verdict, unless a rank has timed out and written so; return the one that counts."""
+        key = f"{prefix}/verdict"
+        if "error" not in verdict:
+            first = json.loads(self._store.compare_set(key, "", json.dumps(verdict)))
+            if "gone" not in first:
                 return verdict
-        if newest != answered:
-            store.set(f"{base}/{newest}/{rank}", own)
-            answered = newest
-        time.sleep(pause)
-        pause = min(1.2 * pause, _LONGEST_PAUSE_S)  # waits of a millisecond and of half a minute are both common
-    if answered < 0:
-        return {}
-    last = store.compare_set(f"{base}/{answered}/verdict", "", json.dumps({"marks": [], "gone": rank}))
-    decided: dict[str, Any] = json.loads(last)
-    return decided if mark in decided["marks"] else {}
+            verdict = {"marks": verdict["marks"]} | self._gone(first["gone"])
+        self._store.set(key, json.dumps(verdict))
+        return verdict
 
+    def _judge(self, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        ranks = [dist.get_global_rank(self._group, rank) for rank in range(len(answers))]
+        difference = _difference([answer["terms"] for answer in answers], ranks)
+        if difference:
+            text = f"ovpatch: ranks disagree on '{self._topic}': {difference}. {self._remedy or _REMEDY_SETTINGS}"
+            return {"error": text}
+        objection = join_texts((rank, answer["objection"]) for rank, answer in zip(ranks, answers, strict=True))
+        values = [answer["value"] for answer in answers]
+        return {"objection": objection} | ({} if values[0] is None else {"values": values})
 
-def _wait_for_keys(store: c10d.Store, keys: list[str], timeout_s: float) -> bool:
-    deadline, pause = time.monotonic() + timeout_s, 0.001
-    while not store.check(keys):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause)
-        pause = min(1.2 * pause, _LONGEST_PAUSE_S)
-    return True
+    def _answer(self, mark: str, own: str) -> dict[str, Any]:
+        """Answer to the newest round until a verdict quotes this rank's mark; return it, or {} after a time-out."""
+        store, base, rank = self._store, self._base, self._group.rank()
+        # Rank 0 may itself wait the whole time for a third rank, and then needs time to report that.
+        deadline = time.monotonic() + self._timeout_s + 5
+        answered, pause = -1, 0.001
+        while time.monotonic() < deadline:
+            newest = store.add(f"{base}/rounds", 0)
+            # Checked after `newest` was read: rank 0 publishes a verdict before it opens the next round.
+            if store.check([f"{base}/{answered}/verdict"]):
+                verdict: dict[str, Any] = json.loads(store.get(f"{base}/{answered}/verdict"))
+                if mark in verdict["marks"]:
+                    return verdict
+            if newest != answered:
+                store.set(f"{base}/{newest}/{rank}", own)
+                answered = newest
+            time.sleep(pause)
+            pause = min(1.2 * pause, _LONGEST_PAUSE_S)  # waits of a millisecond and of half a minute are both common
+        if answered < 0:
+            return {}
+        last = store.compare_set(f"{base}/{answered}/verdict", "", json.dumps({"marks": [], "gone": rank}))
+        decided: dict[str, Any] = json.loads(last)
+        return decided if mark in decided["marks"] else {}
+
+    def _missing(self, ranks: list[int]) -> dict[str, Any]:
+        missing = _listed([dist.get_global_rank(self._group, rank) for rank in ranks])
+        text = f"ovpatch: feature '{self._topic}' got no answer from rank {missing} within {self._timeout_s:g} s."
+        return {"error": f"{text} {self._remedy or _REMEDY_INACTIVE}"}
+
+    def _gone(self, rank: int) -> dict[str, Any]:
+        text = (
+            f"ovpatch: feature '{self._topic}' is not agreed on: rank {dist.get_global_rank(self._group, rank)} had "
+            "waited for as long as it may when the last rank came."
+        )
+        return {"error": f"{text} {self._remedy or _REMEDY_LATE}"}
 
 
 # --- texts ---
+
+
+def join_texts(by_rank: Iterable[tuple[int, str]]) -> str:
+    """Return texts, each once, with the ranks that they are of; no text, "", is left out."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in by_rank:
+        if text:
+            ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"{text} (rank {_listed(own)})" for text, own in ranks.items())
 
 
 def _difference(terms: list[Mapping[str, Any]], ranks: list[int]) -> str:
@@ -243,20 +233,6 @@ def _difference(terms: list[Mapping[str, Any]], ranks: list[int]) -> str:
     return "; ".join(parts)
 
 
-def _missing(topic: str, ranks: list[int], timeout_s: float, remedy: str) -> str:
-    return (
-        f"ovpatch: feature '{topic}' got no answer from rank {_listed(ranks)} within {timeout_s:g} s. "
-        f"{remedy or _REMEDY_INACTIVE}"
-    )
-
-
-def _gone(topic: str, ranks: list[int], remedy: str) -> str:
-    return (
-        f"ovpatch: feature '{topic}' is not agreed on: rank {_listed(ranks)} had waited for as long as it may when the "
-        f"last rank came. {remedy or _REMEDY_LATE}"
-    )
-
-
 _REMEDY_LATE = "Have all ranks build the model at about the same time, or give them a larger time-out."
 
 _REMEDY_INACTIVE = (
@@ -266,10 +242,6 @@ _REMEDY_INACTIVE = (
 )
 
 _REMEDY_SETTINGS = "Give every rank the same OVPATCH variables and the same arguments of ovpatch.apply()."
-
-
-def _global_ranks(group: dist.ProcessGroup, ranks: Any) -> list[int]:
-    return [dist.get_global_rank(group, rank) for rank in ranks]
 
 
 def _listed(ranks: list[int]) -> str:

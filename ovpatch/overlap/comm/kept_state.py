@@ -32,12 +32,12 @@ class GroupState:
     """The values kept for one process group, from :func:`group_state`. They are dropped with the group object."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = weakref.ref(group, functools.partial(_drop_collected, id(group)))
+        self.group = weak_key(group, _states)
         self.values: dict[Hashable, Any] = {}  # by a class, or by a tuple that begins with a class or a name
         self.lock = threading.RLock()  # For values that only one thread may make. A collective must not run under it.
         renew_in_children(self, "lock", threading.RLock)
         self._pid = os.getpid()
-        self._tied: set[Hashable] = set()
+        self.tied: set[Hashable] = set()  # the keys of values that reference the group
 
     @property
     def is_forked(self) -> bool:
@@ -53,16 +53,10 @@ class GroupState:
         if key not in self.values:
             if keeps_group:
                 drop_destroyed()
-                self._tied.add(key)
+                self.tied.add(key)
             self.values[key] = make()
         value: T = self.values[key]
         return value
-
-    def drop_tied(self) -> None:
-        """Drop the values that reference the group."""
-        for key in self._tied:
-            self.values.pop(key, None)
-        self._tied.clear()
 
 
 def group_state(group: dist.ProcessGroup) -> GroupState:
@@ -97,7 +91,8 @@ def drop_destroyed() -> None:
     for state in list(_states.values()):
         group = state.group()
         if group is not None and is_destroyed(group):
-            state.drop_tied()
+            while state.tied:
+                state.values.pop(state.tied.pop(), None)
 
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
@@ -122,12 +117,6 @@ def group_timeout_s(group: dist.ProcessGroup, device: torch.device | None = None
             backend: Any = group._get_backend(one)
             return float(backend.options._timeout.total_seconds())
     return float(dist.default_pg_timeout.total_seconds())
-
-
-def _drop_collected(key: int, reference: weakref.ref[dist.ProcessGroup]) -> None:
-    state = _states.get(key)
-    if state is not None and state.group is reference:
-        del _states[key]
 
 
 # By id(): a lookup in a WeakKeyDictionary takes several times as long, and warm steps look up.
@@ -160,8 +149,7 @@ def _after_fork() -> None:
 _in_children: weakref.WeakKeyDictionary[Any, list[Callable[[Any], None]]] = weakref.WeakKeyDictionary()
 renew_in_children(sys.modules[__name__], "_lock", threading.Lock)
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 # --- the end of the process ---
@@ -311,11 +299,7 @@ class WeakParams(Sequence[torch.nn.Parameter]):
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a bound method without keeping its object alive.
-
-    Raises:
-        RuntimeError: From that function, when the object is gone.
-    """
+    """Return a function that calls a bound method without keeping its object alive; RuntimeError once that is gone."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,8 @@ import torch.distributed as dist
 from ovpatch.overlap.comm.collectives import AllReduce, Work
 from ovpatch.overlap.comm.streams import is_capturing, profiler_label, profiler_span, quietly_on
 
-# Steps per all-reduce, once the first steps are over.
-PERIOD = 16
-
-# Sums that may be under way on a device; older ones are waited for.
-_MOST_PENDING = 64
+PERIOD = 16  # steps per all-reduce, once the first steps are over
+_MOST_PENDING = 64  # sums that may be under way on a device; older ones are waited for
 
 
 class StepFlags:
@@ -30,10 +28,7 @@ class StepFlags:
     CUDA the sum has reached the host by then. Without streams the host waits for a step's collectives anyway, so the
     failures are summed and read in every step. A step that is captured into a CUDA graph starts and reads nothing.
 
-    Args:
-        group: The process group.
-        device: Where the group's collectives run.
-        feature: Name for labels.
+    The group's collectives run on the device. ``feature`` is a name for labels.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, feature: str) -> None:
@@ -51,12 +46,8 @@ class StepFlags:
     ) -> None:
         """Start the sum if one is due after this step, behind the step's other collectives.
 
-        Every rank calls this after the same steps.
-
-        Args:
-            step: Number of the step.
-            failed: Whether this rank's backward failed.
-            get_flags: Returns the caller's flags, as many on all ranks; called if they are due.
+        Every rank calls this after the same steps. ``failed`` tells whether this rank's backward failed. ``get_flags``
+        returns the caller's flags, as many on all ranks; it is called if they are due.
         """
         if is_capturing(self._device):
             return
@@ -98,11 +89,7 @@ class StepFlags:
         return steps
 
     def raise_for_failures(self, text: Callable[[range], str]) -> None:
-        """Raise an error, worded by ``text``, if :meth:`failed_steps` returns any.
-
-        Raises:
-            RuntimeError: Another rank's part is missing in this rank's results.
-        """
+        """Raise RuntimeError, worded by ``text``, if another rank's part is missing: :meth:`failed_steps`."""
         steps = self.failed_steps() if self._pending else None
         if steps:
             raise RuntimeError(text(steps[0]))
@@ -148,14 +135,7 @@ class _FlagSum:
             self.event.synchronize()
         else:
             self.work.wait()
-        totals: list[int] = self.host.tolist()
-        return totals
+        return list(self.host.tolist())
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+_side_stream = functools.cache(torch.cuda.Stream)  # one for each device

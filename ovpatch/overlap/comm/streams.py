@@ -88,11 +88,8 @@ class Arriving(Protocol):
         """Make one more stream wait; return whether it waits now."""
 
 
-class _OfThread:
+class _OfThread(dict[int, Any]):
     """The streams that a thread has made current, by the device's index; on other devices it has the default one."""
-
-    def __init__(self) -> None:
-        self.streams: dict[int, Any] = {}
 
 
 class _OfDevice:
@@ -134,7 +131,7 @@ class SideStreams:
         own = getattr(self._local, "own", None)
         if own is None:
             own = self._local.own = self._threads[threading.get_ident()] = _OfThread()
-        own.streams[device] = stream  # first: a transfer that is added now sees it, or is seen below
+        own[device] = stream  # first: a transfer that is added now sees it, or is seen below
         count = known.count
         if known.seen.get(handle) != count:
             arriving = [reference() for reference in known.arriving.valuerefs()]  # a list: other threads add to it
@@ -153,7 +150,7 @@ class SideStreams:
         known.arriving[id(one)] = one
         known.count += 1  # last: a thread that sees the count sees the transfer
         threads = [reference() for reference in self._threads.valuerefs()]
-        found = [own.streams[device] for own in threads if own is not None and device in own.streams]
+        found = [own[device] for own in threads if own is not None and device in own]
         if launched.stream_id:
             found.append(torch.cuda.default_stream(device))  # of threads that have not switched
         return found
@@ -192,12 +189,10 @@ class quietly_on:  # used like a function
         self._context = torch.cuda.stream(stream)
 
     def __enter__(self) -> None:
-        """Make the stream current."""
         self._before, side_streams.quiet = side_streams.quiet, True
         self._context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """Make the previous stream current."""
         self._context.__exit__(*error)
         side_streams.quiet = self._before
 
@@ -249,13 +244,10 @@ class BackwardWaits:
     Features that communicate in backward call these slots between the start of a transfer and its wait; a feature that
     has work which needs nothing of that transfer fills them. An empty slot costs the test for None. Ranks call them in
     one order, as the work may communicate itself.
-
-    Attributes:
-        launch_inside: Called inside a backward, before it waits for a collective.
-        launch_before: Called with the autograd nodes of a graph's outputs, before their gradients are waited for.
     """
 
-    launch_inside: Callable[[], None] | None = None
+    launch_inside: Callable[[], None] | None = None  # called inside a backward, before it waits for a collective
+    # Called with the autograd nodes of a graph's outputs, before their gradients are waited for.
     launch_before: Callable[[Sequence[Any]], None] | None = None
 
 

@@ -18,11 +18,11 @@ from ovpatch.overlap.copy_engine.window import (
     Addend,
     Allocate,
     Batch,
+    CopyStreams,
     Piece,
     Span,
     Window,
     allocate,
-    copy_streams_for,
     rounds,
 )
 
@@ -77,8 +77,7 @@ class Engine:
         self._slot, self._device = slot_bytes, device
         self._window: Window = allocate(2 * slot_bytes, group, device)
         self._addresses = [memory.data_ptr() for memory in self._window.ranks]
-        self._streams = copy_streams_for(device)
-        self._views: dict[torch.dtype, Tensor] = {}
+        self._streams = CopyStreams(device)
         self._half = 0
         self._lock, self._within = threading.RLock(), False
 
@@ -136,7 +135,7 @@ class Engine:
             return batch
 
         def take(half: int, pieces: Sequence[Piece], stream: int) -> None:
-            base, memory = self._addresses[self._rank], self._own(dtype)
+            base, memory = self._addresses[self._rank], self._window.ranks[self._rank].view(dtype)
             slots: list[Span | None] = [None] * self._world
             for rank in self._others:
                 place = half + self._slot_of(rank, self._rank) * slot
@@ -216,12 +215,6 @@ class Engine:
     def _slot_of(self, sender: int, owner: int) -> int:
         """Return the index of the slot of ``owner`` that ``sender`` writes to."""
         return (sender - owner - 1) % self._world
-
-    def _own(self, dtype: torch.dtype) -> Tensor:
-        """Return this rank's memory as a tensor of a dtype."""
-        if dtype not in self._views:
-            self._views[dtype] = self._window.ranks[self._rank].view(dtype)
-        return self._views[dtype]
 
 
 def _length(piece: Piece) -> int:

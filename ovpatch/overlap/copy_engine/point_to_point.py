@@ -48,20 +48,8 @@ class PointToPoint:
     steps end in time. If one does not, it tells the other ranks, and only then writes the numbers that this rank's
     streams wait for. What they read then is no message. All later calls are refused.
 
-    Args:
-        group: The group, which is not kept alive. All its ranks make this together.
-        device: Where the tensors are.
-        edges: All directed edges ``(sender, receiver)``, the same on all ranks.
-        slots: Slots of an edge.
-        slot_bytes: Bytes of a slot.
-        timeout_s: Seconds that a step may take.
-        allocate: Makes the memory.
-
-    Attributes:
-        slots: Slots of an edge.
-        slot_bytes: Bytes of a slot.
-        timeout_s: Seconds that a step may take.
-        failure: Why calls are refused, or "".
+    All ranks make this together, with the same ``edges``, ``(sender, receiver)``. It does not keep the group alive. A
+    step may take ``timeout_s`` seconds. ``failure`` tells why calls are refused, or is "".
     """
 
     def __init__(
@@ -85,8 +73,9 @@ class PointToPoint:
         most = max(map(len, senders.values()))
         self._window: Window = allocate(self._first + most * slots * self.slot_bytes, group, device)
         self._window.ranks[self._rank][: self._first].zero_()
-        self._streams = _streams_for(device)
-        self._streams.synchronize()
+        self._streams = _Streams(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         self._out = {
             receiver: self._make_edge(self._rank, receiver, found.index(self._rank))
             for receiver, found in senders.items()
@@ -126,13 +115,9 @@ class PointToPoint:
     # --- a step ---
 
     def begin(self, tell_failure: Callable[[str], object]) -> None:
-        """Begin a step.
+        """Begin a step; RuntimeError if an earlier one did not end.
 
-        Args:
-            tell_failure: Tells the other ranks that this one goes on without their messages; called in a thread.
-
-        Raises:
-            RuntimeError: An earlier step did not end.
+        ``tell_failure`` tells the other ranks, in a thread, that this one goes on without their messages.
         """
         self.check()
         if self._within:
@@ -154,12 +139,9 @@ class PointToPoint:
     # --- messages ---
 
     def send(self, tensors: Sequence[Tensor], receiver: int) -> Work:
-        """Start to send a message behind the current stream's work.
+        """Start to send a message of contiguous tensors to a rank, behind the current stream's work.
 
-        Args:
-            tensors: Its tensors, contiguous. The returned handle keeps them until its ``wait()`` was called, which
-                makes the current stream wait until they have been copied.
-            receiver: Rank of the receiver.
+        The returned handle keeps them until its ``wait()``, which makes the current stream wait for their copies.
         """
         self.check()
         edge = self._out[receiver]
@@ -175,11 +157,9 @@ class PointToPoint:
             return WorkGroup(self._streams.end((self._rank, receiver)), tuple(tensors))
 
     def receive(self, tensors: Sequence[Tensor], sender: int) -> Work:
-        """Return the message that comes next from a sender, in the order of calls; its ``wait()`` receives it.
+        """Return the message that comes next from a rank, in the order of calls; its ``wait()`` receives it.
 
-        Args:
-            tensors: What to receive into, contiguous and of the sizes of the message.
-            sender: Rank of the sender.
+        It is received into the tensors, which are contiguous and of the sizes of the message.
         """
         made = _Arrival(self, sender, tensors)
         self._arriving[sender].append(made)
@@ -246,11 +226,7 @@ class _Arrival:
 
 
 class _Edge:
-    """One end of a directed edge.
-
-    Attributes:
-        number: How many slots it has used, as a number of 32 bits.
-    """
+    """One end of a directed edge; ``number`` is how many slots it has used, in 32 bits."""
 
     def __init__(self, driver: Any, slots: Sequence[int], awaited: Mapping[int, int], told: Mapping[int, int]) -> None:
         self.number, self._count = 0, 0
@@ -275,50 +251,24 @@ class _Edge:
 
 
 class _Streams:
-    """A stream for each edge. This base class serves devices without streams, where the host waits and copies.
+    """A stream for each edge; on devices without streams, the host waits and copies.
 
     The script's streams would not do: the driver copies no batches on the default one.
     """
 
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._exist = device, device.type == "cuda"
+        self._of: dict[tuple[int, int], Any] = {}
+        if self._exist:
+            self._begun, self._marked = torch.cuda.Event(), torch.cuda.Event()
+            # Torch has 32 streams of each priority, which it hands out again and again. Those that wait, and this one,
+            # which must not, are of priorities of their own, so that they are none of the script's.
+            self._rescue = torch.cuda.Stream(device, priority=-3)
+
     def begin(self, edge: tuple[int, int]) -> int:
         """Return the stream of an edge, behind the current one."""
-        return 0
-
-    def end(self, edge: tuple[int, int]) -> Sequence[Work]:
-        """Return handles that wait for what the edge's stream was given."""
-        return ()
-
-    def rescue(self) -> int:
-        """Return a stream that waits for nothing."""
-        return 0
-
-    def on_device(self) -> AbstractContextManager[Any]:
-        """Run the block with the streams' device as the current one, which the driver's functions need."""
-        return nullcontext()
-
-    def mark(self) -> None:
-        """Note the work so far of the current stream and of those of edges."""
-
-    def is_idle(self) -> bool:
-        """Return whether that work is done."""
-        return True
-
-    def synchronize(self) -> None:
-        """Make the host wait for the device."""
-
-
-class _CudaStreams(_Streams):
-    """The streams of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begun, self._marked = torch.cuda.Event(), torch.cuda.Event()
-        self._of: dict[tuple[int, int], Any] = {}
-        # Torch has 32 streams of each priority, which it hands out again and again. Those that wait, and this one,
-        # which must not, are of priorities of their own, so that they are none of the script's.
-        self._rescue = torch.cuda.Stream(device, priority=-3)
-
-    def begin(self, edge: tuple[int, int]) -> int:
+        if not self._exist:
+            return 0
         if edge not in self._of:
             self._of[edge] = torch.cuda.Stream(self._device, priority=-2)
         stream = self._of[edge]
@@ -328,25 +278,28 @@ class _CudaStreams(_Streams):
         return handle
 
     def end(self, edge: tuple[int, int]) -> Sequence[Work]:
-        return (_Copying(self._device, self._of[edge]),)
+        """Return handles that wait for what the edge's stream was given."""
+        return (_Copying(self._device, self._of[edge]),) if self._exist else ()
 
     def rescue(self) -> int:
-        handle: int = self._rescue.cuda_stream
+        """Return a stream that waits for nothing."""
+        handle: int = self._rescue.cuda_stream if self._exist else 0
         return handle
 
     def on_device(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self._device)
+        """Run the block with the streams' device as the current one, which the driver's functions need."""
+        return torch.cuda.device(self._device) if self._exist else nullcontext()
 
     def mark(self) -> None:
-        self._marked.record(torch.cuda.current_stream(self._device))
+        """Note the work so far of the current stream and of those of edges."""
+        if self._exist:
+            self._marked.record(torch.cuda.current_stream(self._device))
 
     def is_idle(self) -> bool:
-        if torch.cuda._is_in_bad_fork():  # the messages are the parent's
+        """Return whether that work is done."""
+        if not self._exist or torch.cuda._is_in_bad_fork():  # there, the messages are the parent's
             return True
         return self._marked.query() and all(stream.query() for stream in self._of.values())
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
 
 
 class _Copying:
@@ -358,10 +311,6 @@ class _Copying:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._done)
-
-
-def _streams_for(device: torch.device) -> _Streams:
-    return _CudaStreams(device) if device.type == "cuda" else _Streams()
 
 
 def _watch(owner: weakref.ref[PointToPoint], closed: threading.Event, pause_s: float) -> None:

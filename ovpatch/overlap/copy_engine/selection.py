@@ -9,14 +9,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
-from ovpatch.overlap.autotune.autotuner import add_report_line
+from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, add_report_line, autotuner_for
 from ovpatch.overlap.comm import collectives
 from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter, Work
 from ovpatch.overlap.comm.consensus import check_consistent, wait_limit_s
@@ -34,6 +32,9 @@ from ovpatch.overlap.copy_engine.window import Allocate, allocate
 from ovpatch.overlap.symm_mem import memory
 from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
 
+if TYPE_CHECKING:
+    from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
+
 _log = logging.getLogger("ovpatch.copies")
 
 
@@ -47,6 +48,9 @@ class Chosen:
     final: bool = False  # whether the choice is kept for all later calls
 
 
+_NONE: Final = Chosen()
+
+
 def chosen_for(group: dist.ProcessGroup, device: torch.device) -> Chosen:
     """Return the choice for a group on a device, which may not have been made yet."""
     register_at_exit(_at_exit)
@@ -57,22 +61,19 @@ def chosen_for(group: dist.ProcessGroup, device: torch.device) -> Chosen:
 def gathering(group: dist.ProcessGroup, device: torch.device) -> Engine | None:
     """Return the engine that runs all-gathers instead of the group's backend, if any."""
     found = _found(group, device)
-    return found.engine if found is not None and found.gathers else None
+    return found.engine if found.gathers else None
 
 
 def scattering(group: dist.ProcessGroup, device: torch.device) -> Engine | None:
     """Return the engine that runs reduce-scatters instead of the group's backend, if any."""
     found = _found(group, device)
-    return found.engine if found is not None and found.scatters else None
+    return found.engine if found.scatters else None
 
 
-def _found(group: dist.ProcessGroup, device: torch.device) -> Chosen | None:
-    found: Chosen | None = group_state(group).values.get((Chosen, device))
-    if found is None or found.engine is None:
-        return None
-    if is_capturing(device):
-        return None  # a replayed graph would use the halves in another order than eager calls
-    return found
+def _found(group: dist.ProcessGroup, device: torch.device) -> Chosen:
+    found: Chosen = group_state(group).values.get((Chosen, device), _NONE)
+    # A replayed graph would use the halves in another order than eager calls.
+    return _NONE if found.engine is None or is_capturing(device) else found
 
 
 def finish(group: dist.ProcessGroup | None = None) -> None:
@@ -80,23 +81,22 @@ def finish(group: dist.ProcessGroup | None = None) -> None:
 
     At most for a group's time-out: a dead rank leaves its peers' streams waiting for ever.
     """
-    for one, chosen in group_values(Chosen, group):
-        _end(one, chosen, lambda engine, timeout_s: engine.drain(timeout_s))
+    _end(group, lambda engine, timeout_s: engine.drain(timeout_s))
 
 
 def abort(group: dist.ProcessGroup) -> None:
     """End a group's copies in flight, for which ranks are missing; later calls of its engines are refused."""
+    _end(group, lambda engine, timeout_s: engine.abort(timeout_s))
+
+
+def _end(group: dist.ProcessGroup | None, end: Callable[[Engine, float], bool]) -> None:
+    """End the copies of engines; one whose copies do not complete in time is given up."""
     for one, chosen in group_values(Chosen, group):
-        _end(one, chosen, lambda engine, timeout_s: engine.abort(timeout_s))
-
-
-def _end(group: dist.ProcessGroup, chosen: Chosen, end: Callable[[Engine, float], bool]) -> None:
-    """End the copies of an engine; one whose copies do not complete in time is given up."""
-    timeout_s = group_timeout_s(group)
-    if chosen.engine is not None and not end(chosen.engine, timeout_s):
-        _log.warning(_LATE, timeout_s)
-        _stuck.append(chosen.engine)
-        chosen.engine = None
+        timeout_s = group_timeout_s(one)
+        if chosen.engine is not None and not end(chosen.engine, timeout_s):
+            _log.warning(_LATE, timeout_s)
+            _stuck.append(chosen.engine)
+            chosen.engine = None
 
 
 def forget(group: dist.ProcessGroup | None = None) -> None:
@@ -176,30 +176,34 @@ def choose(
     chosen = chosen_for(group, device)
     if chosen.final or group.size() == 1 or dist.get_backend(group) == "fake":
         return
-    if device.type != "cuda" and mode == "auto":
-        return
     if is_capturing(device):
         return
-    if mode == "auto" and torch._C._current_graph_task_id() != -1:
-        return  # a step in backward, where nothing is measured
+    if mode == "auto" and (device.type != "cuda" or torch._C._current_graph_task_id() != -1):
+        return  # in backward, as of a step there, nothing is measured
     if chosen.engine is None:
         reason = memory.unsupported_reason(group, device, reason_against) or _still_busy(group, device)
-        reason = reason or _made(chosen, group, device, allocate)
+        if not reason:
+            chosen.engine, reason = make_on_all(group, lambda: Engine(group, device, allocate=allocate))
         if reason:
             chosen.final = True
             add_report_line(feature, f"{COPIES} are not used: {reason}")
             return
-    assert chosen.engine is not None
+    engine = chosen.engine
+    assert engine is not None
     sums = memory.unsupported_reason(group, device, _reason_against_sums)
     if sums:
         add_report_line(feature, f"{COPIES} do not reduce gradients: {sums}")
     if mode == "on":
         chosen.gathers, chosen.scatters, chosen.final = True, not sums, True
         return
-    ask = functools.partial(_asked, group, communicator or group, device, chosen.engine, feature, directory)
-    chosen.gathers, gathers_finally = ask("gather", _gathers, _GATHER_HOST_MS)
-    chosen.scatters, scatters_finally = (False, True) if sums else ask("reduce-scatter", _scatters, 0.0)
-    chosen.final = gathers_finally and scatters_finally
+    choices = {}
+    for what, host_ms in ({"gather": _GATHER_HOST_MS} | ({} if sums else {"reduce-scatter": 0.0})).items():
+        tuning = _tuning(what, host_ms, communicator or group, engine)
+        choices[what] = autotuner_for(group, device, feature, directory).tune(group, tuning, communicator or group)
+        engine.failed_everywhere()  # a candidate may have failed; on some ranks only, it would have raised
+    taken = [what for what, choice in choices.items() if choice.candidate == COPIES]
+    chosen.gathers, chosen.scatters = "gather" in taken, "reduce-scatter" in taken
+    chosen.final = all(choice.final for choice in choices.values())
     if chosen.final and not chosen.gathers and not chosen.scatters:
         chosen.engine = None  # its memory
 
@@ -238,20 +242,7 @@ def _still_busy(group: dist.ProcessGroup, device: torch.device) -> str:
     return check_consistent(group, "copy engines", {}, objection=busy, timeout_s=limit + _TIMEOUT_S)
 
 
-def _made(chosen: Chosen, group: dist.ProcessGroup, device: torch.device, allocate: Allocate) -> str:
-    """Make the engine; return why it cannot be made, or "", the same on all ranks."""
-    chosen.engine, reason = make_on_all(group, lambda: Engine(group, device, allocate=allocate))
-    return reason
-
-
-class Tried(Protocol):
-    """What uses other ranks' memory."""
-
-    def unheard(self) -> list[int]:
-        """Return the ranks whose memory fails a trial; called once all ranks have made theirs."""
-
-
-T = TypeVar("T", bound=Tried)
+T = TypeVar("T", "Engine", "PointToPoint")
 
 
 def make_on_all(group: dist.ProcessGroup, make: Callable[[], T]) -> tuple[T | None, str]:
@@ -269,70 +260,36 @@ def make_on_all(group: dist.ProcessGroup, make: Callable[[], T]) -> tuple[T | No
     return (None, reason) if reason else (made, "")
 
 
-Calls = Callable[[dist.ProcessGroup, Engine, torch.Generator], Candidates]
-
-
-def _asked(
-    group: dist.ProcessGroup,
-    communicator: dist.ProcessGroup,
-    device: torch.device,
-    engine: Engine,
-    feature: str,
-    directory: Path | None,
-    what: str,
-    calls: Calls,
-    host_ms: float,
-) -> tuple[bool, bool]:
-    """Return whether copy engines run a collective, and whether that is final."""
+def _tuning(what: str, host_ms: float, group: dist.ProcessGroup, engine: Engine) -> Tuning:
+    """Return the choice of what runs a collective, ``gather`` or ``reduce-scatter``."""
     key = f"{what} of {_BYTES >> 20} MiB beside products, {group.size()} ranks"
-    products = 2 * (2 * _ROWS * _FEATURES + _FEATURES * _FEATURES)
-    needs = 2 * _BYTES + products
-
-    def make(generator: torch.Generator) -> Candidates:
-        return calls(communicator, engine, generator)
-
-    tuning = Tuning(key, (BACKEND, COPIES), BACKEND, make, needs, host_ms={COPIES: host_ms})
-    choice = autotuner_for(group, device, feature, directory).tune(group, tuning, communicator)
-    engine.failed_everywhere()  # a candidate may have failed; on some ranks only, it would have raised
-    return choice.candidate == COPIES, choice.final
+    needs = 2 * _BYTES + 2 * (2 * _ROWS * _FEATURES + _FEATURES * _FEATURES)
+    make = functools.partial(_candidates, what, group, engine)
+    return Tuning(key, (BACKEND, COPIES), BACKEND, make, needs, host_ms={COPIES: host_ms})
 
 
-def _gathers(group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> Candidates:
-    outputs, parts = _tensors(group, generator)
-    beside = _products(generator)
-    by_backend = AllGather(group, generator.device)
-    return {
-        BACKEND: lambda: beside(lambda: by_backend(outputs, parts)),
-        COPIES: lambda: beside(lambda: engine.gather(outputs, parts)),
-    }
-
-
-def _scatters(group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> Candidates:
-    inputs, parts = _tensors(group, generator)
-    outputs = [torch.empty_like(part) for part in parts]
-    beside = _products(generator)
-    by_backend = ReduceScatter(group, generator.device)
-    return {
-        BACKEND: lambda: beside(lambda: by_backend(outputs, inputs)),
-        COPIES: lambda: beside(lambda: engine.scatter(outputs, inputs, average=False)),
-    }
-
-
-def _tensors(group: dist.ProcessGroup, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
-    """Return tensors, and this rank's parts of them."""
-    world = group.size()
+def _candidates(what: str, group: dist.ProcessGroup, engine: Engine, generator: torch.Generator) -> Candidates:
+    """Return the candidates for a collective, each beside products."""
+    world, device = group.size(), generator.device
     size = _BYTES // _TENSORS // torch.float32.itemsize // world
-    whole = torch.randn(_TENSORS, world, size, generator=generator, device=generator.device)
-    return list(whole.view(_TENSORS, -1)), list(whole[:, group.rank()])
+    drawn = torch.randn(_TENSORS, world, size, generator=generator, device=device)
+    wholes, parts = list(drawn.view(_TENSORS, -1)), list(drawn[:, group.rank()])
+    beside = _products(generator)
+    starts: dict[str, Callable[[], Sequence[Work]]]
+    if what == "gather":
+        by_backend = AllGather(group, device)
+        starts = {BACKEND: lambda: by_backend(wholes, parts), COPIES: lambda: engine.gather(wholes, parts)}
+    else:
+        sums, added = [torch.empty_like(part) for part in parts], ReduceScatter(group, device)
+        scatter = functools.partial(engine.scatter, average=False)
+        starts = {BACKEND: lambda: added(sums, wholes), COPIES: lambda: scatter(sums, wholes)}
+    return {name: functools.partial(beside, start) for name, start in starts.items()}
 
 
 def _products(generator: torch.Generator) -> Callable[[Callable[[], Sequence[Work]]], None]:
     """Return a function that computes products beside collectives, and some before, while the host launches those."""
-
-    def draw(rows: int) -> Tensor:
-        return torch.randn(rows, _FEATURES, generator=generator, dtype=torch.bfloat16, device=generator.device)
-
-    x, weight = draw(_ROWS), draw(_FEATURES)
+    size, device = (_ROWS + _FEATURES, _FEATURES), generator.device
+    x, weight = torch.randn(size, generator=generator, dtype=torch.bfloat16, device=device).split([_ROWS, _FEATURES])
     out = torch.empty_like(x)
 
     def beside(start: Callable[[], Sequence[Work]]) -> None:

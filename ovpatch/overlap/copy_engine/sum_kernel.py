@@ -32,45 +32,30 @@ def add_up_kernel(
     scale, RANK: tl.constexpr, COUNT: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum i: the terms of the first COUNT ranks, at ``at_i`` of their slots a to h, and ``own_i`` for rank RANK."""
+    slots, owns = (a, b, c, d, e, f, g, h), (own0, own1, own2, own3, own4, own5, own6, own7)
+    outs = (out0, out1, out2, out3, out4, out5, out6, out7)
+    places, sizes = (at0, at1, at2, at3, at4, at5, at6, at7), (n0, n1, n2, n3, n4, n5, n6, n7)
     first = tl.program_id(0)
-    first = _sum(a, b, c, d, e, f, g, h, own0, out0, at0, n0, first, scale, RANK, COUNT, EXACT, BLOCK)
-    first = _sum(a, b, c, d, e, f, g, h, own1, out1, at1, n1, first, scale, RANK, COUNT, EXACT, BLOCK)
-    first = _sum(a, b, c, d, e, f, g, h, own2, out2, at2, n2, first, scale, RANK, COUNT, EXACT, BLOCK)
-    first = _sum(a, b, c, d, e, f, g, h, own3, out3, at3, n3, first, scale, RANK, COUNT, EXACT, BLOCK)
-    first = _sum(a, b, c, d, e, f, g, h, own4, out4, at4, n4, first, scale, RANK, COUNT, EXACT, BLOCK)
-    first = _sum(a, b, c, d, e, f, g, h, own5, out5, at5, n5, first, scale, RANK, COUNT, EXACT, BLOCK)
-    first = _sum(a, b, c, d, e, f, g, h, own6, out6, at6, n6, first, scale, RANK, COUNT, EXACT, BLOCK)
-    _sum(a, b, c, d, e, f, g, h, own7, out7, at7, n7, first, scale, RANK, COUNT, EXACT, BLOCK)
+    for i in tl.static_range(8):
+        first = _sum(slots, owns[i], outs[i], places[i], sizes[i], first, scale, RANK, COUNT, EXACT, BLOCK)
 
 
 @triton.jit
 def _sum(
-    a, b, c, d, e, f, g, h, own, out, at, n, first, scale,
+    slots, own, out, place, n, first, scale,
     RANK: tl.constexpr, COUNT: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add this program's blocks of one sum; return its first block of the next sum, which balances the programs."""
     programs = tl.num_programs(0)
     blocks = tl.cdiv(n, BLOCK)
     for block in range(first, blocks, programs):
-        i = block * BLOCK + tl.arange(0, BLOCK)
-        inside = i < n
-        mine = _loaded(own + i, inside, EXACT)
-        total = mine if RANK == 0 else _loaded(a + at + i, inside, EXACT)
-        if COUNT > 1:
-            total += mine if RANK == 1 else _loaded(b + at + i, inside, EXACT)
-        if COUNT > 2:
-            total += mine if RANK == 2 else _loaded(c + at + i, inside, EXACT)
-        if COUNT > 3:
-            total += mine if RANK == 3 else _loaded(d + at + i, inside, EXACT)
-        if COUNT > 4:
-            total += mine if RANK == 4 else _loaded(e + at + i, inside, EXACT)
-        if COUNT > 5:
-            total += mine if RANK == 5 else _loaded(f + at + i, inside, EXACT)
-        if COUNT > 6:
-            total += mine if RANK == 6 else _loaded(g + at + i, inside, EXACT)
-        if COUNT > 7:
-            total += mine if RANK == 7 else _loaded(h + at + i, inside, EXACT)
-        tl.store(out + i, total * scale, mask=inside)
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        inside = at < n
+        mine = _loaded(own + at, inside, EXACT)
+        total = mine if RANK == 0 else _loaded(slots[0] + place + at, inside, EXACT)
+        for rank in tl.static_range(1, COUNT):
+            total += mine if rank == RANK else _loaded(slots[rank] + place + at, inside, EXACT)
+        tl.store(out + at, total * scale, mask=inside)
     return (first + programs - blocks % programs) % programs
 
 
@@ -87,7 +72,7 @@ _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
 def add_slots(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
-    """See :func:`ovpatch.overlap.copy_engine.collectives.add_up`; at most :data:`MOST` ranks, on the current device."""
+    """See :func:`.collectives.add_slots`; at most :data:`MOST` ranks, on the current device."""
     first = addends[0]
     dtypes, device = (first.own.memory.dtype, first.out.memory.dtype), first.out.memory.device
     rank, exact = slots.index(None), dtypes[0] == torch.float64

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -144,24 +144,19 @@ def rounds(sizes: tuple[int, ...], room: int, grain: int = 1) -> Sequence[Sequen
 
     ``sizes`` are the elements of each tensor that a rank contributes. Pieces begin at multiples of ``grain``.
     """
-    return tuple(map(tuple, _cut(sizes, room, grain)))
-
-
-def _cut(sizes: Sequence[int], room: int, grain: int) -> Iterator[list[Piece]]:
-    pieces: list[Piece] = []
-    at = 0
+    cut: list[list[Piece]] = []
+    at = room  # in the last round's slot
     for tensor, size in enumerate(sizes):
         begin = 0
         while begin < size:
             if at == room:
-                yield pieces
-                pieces, at = [], 0
+                cut.append([])
+                at = 0
             end = min(size, begin + room - at)
-            pieces.append(Piece(tensor, begin, end, at))
+            cut[-1].append(Piece(tensor, begin, end, at))
             at = min(-(-(at + end - begin) // grain) * grain, room)
             begin = end
-    if pieces:
-        yield pieces
+    return cut
 
 
 # --- the window ---
@@ -188,8 +183,7 @@ Allocate = Callable[[int, dist.ProcessGroup, torch.device], Window]
 def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Window:
     """Allocate the same number of bytes of symmetric memory on all ranks, which call this together.
 
-    Raises:
-        RuntimeError: Memory cannot be shared, or streams cannot wait for it.
+    RuntimeError if memory cannot be shared, or if streams cannot wait for it.
     """
     found = memory.allocate_on_all(size + BYTES, group, device, lambda own: own[size:].zero_())
     whole = [found.keeps.get_buffer(rank, (size + BYTES,), torch.uint8) for rank in range(group.size())]
@@ -244,7 +238,8 @@ class StreamBarrier:
     def try_out(self, stream: int) -> None:
         """Send a number to all ranks, and wait for that of this rank only; RuntimeError if the driver refuses."""
         world, rank = self._world, self._rank
-        self._tell([self._place(other, world + rank) for other in range(world)], _TRIED, stream)
+        places = [self._place(other, world + rank) for other in range(world)]
+        tell(self._driver, places, self._mine, _TRIED, stream)
         self._driver.write(self._mine, _TRIED, stream)  # for unheard()
         self._driver.wait(self._place(rank, world + rank), _TRIED, stream)
 
@@ -260,7 +255,7 @@ class StreamBarrier:
     def __call__(self, stream: int) -> None:
         """Make a stream wait for all ranks' streams."""
         self._number = (self._number + 1) & 0xFFFFFFFF
-        self._tell(self._told, self._number, stream)
+        tell(self._driver, self._told, self._mine, self._number, stream)
         for address in self._awaited:
             self._driver.wait(address, self._number, stream)
 
@@ -272,10 +267,6 @@ class StreamBarrier:
     def _place(self, rank: int, index: int) -> int:
         """Return the address of a number."""
         return self._signals[rank].data_ptr() + index * _APART
-
-    def _tell(self, places: list[int], number: int, stream: int) -> None:
-        """Write a number to addresses in all ranks' memory."""
-        tell(self._driver, places, self._mine, number, stream)
 
 
 def tell(driver: Driver, places: list[int], mine: int, number: int, stream: int) -> None:
@@ -297,56 +288,21 @@ _PAUSE_S: Final = 0.001
 class CopyStreams:
     """The streams of copies into slots, and of those out of them after the barrier, given by their handles.
 
-    This base class serves devices without streams: each copy is done when it returns.
+    On devices without streams, each copy is done when it returns.
     """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._exist = device, device.type == "cuda"
+        if self._exist:
+            # High priority, so that sums find room beside products.
+            self._out, self._in = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
+            self._begun, self._met, self._laid = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
+            self._handles: Final = self._out.cuda_stream, self._in.cuda_stream
 
     def begin(self) -> Any:
         """Start behind the current stream's work; return that stream."""
-
-    def lay_out(self) -> int:
-        """Return the stream for copies into slots, behind the last barrier."""
-        return 0
-
-    def take(self) -> int:
-        """Return the stream for copies out of slots, behind the last copies into them."""
-        return 0
-
-    def met(self) -> None:
-        """Record that a barrier has been issued on the stream for copies out of slots."""
-
-    def end(self, launched: Any, tensors: Sequence[Tensor]) -> Work:
-        """Return a handle that waits for all copies since :meth:`begin`, and keeps their tensors until then."""
-        del launched, tensors
-        return WorkGroup(())
-
-    def behind(self) -> AbstractContextManager[None]:
-        """Run the block's work behind all copies."""
-        return nullcontext()
-
-    def on_device(self) -> AbstractContextManager[Any]:
-        """Run the block with the streams' device as the current one, which the driver's functions need."""
-        return nullcontext()
-
-    def drain(self, timeout_s: float, abort: Callable[[int], None] | None = None) -> bool:
-        """Make the host wait for both streams; return whether they completed in time.
-
-        ``abort`` is called meanwhile, with the handle of another stream.
-        """
-        del timeout_s, abort
-        return True
-
-
-class _CudaCopyStreams(CopyStreams):
-    """The streams of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # High priority, so that sums find room beside products.
-        self._out, self._in = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
-        self._begun, self._met, self._laid = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
-        self._handles: Final = self._out.cuda_stream, self._in.cuda_stream
-
-    def begin(self) -> Any:
+        if not self._exist:
+            return None
         launched = torch.cuda.current_stream(self._device)
         self._begun.record(launched)
         self._out.wait_event(self._begun)
@@ -354,30 +310,47 @@ class _CudaCopyStreams(CopyStreams):
         return launched
 
     def lay_out(self) -> int:
+        """Return the stream for copies into slots, behind the last barrier."""
+        if not self._exist:
+            return 0
         self._out.wait_event(self._met)
         return self._handles[0]
 
     def take(self) -> int:
+        """Return the stream for copies out of slots, behind the last copies into them."""
+        if not self._exist:
+            return 0
         self._laid.record(self._out)
         self._in.wait_event(self._laid)
         return self._handles[1]
 
     def met(self) -> None:
-        self._met.record(self._in)
+        """Record that a barrier has been issued on the stream for copies out of slots."""
+        if self._exist:
+            self._met.record(self._in)
 
     def end(self, launched: Any, tensors: Sequence[Tensor]) -> Work:
+        """Return a handle that waits for all copies since :meth:`begin`, and keeps their tensors until then."""
+        if not self._exist:
+            return WorkGroup(())
         done = torch.cuda.Event()
         done.record(self._in)
         return _Copying(self._device, launched, done, tensors)
 
     def behind(self) -> AbstractContextManager[None]:
-        return quietly_on(self._in)
+        """Run the block's work behind all copies."""
+        return quietly_on(self._in) if self._exist else nullcontext()
 
     def on_device(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self._device)
+        """Run the block with the streams' device as the current one, which the driver's functions need."""
+        return torch.cuda.device(self._device) if self._exist else nullcontext()
 
     def drain(self, timeout_s: float, abort: Callable[[int], None] | None = None) -> bool:
-        if torch.cuda._is_in_bad_fork():  # the copies are the parent's
+        """Make the host wait for both streams; return whether they completed in time.
+
+        ``abort`` is called meanwhile, with the handle of another stream.
+        """
+        if not self._exist or torch.cuda._is_in_bad_fork():  # there, the copies are the parent's
             return True
         deadline = time.monotonic() + timeout_s
         other = None if abort is None else torch.cuda.Stream(self._device)
@@ -388,11 +361,6 @@ class _CudaCopyStreams(CopyStreams):
                 abort(other.cuda_stream)  # again and again: ranks that come write their earlier numbers over it
             time.sleep(_PAUSE_S)
         return True
-
-
-def copy_streams_for(device: torch.device) -> CopyStreams:
-    """Return new streams for copies of a device."""
-    return _CudaCopyStreams(device) if device.type == "cuda" else CopyStreams()
 
 
 class _Copying:

@@ -5,6 +5,7 @@ The addresses are kept in the group's store.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import math
@@ -12,10 +13,9 @@ import os
 import selectors
 import socket
 import struct
-import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,14 +26,10 @@ from torch import Tensor
 from ovpatch.overlap.comm.kept_state import group_store
 from ovpatch.overlap.peer_rpc.wire import Connection
 
-# Seconds until one attempt to connect is given up and the next address is tried.
-_CONNECT_S = 3.0
-
+_CONNECT_S = 3.0  # until one attempt to connect is given up and the next address is tried
 # Addresses outside of this network, for route lookups. Reserved for documentation; nothing is sent to them.
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")
-
-# Addresses that are of no use to other machines: loopback and link-local ones.
-_LOCAL_ONLY = ("127.", "::1", "fe80:")
+_LOCAL_ONLY = ("127.", "::1", "fe80:")  # of no use to other machines: loopback and link-local addresses
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class Endpoint:
 
     secret: str  # shared secret that both sides prove to know, in hexadecimal digits
     host: str  # the machine's name; servers of the same machine are reached over its loopback device
-    addresses: tuple[str, ...]  # numeric addresses by which other machines may reach it, the likeliest first
+    addresses: Sequence[str]  # numeric addresses by which other machines may reach it, the likeliest first
     port: int  # where it listens
 
     def addresses_to_try(self) -> list[str]:
@@ -55,9 +51,7 @@ class Endpoint:
         """Return a connection, with a deadline, on which nothing has been sent.
 
         ``attempt`` tells how many connections led to another process or to silence; each starts at another address.
-
-        Raises:
-            OSError: No process listens at any of the addresses.
+        OSError if no process listens at any of them.
         """
         addresses = self.addresses_to_try()
         first = attempt % len(addresses)
@@ -85,7 +79,7 @@ class Endpoints:
         self._group = weakref.ref(group)
         self._base = f"ovpatch/peers/{group.size()}"
         self._size, self._pid = group.size(), os.getpid()
-        self._verified: dict[int, Endpoint] = {}
+        self.verified: dict[int, Endpoint] = {}  # at which this process has reached ranks before
         self._for_forks: dict[int, Endpoint] = {}
 
     def publish(self, rank: int, endpoint: Endpoint) -> None:
@@ -100,41 +94,29 @@ class Endpoints:
     def look_up(self, rank: int) -> Endpoint | None:
         """Return the newest endpoint of a rank, None if there is none; RuntimeError if the store does not answer."""
         if os.getpid() != self._pid:  # the store's connection is the parent's
-            return self._verified.get(rank) or self._for_forks.get(rank)
+            return self.verified.get(rank) or self._for_forks.get(rank)
         store, key = self._store(), f"{self._base}/{rank}"
         if store is None:
-            return self._verified.get(rank)
+            return self.verified.get(rank)
         try:
             # By check(): get() of a missing key blocks, and with it everything else that uses the store's connection.
             if not store.check([key]):
                 return None
-            return _endpoint(store.get(key))
+            return Endpoint(**json.loads(store.get(key)))
         except RuntimeError:  # its host has ended
-            if rank in self._verified:
-                return self._verified[rank]
+            if rank in self.verified:
+                return self.verified[rank]
             raise
 
     def look_up_for_forks(self) -> None:
-        """Look up the ranks that children of this process could not find, if all ranks can be found.
-
-        Raises:
-            RuntimeError: The store does not answer.
-        """
-        ranks = [rank for rank in range(self._size) if rank not in self._verified and rank not in self._for_forks]
+        """Look up the ranks that children could not find, if all can be found; RuntimeError without the store."""
+        ranks = [rank for rank in range(self._size) if rank not in self.verified and rank not in self._for_forks]
         keys = [f"{self._base}/{rank}" for rank in ranks]
         store: Any = self._store() if ranks else None
         if store is not None and os.getpid() == self._pid and store.check(keys):
             # At once where the store can: all ranks of a large job may fork at the same time.
             values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
-            self._for_forks.update(zip(ranks, map(_endpoint, values), strict=True))
-
-    def verified(self, rank: int) -> Endpoint | None:
-        """Return the endpoint at which this process has reached a rank's server before."""
-        return self._verified.get(rank)
-
-    def set_verified(self, rank: int, endpoint: Endpoint) -> None:
-        """Remember the endpoint at which a rank was reached."""
-        self._verified[rank] = endpoint
+            self._for_forks |= {rank: Endpoint(**json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
 
     def is_destroyed(self) -> bool:
         """Return whether the process group was destroyed."""
@@ -146,21 +128,19 @@ class Endpoints:
         return None if group is None else group_store(group)
 
 
-def _endpoint(value: bytes) -> Endpoint:
-    fields = json.loads(value)
-    return Endpoint(fields["secret"], fields["host"], tuple(fields["addresses"]), fields["port"])
-
-
-def own_addresses(store: dist.Store | None) -> tuple[str, ...]:
+def own_addresses(store: dist.Store | None) -> list[str]:
     """Return this machine's addresses; the one on the route to the store's host comes first."""
-    found = [_source(host) for host in (_store_host(store), *_OUTSIDE) if host] + _interface_addresses()
-    return tuple(dict.fromkeys(address for address in found if address and not address.startswith(_LOCAL_ONLY)))
+    root = unwrap_store(store)
+    store_host = root.host if isinstance(root, dist.TCPStore) else os.environ.get("MASTER_ADDR", "")
+    found = [_source(host) for host in (store_host, *_OUTSIDE) if host] + _interface_addresses()
+    return list(dict.fromkeys(address for address in found if address and not address.startswith(_LOCAL_ONLY)))
 
 
-def _store_host(store: dist.Store | None) -> str:
+def unwrap_store(store: dist.Store | None) -> dist.Store | None:
+    """Return the store behind prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, dist.TCPStore) else os.environ.get("MASTER_ADDR", "")
+    return store
 
 
 @functools.cache
@@ -177,10 +157,6 @@ def _source(host: str) -> str:
 @functools.cache
 def _interface_addresses() -> list[str]:
     """Return the IPv4 addresses of all interfaces: a cluster's nodes may have no route to the outside."""
-    if sys.platform != "linux":
-        return []
-    import fcntl
-
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -191,17 +167,10 @@ def _interface_addresses() -> list[str]:
     return found
 
 
-# Seconds that the other ranks may still take once one has failed, so that the error names all that fail.
-_GRACE_S = 1.0
-
-# Seconds until a peer that accepts a connection but sends nothing is taken for another process.
-_GREETING_S = 5.0
-
-# Seconds between two attempts to reach a rank, at first and at most.
-_PAUSE_S = (0.001, 0.25)
-
-# Seconds after which a poll returns though nothing happened.
-_POLL_S = 10.0
+_GRACE_S = 1.0  # that the other ranks may still take once one has failed, so that the error names all that fail
+_GREETING_S = 5.0  # until a peer that accepts a connection but sends nothing is taken for another process
+_PAUSE_S = (0.001, 0.25)  # between two attempts to reach a rank, at first and at most
+_POLL_S = 10.0  # after which a poll returns though nothing happened
 
 # Open connections of one request. All ranks of a large job may call all others at the same time, as for a checkpoint
 # that each of them saves, and a process may open some thousand files at most.
@@ -210,10 +179,6 @@ MAX_CONNECTIONS = 64
 _SILENT = "accepts connections but sends nothing"
 
 Replies = dict[int, tuple[dict[str, Any], list[Tensor]]]
-
-
-class _CallError(Exception):
-    """A rank will not reply; the text says why."""
 
 
 @dataclass
@@ -251,7 +216,6 @@ class Request:
         self._calls = {rank: _Call(rank) for rank in self.ranks}
         self._selector = selectors.DefaultSelector()
         self._pause = _PAUSE_S[0]
-        self._open = 0
 
     def run(self) -> None:
         """Poll until every rank has replied or failed, or the deadline has passed; close the connections."""
@@ -265,13 +229,13 @@ class Request:
         """Return the ranks that have neither replied nor failed, with how far each call got."""
         return {call.rank: call.state for call in self._calls.values()}
 
-    def poll(self, limit_s: float = _POLL_S) -> None:
-        """Connect to ranks and read what they sent; wait ``limit_s`` seconds at most."""
+    def poll(self) -> None:
+        """Connect to ranks and read what they sent; wait for one of them, for some seconds at most."""
         for call in [call for call in self._calls.values() if call.connection is None]:
-            if self._open >= self.max_connections:
+            if len(self._selector.get_map()) >= self.max_connections:
                 break
             self._attempt(call, self._connect)
-        left = max(0.0, min(self.deadline - time.monotonic(), limit_s, self._until_retry()))
+        left = max(0.0, min(self.deadline - time.monotonic(), self._until_retry()))
         for key, _ in self._selector.select(left):
             self._attempt(key.data, self._read)
         for call in [call for call in self._calls.values() if call.stage == "greeting"]:
@@ -288,7 +252,7 @@ class Request:
     def _until_retry(self) -> float:
         if not self._calls:
             return 0.0  # the last of them has just failed
-        if self._open >= min(self.max_connections, len(self._calls)):
+        if len(self._selector.get_map()) >= min(self.max_connections, len(self._calls)):
             return _GREETING_S if any(call.stage == "greeting" for call in self._calls.values()) else _POLL_S
         self._pause = min(1.2 * self._pause, _PAUSE_S[1])
         return self._pause
@@ -296,24 +260,21 @@ class Request:
     def _attempt(self, call: _Call, action: Callable[[_Call], None]) -> None:
         try:
             action(call)
-        except _CallError as error:
-            self._fail(call, str(error))
         except OSError as error:
             self._handle_error(call, error)
 
     def _connect(self, call: _Call) -> None:
-        known = self.endpoints.verified(call.rank)
+        known = self.endpoints.verified.get(call.rank)
         call.endpoint = known if known and not call.attempt else self.endpoints.look_up(call.rank)
         if call.endpoint is None:
             call.state = "has not published its address"
             if not self.retry:
-                raise _CallError(call.state)
+                self._fail(call, call.state)
             return
         call.connection = call.endpoint.connect(call.attempt, self.deadline)
         call.stage, call.begun = "greeting", time.monotonic()
         if not call.attempt:  # later, why an attempt failed tells more
             call.state = _SILENT
-        self._open += 1
         self._selector.register(call.connection, selectors.EVENT_READ, call)
 
     def _read(self, call: _Call) -> None:
@@ -326,7 +287,7 @@ class Request:
             call.stage = "proof"
         elif call.stage == "proof":
             call.connection.verify_signature(call.signature)
-            self.endpoints.set_verified(call.rank, call.endpoint)
+            self.endpoints.verified[call.rank] = call.endpoint
             call.stage, call.state = "reply", "was asked and has not answered"
         else:
             self._handle_message(call, *call.connection.receive())
@@ -338,14 +299,14 @@ class Request:
             call.state = "works on its answer"
         elif message["state"] == "failed":
             self.tracebacks[call.rank] = message["traceback"]
-            raise _CallError(f"failed: {message['error']}")
+            self._fail(call, f"failed: {message['error']}")
         else:
             self.replies[call.rank] = (message["reply"], tensors)
             self._finish(call)
 
     def _handle_error(self, call: _Call, error: OSError) -> None:
         """Look the rank up again, unless it is known to have ended; see [Note: stale endpoints]."""
-        current = call.attempt > 0 and call.endpoint == self.endpoints.verified(call.rank)
+        current = call.attempt > 0 and call.endpoint == self.endpoints.verified.get(call.rank)
         ended = current and isinstance(error, ConnectionRefusedError)
         cut = call.stage == "reply" and not isinstance(error, TimeoutError)
         unreachable = f"cannot be reached: {error.strerror or error}"
@@ -372,4 +333,3 @@ class Request:
             self._selector.unregister(call.connection)
             call.connection.close()
             call.connection = None
-            self._open -= 1

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.kept_state import group_state, group_store, group_timeout_s
+from ovpatch.overlap.peer_rpc.client import unwrap_store
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 
 _TOPIC: Final = "host barrier: name"
-
 _LEFT: Final = 1 << 40  # more than all arrivals
-
 _PAUSE_S: Final = 0.002
 _PAUSE_PER_RANK_S: Final = 2e-5
 
@@ -36,9 +35,7 @@ class HostBarrier:
     a peer, and waits for the others before one of its streams waits for that collective. In between a host goes on:
     nothing that it queues is behind the collective. :meth:`defer` arrives, and :meth:`finish` waits.
 
-    Args:
-        group: The process group.
-        name: What the ranks have agreed to call another barrier, beside that of :meth:`for_group`.
+    ``name`` is what the ranks have agreed to call another barrier, beside that of :meth:`for_group`.
     """
 
     # The store holds one number per group, which only grows: barrier n is passed when every rank has added n. No rank
@@ -114,10 +111,8 @@ class HostBarrier:
     def wait(self, flag: bool | None = None) -> bool:
         """Wait until every rank has arrived as often as this one; return whether the flag of any rank is true.
 
-        Without flags on all ranks, none are exchanged.
-
-        Raises:
-            RuntimeError: Not all ranks arrived within the process group's time-out, or a rank stays away.
+        Without flags on all ranks, none are exchanged. RuntimeError if not all ranks arrived within the process group's
+        time-out, or if one stays away.
         """
         if self._world == 1:
             return bool(flag)
@@ -173,9 +168,7 @@ class HostBarrier:
 
 
 def _is_in_file(store: dist.Store) -> bool:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.FileStore)
+    return isinstance(unwrap_store(store), dist.FileStore)
 
 
 _MISSING = (

@@ -32,8 +32,7 @@ from ovpatch.overlap.comm.kept_state import (
 from ovpatch.overlap.peer_rpc.client import MAX_CONNECTIONS, Endpoints, Replies, Request, own_addresses
 from ovpatch.overlap.peer_rpc.server import Handler, Server
 
-# Seconds without a call after which a process that exits no longer waits for its peers.
-AT_EXIT_S = 300.0
+AT_EXIT_S = 300.0  # without a call, after which a process that exits no longer waits for its peers
 
 
 class PeerError(RuntimeError):
@@ -65,10 +64,8 @@ class PeerRpc:
     def for_group(cls, group: dist.ProcessGroup) -> PeerRpc:
         """Return the group's object; the first call starts this process's server. No collective.
 
-        Ranks find each other by this call: every rank makes it before the feature's first collective.
-
-        Raises:
-            PeerError: This process is a fork of the rank, which had none.
+        Ranks find each other by this call: every rank makes it before the feature's first collective. PeerError in a
+        fork of a rank that had none.
         """
         state = group_state(group)
         if state.is_forked and PeerRpc not in state.values:
@@ -90,11 +87,8 @@ class PeerRpc:
         The handler maps the arguments, JSON values, to JSON values and dense CPU tensors, which are read until the peer
         has received them. It may block, and runs on several threads at a time. It is kept until withdrawn, so it should
         reference its owner weakly. The caller raises what it raises. Calls after the withdrawal wait for a new one.
-        ``for_forks`` tells that forked children may call, so the peers are looked up before a fork.
-
-        Raises:
-            ValueError: The topic is registered already.
-            PeerError: This process is a fork of the rank.
+        ``for_forks`` tells that forked children may call, so the peers are looked up before a fork. ValueError if the
+        topic is registered already, PeerError in a fork.
         """
         if self._is_forked:
             raise PeerError(_FORKED)
@@ -115,10 +109,8 @@ class PeerRpc:
 
         The arguments are JSON values. A rank that has not registered the topic yet is waited for, by default until the
         process group's time-out. With ``from_fork`` the call is a read that changes nothing on the peers, which a
-        forked child may make, too.
-
-        Raises:
-            PeerError: A rank failed, has ended or did not answer in time, or this process is a fork that may not call.
+        forked child may make, too. PeerError if a rank failed, has ended or did not answer in time, or in a fork that
+        may not call.
         """
         wanted = [rank for rank in range(self._size) if rank != self._rank] if ranks is None else list(ranks)
         self._check(wanted, from_fork=from_fork)
@@ -141,25 +133,21 @@ class PeerRpc:
             self._raise(topic, request, time.monotonic() - begin)
         return {rank: request.replies[rank] for rank in wanted}
 
-    def shutdown(self, timeout_s: float = AT_EXIT_S) -> None:
-        """Keep answering until all ranks have called this or exited; see :class:`ShutdownBarrier`.
-
-        Runs by itself when the interpreter exits without an exception, if this rank has registered or called. Call it
-        before ``destroy_process_group()``: after that, ranks cannot find each other. A rank that never called
-        :meth:`for_group`, or that has died, is not waited for. This rank gives up after ``timeout_s`` seconds without a
-        call.
-        """
-        run_shutdown([self._shutdown_barrier], timeout_s)
-
     @staticmethod
     def is_destroyed(group: dist.ProcessGroup) -> bool:
         """Return whether the group had an object and was destroyed, so that its ranks cannot be called any more."""
         return any(rpc._endpoints.is_destroyed() for _, rpc in group_values(PeerRpc, group))
 
     @staticmethod
-    def shutdown_all(group: dist.ProcessGroup | None = None, timeout_s: float = AT_EXIT_S) -> None:
-        """As :meth:`shutdown`, for all process groups, or for one if it has an object."""
-        run_shutdown([rpc._shutdown_barrier for _, rpc in group_values(PeerRpc, group)], timeout_s)
+    def shutdown_all(group: dist.ProcessGroup | None = None) -> None:
+        """Keep answering, in all groups or in one, until all ranks have called this; see :class:`ShutdownBarrier`.
+
+        Runs by itself when the interpreter exits without an exception, if this rank has registered or called. Call it
+        before ``destroy_process_group()``: after that, ranks cannot find each other. A rank that never called
+        :meth:`for_group`, or that has died, is not waited for. This rank gives up after :data:`AT_EXIT_S` seconds
+        without a call.
+        """
+        run_shutdown([rpc._shutdown_barrier for _, rpc in group_values(PeerRpc, group)], AT_EXIT_S)
 
     @property
     def _is_forked(self) -> bool:
@@ -171,7 +159,7 @@ class PeerRpc:
         unknown = [rank for rank in ranks if not 0 <= rank < self._size]
         if unknown:
             raise ValueError(f"ovpatch: group ranks are 0 to {self._size - 1}, not {unknown}; pass ranks of the group")
-        if self._endpoints.is_destroyed() and not all(map(self._endpoints.verified, ranks)):
+        if self._endpoints.is_destroyed() and not all(map(self._endpoints.verified.get, ranks)):
             raise PeerError(_DESTROYED)
 
     def _raise(self, topic: str, request: Request, seconds: float) -> None:
@@ -194,8 +182,7 @@ def _look_up_before_fork() -> None:
                 rpc._endpoints.look_up_for_forks()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_look_up_before_fork)
+os.register_at_fork(before=_look_up_before_fork)
 
 
 def _at_exit() -> None:
@@ -252,19 +239,11 @@ class ShutdownBarrier:
 
     def __init__(self, rank: int, global_ranks: Sequence[int], endpoints: Endpoints, server: Server) -> None:
         self.rank, self.used, self.entered = rank, False, False
-        self._global_ranks, self._endpoints, self._server, self._pid = global_ranks, endpoints, server, os.getpid()
-
-    def is_due(self) -> bool:
-        """Return whether the shutdown has not begun; a fork takes no part in it."""
-        return not self.entered and os.getpid() == self._pid
+        self._global_ranks, self._endpoints, self.server, self.pid = global_ranks, endpoints, server, os.getpid()
 
     def is_needed(self) -> bool:
         """Return whether peers may still call: this rank has registered, called or been called."""
-        return self.used or self._server.called_at > 0
-
-    def finish(self) -> None:
-        """Tell the peers that this rank has finished."""
-        self._server.finish()
+        return self.used or self.server.called_at > 0
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the ranks that this rank collects from have finished or died."""
@@ -274,7 +253,7 @@ class ShutdownBarrier:
         try:
             while request.pending() and time.monotonic() < request.deadline:
                 request.poll()
-                request.deadline = max(begin, self._server.called_at) + timeout_s
+                request.deadline = max(begin, self.server.called_at) + timeout_s
         except RuntimeError as error:
             _log.debug("the store is gone, and so are the addresses of ranks to wait for: %s", error)
         finally:
@@ -289,15 +268,15 @@ def run_shutdown(barriers: Iterable[ShutdownBarrier], timeout_s: float) -> None:
 
     A group is left anyway after ``timeout_s`` seconds without a call.
     """
-    due = [barrier for barrier in barriers if barrier.is_due()]
+    due = [barrier for barrier in barriers if not barrier.entered and os.getpid() == barrier.pid]  # a fork has none
     for barrier in due:
         barrier.entered = True
         if barrier.rank or not barrier.is_needed():
-            barrier.finish()
+            barrier.server.finish()
     needed = [barrier for barrier in due if barrier.is_needed()]
     for barrier in [barrier for barrier in needed if barrier.rank == 0]:
         barrier.wait(timeout_s)
-        barrier.finish()
+        barrier.server.finish()
     for barrier in [barrier for barrier in needed if barrier.rank]:
         barrier.wait(timeout_s)
 

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,15 +25,9 @@ from ovpatch.overlap.peer_rpc.wire import Connection, Message, close_in_children
 # Maps a call's arguments, JSON values, to a header in JSON and tensors.
 Handler = Callable[[dict[str, Any]], tuple[dict[str, Any], list[Tensor]]]
 
-# Threads that wait for connections, beyond those that are busy.
-_SPARE = 3
-
-# Seconds that a peer may take to show that it knows the secret and to send its call.
-_GREETING_S = 10.0
-
-# Connections that the system queues until they are accepted: a thousand ranks may connect at once.
-_BACKLOG = 1024
-
+_SPARE = 3  # threads that wait for connections, beyond those that are busy
+_GREETING_S = 10.0  # that a peer may take to show that it knows the secret and to send its call
+_BACKLOG = 1024  # connections that the system queues until they are accepted: a thousand ranks may connect at once
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 _log = logging.getLogger("ovpatch.peers")
@@ -47,7 +41,7 @@ class Server:
     pool would not do: handlers may block until this rank's main thread gets somewhere.
     """
 
-    def __init__(self, name: str, addresses: tuple[str, ...], refuses: Callable[[], bool]) -> None:
+    def __init__(self, name: str, addresses: Sequence[str], refuses: Callable[[], bool]) -> None:
         self._name, self._refuses, self._pid = name, refuses, os.getpid()
         self._listener = _listen()
         self._wake, self._awake = socket.socketpair()
@@ -75,7 +69,13 @@ class Server:
                 raise ValueError(f"ovpatch: '{topic}' is served already in this process group; withdraw that first")
             self._handlers[topic] = handler
             self._changed.notify_all()
-        return lambda: self._withdraw(topic, handler)
+
+        def withdraw() -> None:
+            with self._changed:
+                if self._handlers.get(topic) is handler:
+                    del self._handlers[topic]
+
+        return withdraw
 
     def finish(self) -> None:
         """Tell the peers that take part in the shutdown barrier, now or later, that this rank needs none of them."""
@@ -90,11 +90,6 @@ class Server:
         if os.getpid() == self._pid:  # a forked child would wake its parent's thread
             with contextlib.suppress(OSError):  # closed before
                 self._wake.send(b"x")
-
-    def _withdraw(self, topic: str, handler: Handler) -> None:
-        with self._changed:
-            if self._handlers.get(topic) is handler:
-                del self._handlers[topic]
 
     # --- threads ---
 

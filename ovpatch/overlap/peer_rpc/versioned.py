@@ -6,6 +6,7 @@ all of them, and a peer can ask for the version that it has itself.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,25 +58,17 @@ class PinnedStaging:
         return copied
 
 
-def staging_for(device: torch.device) -> PinnedStaging:
-    """Return the staging memory of a CUDA device, made at the first call."""
-    if device not in _stagings:
-        _stagings[device] = PinnedStaging(device)
-    return _stagings[device]
+staging_for: Final = functools.cache(PinnedStaging)  # of a CUDA device, made at the first call
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Return a copy of a dense tensor on the CPU, from any thread; from CUDA only after :func:`staging_for`."""
-    return _stagings[tensor.device].copy_to_host(tensor) if tensor.is_cuda else tensor.to("cpu", copy=True)
-
-
-_stagings: dict[torch.device, PinnedStaging] = {}
+    """Return a copy of a dense tensor on the CPU, from any thread; from CUDA only after :data:`staging_for`."""
+    return staging_for(tensor.device).copy_to_host(tensor) if tensor.is_cuda else tensor.to("cpu", copy=True)
 
 
 _T = TypeVar("_T")
 
 _PAUSE_S = 0.0005  # between two queries of the device
-
 _MAX_EVENTS = 64  # a host that is further ahead of its device than that many versions loses the oldest
 
 
@@ -132,10 +125,7 @@ class VersionedTensors:
 
         A future version is waited for. ``copy`` returns complete copies on the CPU (:func:`copy_to_host`); on CUDA it
         is called on a stream for such copies. With ``kept`` it reads tensors of that version that are not updated any
-        more.
-
-        Raises:
-            TornReadError: The version is not complete in time, or has been overwritten.
+        more. TornReadError if the version is not complete in time, or has been overwritten.
         """
         deadline = time.monotonic() + timeout_s
         self.wait_for_version(version, timeout_s)

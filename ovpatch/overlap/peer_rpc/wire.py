@@ -24,25 +24,19 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.kept_state import call_in_children
 
-# Bytes of a nonce, and of a signature.
-_NONCE = 32
-
+_NONCE = 32  # bytes of a nonce, and of a signature
 _LENGTH = struct.Struct("!Q")
-
-# Bytes. An envelope holds names and shapes; a longer one is no message of ours.
-_LONGEST = 1 << 30
+_LONGEST = 1 << 30  # bytes of an envelope, which holds names and shapes; a longer one is no message of ours
 
 # Seconds of silence until the system probes the other host, between two probes, and how many may stay unanswered. The
 # end of a process is noticed at once; that of a host, which loses power, by these probes.
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 class Connection:
     """A connected socket with a deadline for everything on it, in seconds of ``time.monotonic()``.
 
-    Raises:
-        TimeoutError: From any method, when the time is over.
-        OSError: From any method, when the other side is gone.
+    Any method raises TimeoutError when the time is over, and OSError when the other side is gone.
     """
 
     def __init__(self, sock: socket.socket, deadline: float = math.inf) -> None:
@@ -51,9 +45,8 @@ class Connection:
         close_in_children(sock)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        for option, value in _KEEPALIVE.items():
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
         """Send a message. The tensors' memory is read until this returns."""
@@ -138,11 +131,7 @@ class Message(NamedTuple):
 
 
 def pack(header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
-    """Return a message of a header, JSON values, and dense CPU tensors of any dtype that has whole bytes.
-
-    Raises:
-        TypeError: A tensor or a value of the header is of a kind that cannot be sent.
-    """
+    """Return a message of a header, JSON values, and dense CPU tensors of any dtype with whole bytes, or TypeError."""
     plain = [_plain(tensor) for tensor in tensors]
     kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in plain]
     return Message(json.dumps({"header": header, "tensors": kinds}).encode(), plain)

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.consensus import check_consistent, gather_values
-from ovpatch.overlap.comm.kept_state import drop_values, group_state
+from ovpatch.overlap.comm.consensus import check_consistent, gather_values, join_texts
+from ovpatch.overlap.comm.kept_state import group_state
 from ovpatch.overlap.comm.streams import is_capturing
 
 _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -45,15 +45,9 @@ class LackingError(RuntimeError):
     """A rank has too little memory for an allocation that all ranks need."""
 
 
-class History:
-    """Counts this process's symmetric allocations."""
-
-    # Number of allocations, in all groups together. Torch counts them, too, and a rank with another count than the rest
-    # of a group leaves them waiting for ever (https://github.com/pytorch/pytorch/issues/196082).
-    rendezvous: int = 0
-
-
-history = History()
+# Symmetric allocations of this process, in all groups together. Torch counts them, too, and a rank with another count
+# than the rest of a group leaves them waiting for ever (https://github.com/pytorch/pytorch/issues/196082).
+rendezvous_count = 0
 
 Allocate = Callable[[int, dist.ProcessGroup, torch.device, Callable[[Tensor], object]], Memory]
 
@@ -66,10 +60,11 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare:
     """
     from torch.distributed import _symmetric_memory
 
+    global rendezvous_count
     own = _empty(size, device)
     prepare(own)
     torch.cuda.synchronize(device)
-    history.rendezvous += 1
+    rendezvous_count += 1
     with _without_multicast():
         handle = _symmetric_memory.rendezvous(own, group)
     addresses = [handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(group.size())]
@@ -81,8 +76,7 @@ def allocate_on_all(
 ) -> Memory:
     """As :func:`allocate`, but on all ranks or on none: there, peers would wait for a rank that cannot allocate.
 
-    Raises:
-        LackingError: A rank could not allocate; on all ranks, with the same text.
+    LackingError, with the same text on all ranks, if one could not allocate.
     """
     found = False
 
@@ -145,19 +139,18 @@ def unsupported_reason(
     Every rank of the group calls this at the same place. ``local_reason`` tells why this process cannot use it, by
     default :func:`kernels_unsupported_reason`.
     """
-    found = gather_values(
-        group, "symmetric memory: places", _facts(device, (local_reason or kernels_unsupported_reason)(device))
-    )
-    reasons: dict[str, list[int]] = {}
-    for rank, told in enumerate(found):
-        for reason in (told["reason"], *_elsewhere(told, found[0])):
-            if reason:
-                reasons.setdefault(reason, []).append(dist.get_global_rank(group, rank))
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    facts = {"host": _host(), "place": _place(), "before": str(rendezvous_count), "uuid": uuid}
+    reason = (local_reason or kernels_unsupported_reason)(device)
+    found = gather_values(group, "symmetric memory: places", facts | {"reason": reason})
+    reasons = [
+        (dist.get_global_rank(group, rank), reason)
+        for rank, told in enumerate(found)
+        for reason in (told["reason"], _elsewhere(told, found[0]))
+    ]
     if group.size() > MOST_RANKS:
         return f"{group.size()} ranks, and kernels are made for {MOST_RANKS} at most"
-    if reasons:
-        return "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in reasons.items())
-    return _without_access([told["uuid"] for told in found])
+    return join_texts(reasons) or _without_access([told["uuid"] for told in found])
 
 
 def memory_unsupported_reason(device: torch.device) -> str:
@@ -195,19 +188,14 @@ def triton_unavailable_reason() -> str:
     return ""
 
 
-def _facts(device: torch.device, reason: str) -> dict[str, str]:
-    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return {"host": _host(), "place": _place(), "before": str(history.rendezvous), "reason": reason, "uuid": uuid}
-
-
-def _elsewhere(told: dict[str, str], first: dict[str, str]) -> Iterator[str]:
-    """Yield the reasons why a rank and rank 0 cannot share memory."""
+def _elsewhere(told: dict[str, str], first: dict[str, str]) -> str:
+    """Return the reason why a rank and rank 0 cannot share memory, or ""."""
     if told["host"] != first["host"]:
-        yield "it runs on another host than rank 0"
-    elif told["place"] != first["place"]:
-        yield "it runs in another container than rank 0, or with another TMPDIR"
-    elif told["before"] != first["before"]:
-        yield "it has shared memory another number of times than rank 0, in other groups"
+        return "it runs on another host than rank 0"
+    if told["place"] != first["place"]:
+        return "it runs in another container than rank 0, or with another TMPDIR"
+    differs = told["before"] != first["before"]
+    return "it has shared memory another number of times than rank 0, in other groups" if differs else ""
 
 
 def _folder() -> str:
@@ -356,8 +344,3 @@ def _is_capturing(stream: torch.cuda.Stream) -> bool:
 def workspace_for(group: dist.ProcessGroup, device: torch.device) -> Workspace:
     """Return the workspace of a group on a device; made once, and dropped when the group is destroyed."""
     return group_state(group).get_or_create((Workspace, device), lambda: Workspace(group, device), keeps_group=True)
-
-
-def drop_workspaces() -> None:
-    """Drop the workspaces of all groups."""
-    drop_values(Workspace)

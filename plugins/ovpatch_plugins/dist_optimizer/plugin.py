@@ -156,6 +156,6 @@ ovpatch_counters = make_counters_hook("ovpatch_plugins.dist_optimizer.report")
 def ovpatch_remarks() -> Sequence[str]:
     """Return which models are sharded and which optimizers were left stock, and why, and what was measured."""
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.takeover")
-    autotune = sys.modules.get("ovpatch.overlap.autotune")
+    autotune = sys.modules.get("ovpatch.overlap.autotune.autotuner")
     remarks = [] if optimizers is None else list(optimizers.remarks())
     return remarks + ([] if autotune is None else autotune.report_lines("dist_optimizer"))

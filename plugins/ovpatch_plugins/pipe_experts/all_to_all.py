@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,15 @@ from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.pipe_experts.options import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 
+if TYPE_CHECKING:
+    from ovpatch.overlap.symm_mem.launch import Prepared
 
-class AllToAllTransport(Protocol):
-    """Carries rows between the ranks of a group; all ranks start the same all-to-alls in the same order."""
+
+@dataclass(frozen=True)
+class CollectiveAllToAll:
+    """torch.distributed's own all-to-all; all ranks start the same all-to-alls in the same order."""
+
+    group: dist.ProcessGroup  # the ranks
 
     def start_transfer(
         self, output: Tensor, rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
@@ -37,18 +43,6 @@ class AllToAllTransport(Protocol):
 
         ``output`` is memory for the received rows, by rank, ``[sum(output_splits), h]``. Both are contiguous.
         """
-
-
-@dataclass(frozen=True)
-class CollectiveAllToAll:
-    """torch.distributed's own all-to-all."""
-
-    group: dist.ProcessGroup  # the ranks
-
-    def start_transfer(
-        self, output: Tensor, rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> WorkGroup:
-        """See :meth:`AllToAllTransport.start_transfer`."""
         with profiler_span(profiler_label("pipe_experts", "all_to_all")):
             work = dist.all_to_all_single(
                 output, rows, list(output_splits), list(input_splits), group=self.group, async_op=True
@@ -69,7 +63,7 @@ def start_all_to_all(
     allocate: Allocator | None = None,
     allocate_grad: Allocator | None = None,
 ) -> PendingRows:
-    """Start to send rows to the ranks of a group.
+    """Start to send rows to the ranks of a group; return the rows to wait for.
 
     Args:
         rows: ``[sum(input_splits), h]``, by destination rank.
@@ -78,30 +72,13 @@ def start_all_to_all(
         group: The ranks.
         allocate: Returns memory for the received rows; fresh memory by default.
         allocate_grad: Returns memory for the gradient of ``rows``.
-
-    Returns:
-        The rows to wait for.
     """
     transport = CollectiveAllToAll(group)
-    return send_rows(rows, input_splits, output_splits, transport, allocate=allocate, allocate_grad=allocate_grad)
-
-
-def send_rows(
-    rows: Tensor,
-    input_splits: Sequence[int],
-    output_splits: Sequence[int],
-    transport: AllToAllTransport,
-    *,
-    allocate: Allocator | None = None,
-    allocate_grad: Allocator | None = None,
-) -> PendingRows:
-    """Do what :func:`start_all_to_all` does, over a transport in both directions."""
-    transfer = _Transfer(transport, list(input_splits), list(output_splits), allocate, allocate_grad)
-    return PendingRows(transfer, apply_function(_Launch, transfer, rows))
+    return PendingRows(Transfer(transport, list(input_splits), list(output_splits), allocate, allocate_grad), rows)
 
 
 class PendingRows:
-    """Rows of an all-to-all that is in flight.
+    """The rows of an all-to-all, which construction starts.
 
     [Note: launch and wait are nodes] An all-to-all is two nodes of the autograd graph: the launch and the wait. In
     backward the wait's node launches the reverse all-to-all, and the launch's node waits for it. What is computed
@@ -110,9 +87,9 @@ class PendingRows:
     a weight that several chunks use has one gradient, hooks fire once, and checkpointing sees an ordinary graph.
     """
 
-    def __init__(self, transfer: _Transfer, rows: Tensor) -> None:
+    def __init__(self, transfer: Transfer, rows: Tensor) -> None:
         self._transfer = transfer
-        self._rows: Tensor | None = rows
+        self._rows: Tensor | None = apply_function(_Launch, transfer, rows)
 
     def wait(self) -> Tensor:
         """Return the rows, ``[sum(output_splits), h]``; RuntimeError if they have been returned before."""
@@ -123,25 +100,21 @@ class PendingRows:
         return received
 
 
-class _Transfer:
-    """The state that the two nodes of an all-to-all share."""
+@dataclass
+class Transfer:
+    """An all-to-all as in :func:`start_all_to_all`: the state that its two nodes share."""
 
-    def __init__(
-        self,
-        transport: AllToAllTransport,
-        input_splits: list[int],
-        output_splits: list[int],
-        allocate: Allocator | None,
-        allocate_grad: Allocator | None,
-    ) -> None:
-        self._transport, self._input_splits, self._output_splits = transport, input_splits, output_splits
-        self._allocate, self._allocate_grad = allocate, allocate_grad
-        self._forward = WorkGroup(())
-        self._backward: tuple[Tensor, WorkGroup] | None = None
+    transport: AllToAllTransport  # in both directions
+    input_splits: list[int]
+    output_splits: list[int]
+    allocate: Allocator | None = None
+    allocate_grad: Allocator | None = None
+    _forward: WorkGroup = dataclasses.field(init=False)
+    _backward: tuple[Tensor, WorkGroup] | None = None
 
     def start_forward(self, rows: Tensor) -> Tensor:
         """Start; return the memory that will hold the received rows."""
-        received, self._forward = self._start(rows, self._input_splits, self._output_splits, self._allocate)
+        received, self._forward = self._start(rows, self.input_splits, self.output_splits, self.allocate)
         return received.data
 
     def wait_forward(self) -> None:
@@ -150,7 +123,7 @@ class _Transfer:
 
     def start_backward(self, grad: Tensor) -> None:
         """Start to send the gradient of the received rows back."""
-        self._backward = self._start(grad, self._output_splits, self._input_splits, self._allocate_grad)
+        self._backward = self._start(grad, self.output_splits, self.input_splits, self.allocate_grad)
 
     def wait_backward(self) -> Tensor:
         """Return the gradient of the rows that were sent."""
@@ -165,12 +138,12 @@ class _Transfer:
         # Without a graph: a backend's thread may hold both tensors longer than this call.
         rows = rows.data.contiguous()
         output = rows.new_empty((sum(output_splits), *rows.shape[1:])) if allocate is None else allocate(rows)
-        return output, self._transport.start_transfer(output, rows, output_splits, input_splits)
+        return output, self.transport.start_transfer(output, rows, output_splits, input_splits)
 
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, transfer: _Transfer, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, transfer: Transfer, rows: Tensor) -> Tensor:
         ctx.transfer = transfer
         ctx.set_materialize_grads(False)
         return transfer.start_forward(rows)
@@ -183,7 +156,7 @@ class _Launch(torch.autograd.Function):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, transfer: _Transfer, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, transfer: Transfer, rows: Tensor) -> Tensor:
         ctx.transfer = transfer
         transfer.wait_forward()
         return rows.data  # not a view: experts may compute in place
@@ -300,10 +273,8 @@ class SymmAllToAll:
 
     Rows that stay on this rank are copied on the current stream. The host waits for nothing. Construction is a
     collective. A ring has ``depth`` slots of ``slot`` bytes; a program moves ``block`` words at a time. The number of
-    programs, ``channels``, may be lowered, on all ranks between the same two calls.
-
-    Raises:
-        LackingError: Some ranks have no memory for it; raised on all ranks.
+    programs, ``channels``, may be lowered, on all ranks between the same two calls. LackingError, on all ranks, if some
+    have no memory for it.
     """
 
     def __init__(
@@ -325,7 +296,7 @@ class SymmAllToAll:
         self._peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
         self._state = torch.zeros(HEADER.value // 8, dtype=torch.int64, device=device)
         self._padding = [0] * (RANKS.value - self._world)  # splits of ranks that do not exist
-        self._kernels: dict[tuple[torch.dtype, bool, int], _Kernel] = {}
+        self._kernels: dict[tuple[torch.dtype, bool, int], Any] = {}
         self._in_flight: collections.deque[_KernelWork] = collections.deque()
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         if self._stream is not None:
@@ -334,7 +305,7 @@ class SymmAllToAll:
     def start_transfer(
         self, output: Tensor, rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> WorkGroup:
-        """See :meth:`ovpatch_plugins.pipe_experts.all_to_all.AllToAllTransport.start_transfer`."""
+        """See :meth:`CollectiveAllToAll.start_transfer`."""
         while self._in_flight and self._in_flight[0].is_done():
             self._in_flight.popleft()
         COUNTERS.symmetric += 1
@@ -353,44 +324,24 @@ class SymmAllToAll:
             if sum(input_splits) + sum(output_splits) > 2 * own:
                 kernel = self._kernels.get((word, aligned, self.channels)) or self._make_kernel(word, aligned)
                 args = *input_splits, *self._padding, *output_splits, *self._padding, row // size
-                work.launch_kernel(kernel, output, rows, args)
+                work.launch_kernel(kernel, rows.view(word), output.view(word), *args)
                 self._in_flight.append(work)
             if own:  # on the current stream, beside the kernel
                 source, target = sum(input_splits[: self._rank]), sum(output_splits[: self._rank])
                 output[target : target + own].copy_(rows[source : source + own])
         return WorkGroup((work,))
 
-    def _make_kernel(self, word: torch.dtype, aligned: bool) -> _Kernel:
+    def _make_kernel(self, word: torch.dtype, aligned: bool) -> Prepared:
+        from ovpatch.overlap.symm_mem import launch
+        from ovpatch_plugins.pipe_experts.triton_kernels import symm_all_to_all_kernel
+
         fixed = (
             self._peers, self._state, self._rank,
             self._world, self.channels, self._slot // word.itemsize, self._depth, self._block, aligned,
         )  # fmt: skip
-        kernel = self._kernels[word, aligned, self.channels] = _Kernel(self.channels, word, fixed)
+        kernel = launch.Prepared(symm_all_to_all_kernel, self.channels, None, fixed, num_warps=_WARPS)
+        self._kernels[word, aligned, self.channels] = kernel
         return kernel
-
-
-class _Kernel:
-    """The kernel with its fixed arguments, the last ones; launches after the first skip Triton's specialization."""
-
-    def __init__(self, programs: int, word: torch.dtype, fixed: tuple[Any, ...]) -> None:
-        self._grid, self._word, self._fixed = (programs, 1, 1), word, fixed
-        self._fixed_args = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in fixed]
-        self._run: Callable[..., None] | None = None
-
-    def __call__(self, stream: torch.cuda.Stream | None, output: Tensor, rows: Tensor, args: Sequence[int]) -> None:
-        """Launch on a stream; the caller keeps the tensors alive."""
-        with torch.cuda.device_of(rows):
-            if self._run is not None and stream is not None:
-                self._run(rows.data_ptr(), output.data_ptr(), *args, *self._fixed_args, stream=stream.cuda_stream)
-                return
-            from ovpatch_plugins.pipe_experts.triton_kernels import symm_all_to_all_kernel
-
-            with torch.cuda.stream(stream):
-                compiled = symm_all_to_all_kernel[self._grid](
-                    rows.view(self._word), output.view(self._word), *args, *self._fixed, num_warps=_WARPS
-                )
-        if compiled is not None:  # None under the interpreter
-            self._run = compiled[self._grid]
 
 
 class _KernelWork:
@@ -406,14 +357,14 @@ class _KernelWork:
         self._stream, self._end = stream, None if stream is None else torch.cuda.Event()
         self._launch_stream = None if stream is None else torch.cuda.current_stream(rows.device)
 
-    def launch_kernel(self, kernel: _Kernel, output: Tensor, rows: Tensor, args: Sequence[int]) -> None:
+    def launch_kernel(self, kernel: Prepared, rows: Tensor, *args: Tensor | int) -> None:
         """Launch after the current stream's work so far."""
-        if self._stream is not None and self._end is not None and self._launch_stream is not None:
+        if self._stream is not None and self._launch_stream is not None:
             self._stream.wait_stream(self._launch_stream)
-            kernel(self._stream, output, rows, args)
+        with torch.cuda.device_of(rows):
+            kernel(rows, *args, stream=self._stream)
+        if self._end is not None:
             self._end.record(self._stream)
-        else:
-            kernel(None, output, rows, args)
 
     def wait(self) -> None:
         """Make the current stream wait for the kernel, and for the copy on the stream of the launch."""
@@ -429,6 +380,8 @@ class _KernelWork:
         """Tell whether the tensors may be freed."""
         return not self._tensors or self._end is None or self._end.query()
 
+
+AllToAllTransport = CollectiveAllToAll | SymmAllToAll
 
 _unsupported_reasons: dict[str, None] = {}  # kept for the report after the group is gone
 

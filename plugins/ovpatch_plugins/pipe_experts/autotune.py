@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ovpatch.hookspecs import cache_dir
-from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
+from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, autotuner_for
 from ovpatch.overlap.comm.kept_state import group_state
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, list_candidates, make_plan
 from ovpatch_plugins.pipe_experts.experts import Activation, StackedFactory, run_forward, swiglu
@@ -63,15 +63,14 @@ class MeasuredPlans(PlanCandidates):
     on one rank's routing.
     """
 
-    def __init__(self, layer: LayerShape, activation: Activation) -> None:
+    def __init__(self, layer: LayerShape, fixed: ChunkPlan, activation: Activation) -> None:
         self._layer, self._activation = layer, activation
         self._plans = list_candidates(layer.ep_size, layer.num_local_experts, layer.config.parts, layer.config.exchange)
-        fixed = _make_fixed_plan(layer.config, layer.ep_size, layer.num_local_experts)
         self._fixed = next(name for name, plan in self._plans.items() if plan == fixed)
         self._chosen: dict[tuple[bool, bool, int], ChunkPlan] = {}
         plans = list(self._plans.values())
         self._uncut = plans[0]
-        super().__init__(self._uncut)
+        super().__init__(plans[0])
         self.finest = dataclasses.replace(
             self._uncut,
             token_chunks=math.lcm(*(plan.token_chunks for plan in plans)),
@@ -79,7 +78,7 @@ class MeasuredPlans(PlanCandidates):
         )
 
     def choose_plan(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> ChunkPlan:
-        """See :meth:`.chunks.ChunkPlan.choose_plan`."""
+        """See :meth:`PlanCandidates.choose_plan`."""
         if tokens * self._layer.top_k < MIN_ROWS:
             return self._uncut
         rounded = 1 << round(math.log2(tokens))
@@ -94,18 +93,13 @@ class MeasuredPlans(PlanCandidates):
 
     def _tune(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> tuple[ChunkPlan, bool]:
         """Choose for both directions: a checkpoint calls a layer without gradients, and recomputes it with them."""
-        autotuner = autotuner_for(group, self._layer.device, "pipe_experts", cache_dir())
-        forward, training = (
-            autotuner.tune(group, self._make_tuning(group, tokens, backward)) for backward in (False, True)
-        )
-        return self._plans[(training if trains else forward).candidate], forward.final and training.final
-
-    def _make_tuning(self, group: dist.ProcessGroup, tokens: int, backward: bool) -> Tuning:
         layer = self._layer
-        direction = "forward and backward" if backward else "forward"
-        make = functools.partial(self._make_candidates, group, tokens, backward)
-        key = f"{direction}, {layer.describe(tokens)}"
-        return Tuning(key, tuple(self._plans), self._fixed, make, layer.estimate_bytes(tokens))
+        autotuner, choices = autotuner_for(group, layer.device, "pipe_experts", cache_dir()), []
+        for backward, direction in ((False, "forward"), (True, "forward and backward")):
+            make = functools.partial(self._make_candidates, group, tokens, backward)
+            key, needs = f"{direction}, {layer.describe(tokens)}", layer.estimate_bytes(tokens)
+            choices.append(autotuner.tune(group, Tuning(key, tuple(self._plans), self._fixed, make, needs)))
+        return self._plans[choices[trains].candidate], all(choice.final for choice in choices)
 
     def _make_candidates(
         self, group: dist.ProcessGroup, tokens: int, backward: bool, generator: torch.Generator
@@ -153,16 +147,12 @@ def get_plans(
     with ``top_k`` experts of each; dispatched rows are in ``dtype``.
     """
     ep_size = group.size()
+    fixed = make_plan(ep_size, num_local_experts, config.cut, config.parts, config.exchange)
     if config.cut != "auto" or ep_size == 1 or not isinstance(factory, StackedFactory):
-        return PlanCandidates(_make_fixed_plan(config, ep_size, num_local_experts))
+        return PlanCandidates(fixed)
     wide, ffn = factory.weights[0].shape[1], factory.weights[1].shape[2]
     if wide not in (ffn, 2 * ffn):  # there is no activation of that width to measure with
-        return PlanCandidates(_make_fixed_plan(config, ep_size, num_local_experts))
+        return PlanCandidates(fixed)
     activation = nn.functional.silu if wide == ffn else swiglu
     layer = LayerShape(config, ep_size, num_local_experts, top_k, x.shape[1], wide, ffn, dtype, x.device)
-    return group_state(group).get_or_create((MeasuredPlans, layer), lambda: MeasuredPlans(layer, activation))
-
-
-def _make_fixed_plan(config: MoEConfig, ep_size: int, num_local_experts: int) -> ChunkPlan:
-    """Return the plan without measurement."""
-    return make_plan(ep_size, num_local_experts, config.cut, config.parts, config.exchange)
+    return group_state(group).get_or_create((MeasuredPlans, layer), lambda: MeasuredPlans(layer, fixed, activation))

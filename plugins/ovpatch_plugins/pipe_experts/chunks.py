@@ -78,10 +78,7 @@ def make_plan(
     every weight in every chunk. ``cut`` is one of :data:`.options.CUTS`; ``auto`` without measurement is ``none``,
     since a chunk costs the host more than it hides unless layers are large. ``parts`` is the number of chunks, 0 for
     the default of ``cut``; there are never more groups than experts. ``exchange`` is one of :data:`.options.EXCHANGES`;
-    ``auto`` without measurement is ``c10d``.
-
-    Raises:
-        ValueError: An unknown name, or a negative number.
+    ``auto`` without measurement is ``c10d``. ValueError for an unknown name or a negative number.
     """
     if cut not in CUTS:
         raise ValueError(f"cut={cut!r}: choose one of {', '.join(CUTS)}")

@@ -17,9 +17,10 @@ alike; this holds for a second backward through the same outputs, too.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ from ovpatch.overlap.data_parallel.reducer import (
     will_accumulate,
 )
 from ovpatch_plugins.pipe_experts.layer import ExpertParallelFFN
+from ovpatch_plugins.pipe_experts.options import make_communicator
 
 _WRAP_AGAIN = "Wrap the module itself again: expert_data_parallel(ddp.module, ...)."
 
@@ -89,7 +91,8 @@ class ExpertGradients(BackwardReducer):
                 earlier.retire()
             state.experts = weakref.ref(self)
         if self._factor != 1:
-            self._scaling += [param.register_hook(_multiplied(self._factor)) for param in self._params]
+            scale = functools.partial(_scale, self._factor)
+            self._scaling += [param.register_hook(scale) for param in self._params]
         weakref.finalize(self, _remove, self._scaling).atexit = False
         if group is not None:
             self._attach(group)
@@ -122,8 +125,7 @@ class ExpertGradients(BackwardReducer):
     def before_forward(self, _ddp: torch.nn.Module, _args: Any) -> None:
         """Complete the collectives of a backward that an exception cut short, and see that the hooks are in place.
 
-        Raises:
-            RuntimeError: The module was wrapped once more, or this is a copy, and its process group is not here.
+        RuntimeError if the module was wrapped once more, or if this is a copy and its process group is not here.
         """
         if self._retired:
             raise RuntimeError(f"ovpatch: the experts of this model belong to a later wrapper by now. {_WRAP_AGAIN}")
@@ -181,11 +183,8 @@ class ExpertGradients(BackwardReducer):
         self._sync = self._new_sync()
 
 
-def _multiplied(factor: float) -> Any:
-    def hook(grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else grad * factor
-
-    return hook
+def _scale(factor: float, grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad * factor
 
 
 def _remove(handles: Iterable[RemovableHandle]) -> None:
@@ -347,6 +346,4 @@ def _make_own_group(group: dist.ProcessGroup | None, dense_group: dist.ProcessGr
         return None
     if group is not dense_group and group is not c10d._get_default_group():
         return group
-    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-    own_group = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc="ovpatch experts")
-    return cast(dist.ProcessGroup, own_group)
+    return make_communicator(group, "ovpatch experts")

@@ -19,10 +19,10 @@ from ovpatch_plugins.pipe_experts.all_to_all import (
     CollectiveAllToAll,
     PendingRows,
     RowBuffer,
+    Transfer,
     depend_on,
     get_transport,
     join_rows,
-    send_rows,
     split_rows,
 )
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, Splits
@@ -71,7 +71,6 @@ class _SortedExperts(Experts):
     """Sorts a chunk's rows by expert, and the outputs by rank again."""
 
     def __call__(self, chunk: int, rows: Tensor) -> Tensor:
-        """See :meth:`Experts.__call__`."""
         by_rank = self._splits.expert_splits[chunk]
         by_expert = [list(sizes) for sizes in zip(*by_rank, strict=True)]
         sizes = [sum(of_ranks) for of_ranks in by_expert]
@@ -270,16 +269,19 @@ def run_forward(
     splits, experts, sizes = route.splits, factory(route.plan, route.splits), route.splits.chunk_sizes()
     outputs, grads = RowBuffer(sizes), RowBuffer(sizes)
     rows = split_rows(route.gather_rows(x, dtype), grads)
-    to_experts, to_tokens = _choose_transports(route.plan, group, combine_group, symmetric)
+    to_experts: AllToAllTransport = CollectiveAllToAll(group)
+    to_tokens: AllToAllTransport = CollectiveAllToAll(combine_group)
+    if route.plan.symmetric and symmetric is not None:
+        to_experts = to_tokens = symmetric
 
     def dispatch(chunk: int) -> PendingRows:
         allocate_grad = functools.partial(grads.get_chunk, chunk)
         input_splits, output_splits = splits.input_splits[chunk], splits.output_splits(chunk)
-        return send_rows(rows[chunk], input_splits, output_splits, to_experts, allocate_grad=allocate_grad)
+        return PendingRows(Transfer(to_experts, input_splits, output_splits, None, allocate_grad), rows[chunk])
 
     def combine(chunk: int, outs: Tensor) -> PendingRows:
         allocate = functools.partial(outputs.get_chunk, chunk)
-        return send_rows(outs, splits.output_splits(chunk), splits.input_splits[chunk], to_tokens, allocate=allocate)
+        return PendingRows(Transfer(to_tokens, splits.output_splits(chunk), splits.input_splits[chunk], allocate), outs)
 
     returned, shared = run_pipelined(
         dispatch,
@@ -292,12 +294,3 @@ def run_forward(
     )
     out = route.combine_rows(join_rows(returned, outputs), top_k_weights, x.dtype)
     return (out if shared is None else out + shared), len(sizes)
-
-
-def _choose_transports(
-    plan: ChunkPlan, group: dist.ProcessGroup, combine_group: dist.ProcessGroup, symmetric: AllToAllTransport | None
-) -> tuple[AllToAllTransport, AllToAllTransport]:
-    """Return the transports of dispatch and combine."""
-    if plan.symmetric and symmetric is not None:
-        return symmetric, symmetric
-    return CollectiveAllToAll(group), CollectiveAllToAll(combine_group)

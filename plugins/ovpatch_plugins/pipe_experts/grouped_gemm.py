@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -115,21 +116,18 @@ class DelayedWeightGrads:
     def __init__(self, weights: Sequence[Tensor], *, delay_wgrad: bool = True, reused: bool = False) -> None:
         self._grads = _WeightGrads(weights, delay_wgrad, reused)
         self._requires_grad = [weight.requires_grad for weight in weights]
-        self._collected: tuple[Tensor, ...] = apply_function(_Collect, self._grads, *weights)
+        self.trains = any(self._requires_grad)  # whether any weight needs a gradient
+        self._collected: tuple[Tensor, ...] = apply_function(_Weights, self._grads, None, *weights)
         self._chunk, self._chunk_weights = 0, self._collected
-
-    @property
-    def trains(self) -> bool:
-        """Whether any weight needs a gradient."""
-        return any(self._requires_grad)
 
     def prepare_chunk(self, chunk: int) -> None:
         """Make the node of a chunk's deferred gradients; called before its rows are waited for."""
-        self._chunk, self._chunk_weights = chunk, apply_function(_Deferred, self._grads, chunk, *self._collected)
+        self._chunk, self._chunk_weights = chunk, apply_function(_Weights, self._grads, chunk, *self._collected)
 
     def multiply_rows(self, index: int, x: Tensor, experts: range, groups: GroupSizes) -> Tensor:
         """Return each expert's rows, in their order, times its transposed weight: ``[rows, k]`` -> ``[rows, n]``."""
-        call = _Call(self._grads, self._chunk, index, experts, groups, self._requires_grad[index])
+        used = slice(experts.start, experts.stop)
+        call = _Call(self._grads, self._chunk, index, used, groups, self._requires_grad[index])
         out: Tensor = apply_function(_GroupedLinear, call, x, self._chunk_weights[index])
         return out
 
@@ -167,14 +165,9 @@ class _Call(NamedTuple):
     grads: _WeightGrads
     chunk: int
     weight_index: int
-    experts: range
+    experts: slice  # the chunk's experts in the weight
     groups: GroupSizes
     requires_grad: bool
-
-    @property
-    def expert_slice(self) -> slice:
-        """The chunk's experts in the weight."""
-        return slice(self.experts.start, self.experts.stop)
 
 
 class _Accumulator:
@@ -209,36 +202,26 @@ class _Accumulator:
         return None if total is None else total.to(self._dtype)
 
 
-class _Collect(torch.autograd.Function):
-    """The weights; hands their gradients to autograd."""
+class _Weights(torch.autograd.Function):
+    """The weights as one chunk uses them, whose deferred gradients it computes.
+
+    For no chunk, as the chunks get them: it hands their gradients to autograd.
+    """
 
     @staticmethod
-    def forward(ctx: Any, grads: _WeightGrads, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.grads = grads
+    def forward(ctx: Any, grads: _WeightGrads, chunk: int | None, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.grads, ctx.chunk = grads, chunk
         ctx.set_materialize_grads(False)
         return tuple(weight.detach() for weight in weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        accumulators = zip(ctx.needs_input_grad[1:], ctx.grads.accumulators, strict=True)
-        return None, *[accumulator.pop_grad() if needed else None for needed, accumulator in accumulators]
-
-
-class _Deferred(torch.autograd.Function):
-    """The weights as one chunk uses them; computes the chunk's deferred gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: _WeightGrads, chunk: int, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.grads, ctx.chunk, ctx.count = grads, chunk, len(weights)
-        ctx.set_materialize_grads(False)
-        return tuple(weight.detach() for weight in weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        ctx.grads.compute_deferred(ctx.chunk)
-        return None, None, *[None] * ctx.count
+        if ctx.chunk is not None:
+            ctx.grads.compute_deferred(ctx.chunk)
+            return None, None, *[None] * len(ctx.grads.accumulators)
+        accumulators = zip(ctx.needs_input_grad[2:], ctx.grads.accumulators, strict=True)
+        return None, None, *[accumulator.pop_grad() if needed else None for needed, accumulator in accumulators]
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -246,7 +229,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor) -> Tensor:
         ctx.call = call
         ctx.save_for_backward(x if call.requires_grad else None, weight if x.requires_grad else None)
-        return grouped_linear(x, weight[call.expert_slice], call.groups)
+        return grouped_linear(x, weight[call.experts], call.groups)
 
     @staticmethod
     @once_differentiable
@@ -255,10 +238,9 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad, dgrad = grad.contiguous(), None
         if weight is not None:
-            dgrad = grouped_dgrad(grad, weight[call.expert_slice], call.groups)
+            dgrad = grouped_dgrad(grad, weight[call.experts], call.groups)
         if x is not None and will_execute(ctx.next_functions[1][0]):
             accumulator = call.grads.accumulators[call.weight_index]
-            call.grads.add_contribution(
-                call.chunk, lambda: accumulator.add_product(grad, x, call.expert_slice, call.groups)
-            )
+            add = functools.partial(accumulator.add_product, grad, x, call.experts, call.groups)
+            call.grads.add_contribution(call.chunk, add)
         return None, dgrad, None

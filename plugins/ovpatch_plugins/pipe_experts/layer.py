@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -158,8 +156,9 @@ def run_layer(
         )
     group = resolve_group(group)
     top_k, dtype = top_k_index.shape[1], dtype or x.dtype
-    terms = functools.partial(_make_terms, config, num_local_experts, top_k)
-    check_consistent_once(group, "pipe_experts", (config, num_local_experts, top_k), terms, remedy=_SAME_LAYERS)
+    terms = {"experts of a rank": num_local_experts, "experts of a token": top_k}
+    key = (config, num_local_experts, top_k)
+    check_consistent_once(group, "pipe_experts", key, lambda: terms | asdict(config), remedy=_SAME_LAYERS)
     config = resolve_exchange(config, group, x.device)
     plans = get_plans(config, factory, group, num_local_experts, x, top_k, dtype)
     combine_group = config.get_combine_group(group)
@@ -170,12 +169,6 @@ def run_layer(
     COUNTERS.parts += num_chunks
     COUNTERS.stacked_calls += isinstance(factory, StackedFactory)
     return out
-
-
-def _make_terms(config: MoEConfig, num_local_experts: int, top_k: int) -> dict[str, Any]:
-    version = importlib.metadata.version("ovpatch")
-    experts = {"experts of a rank": num_local_experts, "experts of a token": top_k}
-    return {"version of ovpatch": version, **experts, **asdict(config)}
 
 
 class ExpertParallelFFN(nn.Module):

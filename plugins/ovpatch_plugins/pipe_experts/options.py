@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ovpatch.hookspecs import Option, make_count_parser
 
@@ -76,34 +74,26 @@ class MoEConfig:
         from ovpatch.overlap.comm.kept_state import group_state  # loaded with the first layer
 
         # Layers share it: each communicator takes memory on the device.
-        return group_state(group).get_or_create(("way back",), lambda: _new_group(group))
+        return group_state(group).get_or_create(("way back",), lambda: make_communicator(group, "ovpatch way back"))
 
 
-def _new_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def make_communicator(group: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
+    """Return a new communicator over the ranks of a group, which all call this."""
     import torch.distributed as dist  # options are read without torch
 
     ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-    made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, backend=backend, use_local_synchronization=True, group_desc=description
+    )
     return made
 
 
+@dataclass
 class FeatureState:
     """The state that taken-over layers read at every call."""
 
-    def __init__(self) -> None:
-        self.on = False  # whether the feature is on; if not, layers compute as stock does
-        self._options: Mapping[str, Any] = {}
-
-    def enable_feature(self, options: Mapping[str, Any]) -> None:
-        """Switch on with the feature's options."""
-        self._options = dict(options)
-        vars(self).pop("config", None)
-        self.on = True
-
-    @functools.cached_property
-    def config(self) -> MoEConfig:
-        """How layers are computed."""
-        return MoEConfig(**self._options)
+    on: bool = False  # whether the feature is on; if not, layers compute as stock does
+    config: MoEConfig = MoEConfig()  # how they are computed
 
 
 STATE = FeatureState()

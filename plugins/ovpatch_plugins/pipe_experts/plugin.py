@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
-from ovpatch_plugins.pipe_experts.options import OPTIONS, STATE
+from ovpatch_plugins.pipe_experts.options import OPTIONS, STATE, MoEConfig
 
 _EP = "transformers.distributed.expert_parallel"
 
@@ -46,7 +46,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
 @hookimpl
 def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     """Switch the feature on."""
-    STATE.enable_feature(options)
+    STATE.on, STATE.config = True, MoEConfig(**options)
     return []
 
 

@@ -29,7 +29,7 @@ def write_remarks(expert_parallel: str) -> list[str]:
 
     ``expert_parallel`` is the name of transformers' module of expert parallelism.
     """
-    autotune = sys.modules.get("ovpatch.overlap.autotune")
+    autotune = sys.modules.get("ovpatch.overlap.autotune.autotuner")
     remarks = [] if autotune is None else list(autotune.report_lines("pipe_experts"))
     transport = sys.modules.get("ovpatch_plugins.pipe_experts.all_to_all")
     reasons = [] if transport is None else transport.list_unsupported_reasons()
@@ -40,7 +40,7 @@ def write_remarks(expert_parallel: str) -> list[str]:
             "part by part: they are not two products of stacked weights, or a script has put something in their place"
         )
     elif COUNTERS.calls:
-        if _only_uncut():
+        if STATE.config.cut == "auto" and not COUNTERS.stacked_calls and COUNTERS.parts == COUNTERS.calls:
             remarks.append(
                 "layers were not cut: cut=auto measures experts with stacked weights only; for others try cut=experts"
             )
@@ -51,8 +51,3 @@ def write_remarks(expert_parallel: str) -> list[str]:
             "ovpatch_plugins.pipe_experts.run_experts() or expert_parallel_ffn()"
         )
     return remarks
-
-
-def _only_uncut() -> bool:
-    """Tell whether cut=auto left all layers uncut because it could measure none of them."""
-    return STATE.config.cut == "auto" and not COUNTERS.stacked_calls and COUNTERS.parts == COUNTERS.calls

@@ -137,9 +137,7 @@ def route_tokens(
     ``top_k_index`` has the expert of each slot, numbered over all ranks by rank, ``[tokens, k]``; :data:`DROPPED` for
     none. The choice may depend on the counts, so these are exchanged as finely as any plan needs, by the transport or
     by c10d's all-to-all. Slots are sorted meanwhile for the expected plan, and once more only if another one is chosen.
-
-    Raises:
-        ValueError: A token is routed to an expert that does not exist; raised on all ranks.
+    ValueError, on all ranks, if a token is routed to an expert that does not exist.
     """
     tokens, top_k = top_k_index.shape
     chosen, expected = top_k_index.reshape(-1).long(), plans.expected

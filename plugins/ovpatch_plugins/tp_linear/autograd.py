@@ -90,7 +90,7 @@ class GatherLinear(torch.autograd.Function):
                 results = [make_result(out, here.shape, call.dim) for out in outs]
             else:
                 results = [make_output(whole, len(weight), here.shape, call.dim) for weight in used]
-                call.later(whole, [result.detach() for result in results])
+                call.later.append((whole, [result.detach() for result in results]))
         kept = whole if keeps and whole is not None else _as_given(rows, here, x)
         if call.returned is not None:
             results = [wrap_local(result, call.mesh, call.returned) for result in results]
@@ -102,7 +102,6 @@ class GatherLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: OpContext, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the outputs."""
         results, kept = GatherLinear.compute(call, x, *params, keeps=True)
         if call.constant:  # then outputs differ in whether they need gradients
             ctx.mark_non_differentiable(*_constant(call, results, params))
@@ -115,7 +114,6 @@ class GatherLinear(torch.autograd.Function):
     @staticmethod
     @_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Return the gradients of what forward was given."""
         call: OpContext = ctx.call
         if call.check is not None:
             call.check()
@@ -169,7 +167,6 @@ class SingleLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: OpContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output."""
         result, kept = SingleLinear.compute(call, x, weight, bias)
         _keep(ctx, call, x, (weight,), (bias,), kept)
         return result
@@ -177,7 +174,6 @@ class SingleLinear(torch.autograd.Function):
     @staticmethod
     @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of what forward was given."""
         call: OpContext = ctx.call
         given = _grad(grad, call, ctx.computed)
         at_once = call.operator.gathers_grad and call.config.schedule.gathers_grad_at_once

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,7 @@ class OpContext:
     returned: Any = None  # the placement of the outputs if they are DTensors, else None
     whole: Any = None  # the placement of the gathered input if it is returned as well, as a DTensor, else None
     check: Callable[[], None] | None = None  # called before backward
-    later: Callable[[Tensor, list[Tensor]], None] | None = None  # gets rows and outputs' memory, if these come later
+    later: list[tuple[Tensor, Sequence[Tensor]]] | None = None  # gets rows and outputs' memory, if these come later
     trains: bool = False  # whether any linear that reads the gathered input, in this call or not, has a weight to train
 
 

@@ -95,9 +95,8 @@ def linear_reduce_scatter(
         group: The ranks.
         bias: The whole bias, ``[n]``, the same on all ranks; added once.
         dim: Which dimension of ``x`` is the sequence.
-        schedule: ``stock``, ``bulk``, ``ring``, ``chunk``, ``fused`` or ``auto``, which measures, and needs the same
-            shapes on all ranks.
-        chunks: Into how many parts ``chunk`` cuts.
+        schedule: As of :func:`all_gather_linear`.
+        chunks: As of :func:`all_gather_linear`.
         weight_grad: As of :func:`all_gather_linear`.
 
     Returns:
@@ -123,11 +122,7 @@ def linear_reduce_scatter(
 def _check(
     name: str, chunks: int, anew: bool, dim: int, shape: torch.Size, *dtypes: torch.dtype
 ) -> tuple[Schedule, int]:
-    """Return the schedule, and the dimension from the front, of an input of this shape.
-
-    Raises:
-        ValueError: One of them is wrong, or a dtype is complex.
-    """
+    """Return the schedule, and the dimension from the front, of an input of this shape; ValueError if one is wrong."""
     for dtype in dtypes:
         if dtype.is_complex:
             raise ValueError(f"complex numbers ({dtype}) are not supported: compute on real and imaginary parts")

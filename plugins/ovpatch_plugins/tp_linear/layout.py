@@ -7,14 +7,13 @@ them, in a layout that is made once.
 
 from __future__ import annotations
 
-import sys
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -109,7 +108,7 @@ def _records(mode: Any) -> bool:
 
 _KEPT = 1024  # layouts; batches of ever new lengths must not fill memory
 
-_specs: dict[Any, Any] = {}
+SPECS: dict[Any, Any] = {}  # of meshes
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 """Classes of tensors that are local and need not be waited for."""
@@ -131,8 +130,7 @@ def wrap_grad(grad: Tensor, tensor: Tensor) -> Tensor:
     spec = getattr(tensor, "_spec", None)
     if spec is None:
         return grad
-    made: Tensor = _dtensor()(grad, spec, requires_grad=False)
-    return made
+    return DTensor(grad, spec, requires_grad=False)
 
 
 def wrap_local(tensor: Tensor, mesh: Any, placement: Any) -> Tensor:
@@ -141,20 +139,18 @@ def wrap_local(tensor: Tensor, mesh: Any, placement: Any) -> Tensor:
     The tensor has the same shape on all ranks, and the mesh has one dimension.
     """
     key = mesh, placement, tensor.shape, tensor.dtype
-    spec = _specs.get(key)
-    kind = _dtensor()
+    spec = SPECS.get(key)
     if spec is None:
-        if len(_specs) >= _KEPT:
-            _specs.clear()
+        if len(SPECS) >= _KEPT:
+            SPECS.clear()
         with torch.no_grad():
-            spec = _specs[key] = kind.from_local(tensor, mesh, (placement,), run_check=False)._spec
-    made: Tensor = kind(tensor, spec, requires_grad=False)
-    return made
+            spec = SPECS[key] = DTensor.from_local(tensor, mesh, (placement,), run_check=False)._spec
+    return DTensor(tensor, spec, requires_grad=False)
 
 
 def unwrap_grad(grad: Any, placement: Any) -> Tensor:
     """Return the local part of an output's gradient, in the output's placement, None if it was no DTensor."""
-    if placement is None or not isinstance(grad, _dtensor()):
+    if placement is None or not isinstance(grad, DTensor):
         return wait_for(grad)
     if grad._spec.placements != (placement,):
         grad = grad.redistribute(placements=(placement,))
@@ -164,12 +160,3 @@ def unwrap_grad(grad: Any, placement: Any) -> Tensor:
 def is_partial(tensor: Any) -> bool:
     """Tell whether a DTensor is this rank's term of a sum."""
     return bool(tensor._spec.placements[0].is_partial())
-
-
-def drop_specs() -> None:
-    """Drop what is kept of meshes."""
-    _specs.clear()
-
-
-def _dtensor() -> Any:
-    return sys.modules["torch.distributed.tensor"].DTensor

@@ -54,20 +54,15 @@ class ParamGrads:
     ``leaves`` are the weights themselves where a checkpoint has given others for them.
     """
 
-    __slots__ = ("_biases", "_compute", "_wanted", "_weights", "biases", "leaves", "weights")
+    __slots__ = ("_biases", "_compute", "_wanted", "_weights", "biases", "leaves", "needs_any", "weights")
 
     def __init__(
         self, compute: WeightGrad, weights: Sequence[Tensor], biases: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> None:
         self._compute, self._weights, self._biases, self._wanted = compute, weights, biases, wanted
-        self.leaves = weights
+        self.leaves, self.needs_any = weights, any(wanted)  # whether any weight or bias needs a gradient
         self.weights: list[Tensor | None] = [None] * len(weights)  # gradients of the weights
         self.biases: list[Tensor | None] = [None] * len(weights)  # gradients of the biases
-
-    @property
-    def needs_any(self) -> bool:
-        """Whether any weight or bias needs a gradient."""
-        return any(self._wanted)
 
     def compute_weights(self, x: Tensor | None, grads: Sequence[Tensor | None]) -> None:
         """Compute the weights' gradients from the whole input ``[M, k]`` and the outputs' gradients ``[M, n_i]``."""
@@ -123,11 +118,9 @@ class LocalLinear:
 
     name = "local_linear"  # in :data:`OPERATORS` and in ``torch.ops.ovpatch``
     sums_input_grad = False  # whether the input's gradient is summed over the ranks, in ``asked.input_dtype``
-    gathers_grad = False  # whether backward gathers the output's gradient, so that all ranks have to run it alike
-
-    def count_rows(self, rows: int, world: int) -> int:
-        """Return the number of output rows for a number of input rows."""
-        return rows
+    gathers_rows = False  # whether outputs have the rows of all ranks
+    # Whether outputs have the rows of one rank, so that backward gathers their gradient; all ranks run it alike then.
+    gathers_grad = False
 
     def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return ``[m, n]`` or ``[M, n]``, from ``[m, k]`` or ``[M, k]``, ``[n, k]`` and ``[n]`` or None."""
@@ -154,18 +147,12 @@ class GatherLinear(LocalLinear):
     """
 
     name = "gather_linear"
-    sums_input_grad = True
-
-    def count_rows(self, rows: int, world: int) -> int:
-        """See :meth:`LocalLinear.count_rows`."""
-        return rows * world
+    sums_input_grad = gathers_rows = True
 
     def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See :meth:`LocalLinear.forward`."""
         return schedule.gather_linear(ranks, x, [weight], [bias], False)[0][0]
 
     def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
-        """See :meth:`LocalLinear.backward`."""
         dx = schedule.gather_linear_backward(ranks, asked)
         params.compute_biases(asked.grads)
         return dx
@@ -177,16 +164,10 @@ class LinearScatter(LocalLinear):
     name = "linear_scatter"
     gathers_grad = True
 
-    def count_rows(self, rows: int, world: int) -> int:
-        """See :meth:`LocalLinear.count_rows`."""
-        return rows // world
-
     def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See :meth:`LocalLinear.forward`."""
         return _add_bias(schedule.linear_scatter(ranks, x, weight), bias)
 
     def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
-        """See :meth:`LocalLinear.backward`."""
         (grad,), (weight,) = asked.grads, asked.weights
         assert grad is not None
 
@@ -207,7 +188,6 @@ class LinearReduce(LocalLinear):
     name = "linear_reduce"
 
     def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See :meth:`LocalLinear.forward`."""
         return _add_bias(schedule.linear_reduce(ranks, x, weight), bias)
 
 
@@ -218,7 +198,6 @@ class ReplicatedLinear(LocalLinear):
     sums_input_grad = True
 
     def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
-        """See :meth:`LocalLinear.backward`."""
         if asked.input_dtype is None:  # nothing to send
             return super().backward(schedule, ranks, asked, params)
         dx = schedule.replicated_linear_backward(ranks, asked)
@@ -296,8 +275,9 @@ class CustomOp:
         return self._operator.forward(_parse_schedule(schedule), _find_ranks(group, x), x, weight, bias)
 
     def _fake(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
-        world = _find_group(group).size()
-        return x.new_empty((self._operator.count_rows(x.shape[0], world), weight.shape[0]))
+        rows, world = x.shape[0], _find_group(group).size()
+        rows = rows * world if self._operator.gathers_rows else rows // world if self._operator.gathers_grad else rows
+        return x.new_empty((rows, weight.shape[0]))
 
     def _compute_grads(
         self, grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, *needs: bool
@@ -306,7 +286,7 @@ class CustomOp:
         # The weight stands for the bias as well, of which only the dtype counts.
         params = ParamGrads(multiply_weight_grad, [weight], [weight], (needs_weight, needs_bias))
         take = params.compute_weights if needs_weight else None
-        wanted = _find_dtype(dtype) if needs_x else None
+        wanted = getattr(torch, dtype) if needs_x else None
         asked = ColumnGrads([grad.contiguous()], x, [weight], take, wanted, anew=True)
         dx = self._operator.backward(_parse_schedule(schedule), _find_ranks(group, x), asked, params)
         return [found for found in (dx, *params.weights, *params.biases) if found is not None]
@@ -315,7 +295,7 @@ class CustomOp:
         self, grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, *needs: bool
     ) -> list[Tensor]:
         needs_x, needs_weight, needs_bias = needs
-        summed = _find_dtype(dtype) if self._operator.sums_input_grad else x.dtype
+        summed = getattr(torch, dtype) if self._operator.sums_input_grad else x.dtype
         found = [torch.empty_like(x, dtype=summed)] if needs_x else []
         found += [torch.empty_like(weight)] if needs_weight else []
         return [*found, weight.new_empty(weight.shape[0])] if needs_bias else found
@@ -379,11 +359,6 @@ def _parse_schedule(name: str) -> Schedule:
         if name.startswith(kind):
             return find_schedule(kind, int(name.removeprefix(kind)), anew=True)
     return find_schedule(name, 1)
-
-
-def _find_dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
 
 
 _CUSTOM_OPS: Final = {name: CustomOp(operator) for name, operator in OPERATORS.items() if name != LocalLinear.name}

@@ -64,9 +64,6 @@ def ovpatch_activate() -> Sequence[str]:
 @hookimpl
 def ovpatch_deactivate() -> None:
     """Give all modules back to stock."""
-    config = sys.modules.get("ovpatch_plugins.tp_linear.config")
-    if config is not None:
-        config.STATE.on = False
     takeover = sys.modules.get("ovpatch_plugins.tp_linear.takeover")
     if takeover is not None:
         takeover.give_back_modules()
@@ -80,14 +77,14 @@ def ovpatch_remarks() -> Sequence[str]:
     """Return the measured choices, the linears that stock computes and why, and products that no linear used."""
     from ovpatch_plugins.tp_linear.report import COUNTERS
 
-    autotune = sys.modules.get("ovpatch.overlap.autotune")
+    autotune = sys.modules.get("ovpatch.overlap.autotune.autotuner")
     remarks = [] if autotune is None else autotune.report_lines("tp_linear")
     sharing = sys.modules.get("ovpatch_plugins.tp_linear.schedules.fused")
     if sharing is not None:
         remarks += [f"schedule fused computes as bulk does: {reason}" for reason in sharing.list_objections()]
     takeover = sys.modules.get("ovpatch_plugins.tp_linear.takeover")
     if takeover is not None:
-        remarks += [f"{name} is left to stock: {reason}" for name, reason in takeover.list_left_linears().items()]
+        remarks += [f"{name} is left to stock: {reason}" for name, reason in takeover.LEFT.items()]
     if COUNTERS.unused:
         remarks.append(
             f"{COUNTERS.unused} products were computed with a shared gather and never used: "

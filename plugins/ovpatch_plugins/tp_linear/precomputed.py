@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from ovpatch_plugins.tp_linear.layout import fill_output, get_local
 from ovpatch_plugins.tp_linear.report import COUNTERS
 
+LaterOperands = tuple[Tensor, Sequence[Tensor]]
+"""Gathered rows, ``[M, k]``, and the memory of each linear's output, which the linear computes when it is called."""
+
 
 class _Product(NamedTuple):
     output: Tensor
@@ -43,11 +46,7 @@ class GatherGuard:
         return self._gathered
 
     def check_backward(self) -> None:
-        """Check that the products' gradients may go past the gathered tensor.
-
-        Raises:
-            RuntimeError: The gathered tensor's gradient is read, or a weight has been written into.
-        """
+        """Raise RuntimeError if the gathered tensor's gradient is read, or a weight has been written into."""
         for weight, version in self.handed_out:
             if weight._version != version:
                 raise RuntimeError(
@@ -81,11 +80,14 @@ class PrecomputedOutputs:
         linears: Sequence[nn.Linear],
         outputs: Sequence[Tensor],
         watch: GatherGuard,
-        later: LaterOperands | None,
+        dim: int,
+        later: list[LaterOperands] | None,
     ) -> None:
         self.gathered = watch.watch_tensor(gathered)
         self._watch, self._conditions = watch, _capture_conditions(gathered)
-        self._dim, (self._rows, places) = (0, (None, ())) if later is None else (later.dim, later.take_operands())
+        # Taken out: the autograd node refers to the list for as long as the graph lives.
+        taken: tuple[Tensor | None, Sequence[Tensor]] = (None, ()) if later is None else later.pop()
+        self._dim, (self._rows, places) = dim, taken
         self._waiting: dict[int, _Product] = {}
         for i, (linear, output) in enumerate(zip(linears, outputs, strict=True)):
             weight, bias = linear.weight, linear.bias
@@ -122,28 +124,6 @@ class PrecomputedOutputs:
 
     def __del__(self) -> None:
         COUNTERS.unused += sum(product.place is None for product in self._waiting.values())
-
-
-class LaterOperands:
-    """The operands of products that their linears compute when they are called.
-
-    The autograd node refers to it for as long as the graph lives, so it lets go of memory once it is taken.
-    """
-
-    def __init__(self, dim: int) -> None:
-        self.dim = dim
-        self._rows: Tensor | None = None
-        self._places: Sequence[Tensor] = ()
-
-    def __call__(self, rows: Tensor, places: list[Tensor]) -> None:
-        """Set the gathered rows, ``[M, k]``, and the memory of each linear's output."""
-        self._rows, self._places = rows, places
-
-    def take_operands(self) -> tuple[Tensor | None, Sequence[Tensor]]:
-        """Return the rows and the outputs' memory, and let go of them."""
-        found = self._rows, self._places
-        self._rows, self._places = None, ()
-        return found
 
 
 # By the id of the gathered tensor. Not an attribute of it, which would be saved with it.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModu
 
 from ovpatch.overlap.comm.kept_state import find_owners, kept_values
 from ovpatch_plugins.tp_linear import layout, tp_group
+from ovpatch_plugins.tp_linear.config import STATE
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules import fused
 from ovpatch_plugins.tp_linear.tp_linear import Linear, SharedAllGather, Style, TPLinear, agree_on_terms, is_gather
@@ -37,12 +38,8 @@ def find_unsupported_reason(style: Any, linear: nn.Linear, dimensions: int) -> s
 
 Hooks = dict[int, Any]
 
-
-class _RemovedHooks(NamedTuple):
-    """Hooks that were removed from a module, and the order of all its hooks before."""
-
-    hooks: Hooks
-    order: list[int]
+_RemovedHooks = tuple[Hooks, list[int]]
+"""Hooks that were removed from a module, and the order of all its hooks before."""
 
 
 # What is kept for the modules that the feature has taken over. Stock works first: it cuts the weights, and registers
@@ -51,7 +48,7 @@ class _RemovedHooks(NamedTuple):
 _REMOVED: Final = "tp_linear: removed hooks"  # of a linear: its forward pre-hooks and forward hooks
 _GATHERS: Final = "tp_linear: gathers"  # of a module with a SharedAllGather hook
 
-_left: dict[str, str] = {}  # why stock computes a linear, by the name of its class
+LEFT: Final[dict[str, str]] = {}  # why stock computes a linear, by the name of its class
 
 
 def apply_to_linear(apply: Callable[..., nn.Module], style: Style, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -75,7 +72,7 @@ def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[
     computes it.
     """
     if reason := find_unsupported_reason(style, linear, mesh.ndim):
-        _left[type(linear).__name__] = reason
+        LEFT[type(linear).__name__] = reason
         return None
     removed = _remove_hooks(linear._forward_pre_hooks, ours), _remove_hooks(linear._forward_hooks, ours)
     kept_values(linear)[_REMOVED] = removed
@@ -115,7 +112,8 @@ def take_over_gather(module: nn.Module, key: int, style: PrepareModuleInput, mes
 
 
 def give_back_modules() -> None:
-    """Give all modules back to stock."""
+    """Turn off, and give all modules back to stock."""
+    STATE.on = False
     for module, (pre, post) in find_owners(_REMOVED):
         if type(module) is not Linear:
             continue  # FSDP2 has derived a class from it; while the feature is off, its forward is stock's
@@ -129,15 +127,10 @@ def give_back_modules() -> None:
         for key, hook in module._forward_pre_hooks.items():
             if isinstance(hook, SharedAllGather):
                 module._forward_pre_hooks[key] = hook.stock
-    _left.clear()
-    layout.drop_specs()
+    LEFT.clear()
+    layout.SPECS.clear()
     tp_group.drop_tp_groups()
     fused.drop_fused_support()
-
-
-def list_left_linears() -> Mapping[str, str]:
-    """Return why stock computes linears, by the name of their class."""
-    return dict(_left)
 
 
 def _layouts(style: PrepareModuleInput) -> Iterator[tuple[Any, Any]]:
@@ -148,24 +141,22 @@ def _layouts(style: PrepareModuleInput) -> Iterator[tuple[Any, Any]]:
 
 def _remove_hooks(hooks: Hooks, ours: Callable[[int], bool]) -> _RemovedHooks:
     order = list(hooks)
-    return _RemovedHooks({key: hooks.pop(key) for key in order if ours(key)}, order)
+    return {key: hooks.pop(key) for key in order if ours(key)}, order
 
 
 def _restore_hooks(hooks: Hooks, removed: _RemovedHooks) -> None:
     """Restore hooks to their places; hooks that were registered meanwhile stay behind them, or in front of all."""
-    now = {**hooks, **removed.hooks}
-    later = list(hooks)
-    first = next((i for i, key in enumerate(later) if key in removed.order), 0)
-    known = [key for key in removed.order if key in now]
-    order = [*later[:first], *known, *(key for key in later[first:] if key not in removed.order)]
+    back, before = removed
+    now, later = {**hooks, **back}, list(hooks)
+    first = next((i for i, key in enumerate(later) if key in before), 0)
+    known = [key for key in before if key in now]
+    order = [*later[:first], *known, *(key for key in later[first:] if key not in before)]
     hooks.clear()
     hooks.update({key: now[key] for key in order})
 
 
 # Modules that were cut before ``ovpatch.apply()``: torch registers local functions as hooks, whose closures still hold
 # the style and the mesh.
-
-_STYLES: tuple[type[Style], ...] = (ColwiseParallel, RowwiseParallel)
 
 
 def recover_modules() -> list[str]:
@@ -215,7 +206,7 @@ def _recover_linear(linear: nn.Linear) -> bool:
 def _style(prepare: Any, finish: Any) -> Style | None:
     if not isinstance(prepare, functools.partial) or not isinstance(finish, functools.partial):
         return None
-    for style in _STYLES:
+    for style in (ColwiseParallel, RowwiseParallel):
         if prepare.func is style._prepare_input_fn and finish.func is style._prepare_output_fn:
             (given, _), (handed_out, local) = prepare.args, finish.args
             return style(input_layouts=given[0], output_layouts=handed_out[0], use_local_output=local)

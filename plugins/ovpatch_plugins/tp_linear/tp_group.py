@@ -30,7 +30,7 @@ class TPGroup:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.world, self.rank = group, group.size(), group.rank()
-        self.kind = device.type
+        self.kind, self._name = device.type, group.group_name
         self._gather = AllGather(group, device)
         self._scatter = ReduceScatter(group, device)
         self._reduce = AllReduce(group, device)
@@ -38,10 +38,7 @@ class TPGroup:
 
     def all_gather(self, rows: Tensor) -> tuple[Tensor, WorkGroup]:
         """Start to gather ``[m, k]`` into ``[world * m, k]``; there when the second result has been waited for."""
-        if _watched():
-            whole, works = dispatch_all_gather(rows, self.group, self._start_gather)
-        else:
-            whole, works = self._start_gather(rows)
+        whole, works = dispatch("all_gather_into_tensor", (rows, self.world, self._name), self._start_gather)
         return whole, WorkGroup(works)
 
     def _start_gather(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
@@ -60,10 +57,7 @@ class TPGroup:
 
     def reduce_scatter(self, rows: Tensor) -> tuple[Tensor, WorkGroup]:
         """Start to sum ``[world * m, n]`` over the ranks, and give each its ``[m, n]``."""
-        if _watched():
-            part, works = dispatch_reduce_scatter(rows, self.group, self._start_scatter)
-        else:
-            part, works = self._start_scatter(rows)
+        part, works = dispatch("reduce_scatter_tensor", (rows, "sum", self.world, self._name), self._start_scatter)
         return part, WorkGroup(works, (rows,))
 
     def scatter_rows(self, rows: Tensor) -> Tensor:
@@ -82,9 +76,10 @@ class TPGroup:
 
     def all_reduce(self, rows: Tensor) -> WorkGroup:
         """Start to sum over the ranks, in place."""
-        if _watched():
-            return WorkGroup(dispatch_all_reduce(rows, self.group, self._start_reduce))
-        return WorkGroup(self._reduce([rows]))
+        if not _watched():
+            return WorkGroup(self._reduce([rows]))
+        total, works = dispatch("all_reduce", (rows, "sum", self._name), self._start_reduce)
+        return WorkGroup([WorkWithEpilogue(works, lambda: rows.copy_(total))])
 
     def _start_reduce(self, rows: Tensor) -> tuple[Tensor, Sequence[Work]]:
         total = rows.clone()  # the operator that modes see leaves its input as it is
@@ -135,23 +130,10 @@ Started = tuple[Tensor, Sequence[Work]]
 Start = Callable[[Tensor], Started]
 
 
-def dispatch_all_gather(rows: Tensor, group: dist.ProcessGroup, start: Start) -> Started:
-    """Let the modes see an all-gather of rows, which ``start`` starts."""
-    return _dispatch("all_gather_into_tensor", (rows, group.size(), group.group_name), start)
-
-
-def dispatch_reduce_scatter(rows: Tensor, group: dist.ProcessGroup, start: Start) -> Started:
-    """Let the modes see a reduce-scatter of rows, which ``start`` starts."""
-    return _dispatch("reduce_scatter_tensor", (rows, "sum", group.size(), group.group_name), start)
-
-
-def dispatch_all_reduce(rows: Tensor, group: dist.ProcessGroup, start: Start) -> Sequence[Work]:
-    """Let the modes see an all-reduce of rows, which ``start`` starts; the works put the result in their place."""
-    total, works = _dispatch("all_reduce", (rows, "sum", group.group_name), start)
-    return [WorkWithEpilogue(works, lambda: rows.copy_(total))]
-
-
-def _dispatch(name: str, args: tuple[Any, ...], start: Start) -> Started:
+def dispatch(name: str, args: tuple[Any, ...], start: Start) -> Started:
+    """Start a collective of rows, the first argument of a functional operator; let modes, if any, see the operator."""
+    if not _watched():
+        return start(args[0])
     operator = getattr(torch.ops._c10d_functional, name).default
     taking = _Taking(operator, start)
     with torch.no_grad(), _at_the_bottom(taking):

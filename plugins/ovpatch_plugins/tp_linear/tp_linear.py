@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +33,7 @@ from ovpatch_plugins.tp_linear.precomputed import (
     claim_output,
 )
 from ovpatch_plugins.tp_linear.report import COUNTERS
+from ovpatch_plugins.tp_linear.schedules.autotuned import Auto
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 Style = ColwiseParallel | RowwiseParallel
@@ -52,33 +52,21 @@ def agree_on_terms(group: dist.ProcessGroup) -> None:
     """Have the ranks of a group agree on how linears compute, once per :func:`.tp_group.generation`.
 
     They do so when ``parallelize_module`` first cuts a linear over the group, where stock, too, needs all ranks; for
-    models that were made parallel before ``ovpatch.apply()``, in the first forward.
-
-    Raises:
-        RankMismatchError: Ranks differ, or a rank did not answer in time.
+    models that were made parallel before ``ovpatch.apply()``, in the first forward. RankMismatchError if ranks differ.
     """
-    check_consistent_once(group, "tp_linear", tp_group.generation(), _terms, remedy=_REMEDY)
+    check_consistent_once(group, "tp_linear", tp_group.generation(), lambda: STATE.terms, remedy=_REMEDY)
 
 
-def _terms() -> dict[str, Any]:
-    return {"version of ovpatch": importlib.metadata.version("ovpatch"), **STATE.terms}
-
-
+@dataclasses.dataclass(slots=True)
 class _OpPlan:
-    """How inputs of one layout are computed, decided once: comparing placements and finding groups takes microseconds.
+    """How inputs of one layout are computed, decided once: to compare placements and find groups takes long."""
 
-    ``operator`` is a name of :data:`OPERATORS`, which compilers understand better than an object. ``dim`` is the
-    sequence dimension of input or output. ``given`` is the placement of the input's gradient and ``returned`` that of
-    the output, if they are DTensors. ``finish`` tells whether stock still has to redistribute the output.
-    """
-
-    __slots__ = ("calls", "dim", "finish", "given", "operator", "returned")
-
-    def __init__(
-        self, operator: str, dim: int, given: Placement | None, returned: Placement | None, finish: bool
-    ) -> None:
-        self.operator, self.dim, self.given, self.returned, self.finish = operator, dim, given, returned, finish
-        self.calls: dict[bool, OpContext] = {}  # by whether the input needs a gradient
+    operator: str  # a name of OPERATORS, which compilers understand better than an object
+    dim: int  # the sequence dimension of input or output
+    given: Placement | None  # the placement of the input's gradient if it is a DTensor
+    returned: Placement | None  # the placement of the output if it is a DTensor
+    finish: bool  # whether stock still has to redistribute the output
+    calls: dict[bool, OpContext] = dataclasses.field(default_factory=dict)  # by whether the input needs a gradient
 
 
 class TPLinear:
@@ -97,6 +85,7 @@ class TPLinear:
         self.desired: tuple[Placement, ...] = (Replicate(),) if column else (_FEATURES,)
         # Whether the style takes an input that all ranks have.
         self.takes_replicated = self.input_layouts == (Replicate(),)
+        self._stock: Any = ColwiseParallel if column else RowwiseParallel  # whose functions are stock's
         self._world, self._on_cpu = mesh.size(), mesh.device_type == "cpu"
         self._group: dist.ProcessGroup | None = None
         self._era = -1  # in which the group has agreed
@@ -130,24 +119,9 @@ class TPLinear:
             return group
         return self._group
 
-    # ---------------------------------------------------------------- stock
-
-    def prepare_as_stock(self, module: nn.Module, inputs: Any) -> Any:
-        """Prepare the input as stock's forward pre-hook does."""
-        style: Any = ColwiseParallel if self.column else RowwiseParallel
-        return style._prepare_input_fn(self.input_layouts, self.desired, module, inputs, self.mesh)
-
     def finish_as_stock(self, module: nn.Module, output: Any) -> Any:
         """Redistribute the output as stock's forward hook does."""
-        style: Any = ColwiseParallel if self.column else RowwiseParallel
-        return style._prepare_output_fn(self.output_layouts, self.use_local_output, module, output, self.mesh)
-
-    def compute_as_stock(self, linear: nn.Linear, x: Any) -> Any:
-        """Compute the linear as stock does."""
-        prepared = self.prepare_as_stock(linear, (x,))
-        return self.finish_as_stock(linear, nn.functional.linear(prepared, linear.weight, linear.bias))
-
-    # ---------------------------------------------------------------- ours
+        return self._stock._prepare_output_fn(self.output_layouts, self.use_local_output, module, output, self.mesh)
 
     def forward(self, linear: nn.Linear, x: Any) -> Any:
         """Compute the linear."""
@@ -155,7 +129,8 @@ class TPLinear:
             output = self._compiled(linear, x) if torch.compiler.is_compiling() else self._eager(linear, x)
             if output is not None:
                 return output
-        return self.compute_as_stock(linear, x)
+        prepared = self._stock._prepare_input_fn(self.input_layouts, self.desired, linear, (x,), self.mesh)
+        return self.finish_as_stock(linear, nn.functional.linear(prepared, linear.weight, linear.bias))
 
     def _eager(self, linear: nn.Linear, x: Any) -> Any:
         """Return the output; None if stock has to compute it."""
@@ -393,7 +368,7 @@ class SharedAllGather:
             return None
         ranks = tp_group.get_tp_group(vars(linears[0])["_ovpatch_parallel"].group, x.device)
         how = _how(ranks, linears, x)
-        later = None if how.schedule.ahead else LaterOperands(dim)
+        later: list[LaterOperands] | None = None if how.schedule.ahead else []
         ahead = [linear for linear in linears if can_share_node(linear, module if later is None else None)]
         watch = GatherGuard()
         call = OpContext(
@@ -411,14 +386,14 @@ class SharedAllGather:
         )
         weights = [linear.weight for linear in ahead]
         *outputs, whole = run_operator(call, x, *weights, *[linear.bias for linear in ahead])
-        PRECOMPUTED[id(whole)] = PrecomputedOutputs(whole, ahead, outputs, watch, later)
+        PRECOMPUTED[id(whole)] = PrecomputedOutputs(whole, ahead, outputs, watch, dim, later)
         return whole
 
 
 def _how(ranks: TPGroup, linears: Sequence[nn.Linear], x: Tensor) -> TPConfig:
     """Return the config of a gather, chosen by all linears that read it, which are the same on all ranks."""
     here, how = get_local(x), STATE.config
-    if not how.schedule.chooses:
+    if not isinstance(how.schedule, Auto):
         return how
     dtype = autocast_dtype(ranks.kind, x.dtype) or x.dtype
     features = [len(get_local(linear.weight)) for linear in linears]

@@ -83,14 +83,6 @@ def store_by_rank(descriptor, acc, source, row, column, BM: tl.constexpr, BN: tl
 
 
 @triton.jit
-def tile(
-    a_d, b_d, source, row, column, K, KN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
-):  # fmt: skip
-    """Return a tile of a product, in float32."""
-    return add_tile(tl.zeros((BM, BN), tl.float32), a_d, b_d, source, row, column, K, KN, BM, BN, BK)
-
-
-@triton.jit
 def add_tile(
     acc, a_d, b_d, source, row, column, K, KN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
@@ -147,25 +139,14 @@ def _pull(
         staged = half_of(peers, source, sequence, half_bytes, whole)
         target = whole + tl.cast(source, tl.int64) * m * K
         for unit in range(pid, blocks * columns, pullers):
-            row, column = unit // columns * BM, unit % columns * PC
-            rows = _get(staged, row, column, m, K, BM, PC)
-            _put(target, rows, row, column, m, K, BM, PC)
+            rows = unit // columns * BM + tl.arange(0, BM)[:, None]
+            features = unit % columns * PC + tl.arange(0, PC)[None, :]
+            at, inside = rows.to(tl.int64) * K + features, (rows < m) & (features < K)
+            tl.store(target + at, tl.load(staged + at, inside), inside)
             add_here(arrived + source * blocks + unit // columns)
     if is_last_out(state + SECOND_OUT, pullers):
         tl.store(state + SEQUENCE, sequence + 1)
         tell_all(peers, DONE, rank, sequence, WORLD)
-
-
-@triton.jit
-def _get(source, row, column, m, K, BM: tl.constexpr, PC: tl.constexpr):
-    rows, columns = row + tl.arange(0, BM)[:, None], column + tl.arange(0, PC)[None, :]
-    return tl.load(source + rows.to(tl.int64) * K + columns, (rows < m) & (columns < K))
-
-
-@triton.jit
-def _put(target, values, row, column, m, K, BM: tl.constexpr, PC: tl.constexpr):
-    rows, columns = row + tl.arange(0, BM)[:, None], column + tl.arange(0, PC)[None, :]
-    tl.store(target + rows.to(tl.int64) * K + columns, values, (rows < m) & (columns < K))
 
 
 @triton.jit(do_not_specialize=["rank", "m", "pullers"])
@@ -207,31 +188,29 @@ def gather_gemm_kernel(
                 wait_here(arrived + source * blocks + i, columns)
                 before_descriptors()
             if COUNT == 1:
-                column = j * BN
-                acc = tile(a_d, w_d, source, i * BM, column, K, KN, BM, BN, BK)
-                if bias0 is not None:
-                    acc += _row(bias0, column, n0, BN)
-                store_by_rank(out_d, acc, source, i * BM, column, BM, BN, SPLIT)
+                column, n = j * BN, n0
             else:
                 column = (j - _pick(j, end0, end1, 0, end0, end1, COUNT)) * BN
                 n = _pick(j, end0, end1, n0, n1, n2, COUNT)
-                one_w_d = weight_descriptor(_pick(j, end0, end1, w0, w1, w2, COUNT), n, K, KN, BN, BK)
-                acc = tile(a_d, one_w_d, source, i * BM, column, K, KN, BM, BN, BK)
-                if bias0 is not None:
-                    acc += _row(_pick(j, end0, end1, bias0, bias1, bias2, COUNT), column, n, BN)
+                w_d = weight_descriptor(_pick(j, end0, end1, w0, w1, w2, COUNT), n, K, KN, BN, BK)
+            acc = add_tile(tl.zeros((BM, BN), tl.float32), a_d, w_d, source, i * BM, column, K, KN, BM, BN, BK)
+            if bias0 is not None:
+                acc += _row(_pick(j, end0, end1, bias0, bias1, bias2, COUNT), column, n, BN)
+            if COUNT > 1:
                 out = _pick(j, end0, end1, out0, out1, out2, COUNT)
-                one_out_d = tl.make_tensor_descriptor(
+                out_d = tl.make_tensor_descriptor(
                     out, [WORLD, m, n], [tl.cast(m, tl.int64) * n, n, 1], [1, BM, BN // (1 + SPLIT)]
                 )  # fmt: skip
-                store_by_rank(one_out_d, acc, source, i * BM, column, BM, BN, SPLIT)
+            store_by_rank(out_d, acc, source, i * BM, column, BM, BN, SPLIT)
 
 
 @triton.jit
 def _pick(j, end0, end1, of0, of1, of2, COUNT: tl.constexpr):
     """Return what belongs to the weight of the ``j``-th column of tiles."""
     found = of0
-    if j >= end0:
-        found = of1
+    if COUNT > 1:
+        if j >= end0:
+            found = of1
     if COUNT > 2:
         if j >= end1:
             found = of2
@@ -272,8 +251,7 @@ def gemm_scatter_kernel(
     wait_for_all(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
     for t in tl.range(tl.program_id(0), WORLD * blocks * across, tl.num_programs(0)):
         owner, i, j = tile_by_owner(t, rank, blocks, across, GROUP, WORLD)
-        acc = tl.zeros((BM, BN), tl.float32)
-        acc = add_tile(acc, a0_d, b0_d, owner, i * BM, j * BN, K0, KN, BM, BN, BK)
+        acc = add_tile(tl.zeros((BM, BN), tl.float32), a0_d, b0_d, owner, i * BM, j * BN, K0, KN, BM, BN, BK)
         if COUNT > 1:
             acc = add_tile(acc, a1_d, b1_d, owner, i * BM, j * BN, K1, KN, BM, BN, BK)
         if COUNT > 2:

@@ -8,7 +8,6 @@ once].
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import torch
-import triton
 from torch import Tensor
 
+from ovpatch.overlap.symm_mem.launch import Prepared
 from ovpatch.overlap.symm_mem.memory import Workspace
 from ovpatch_plugins.tp_linear.triton_gemm import (
     gather_gemm_kernel,
@@ -108,11 +107,8 @@ def gather_linear(
     """Gather rows ``[m, k]`` over the ranks, and multiply them with weights as they arrive.
 
     There are at most :data:`MOST` weights, ``[n_i, k]`` each, or none, all contiguous or all transposed; biases are
-    ``[n_i]`` or None. Returns outputs ``[world * m, n_i]``, and all rows ``[world * m, k]``; None if the workspace
-    cannot be made now.
-
-    Raises:
-        ValueError: A weight or bias does not fit the rows.
+    ``[n_i]`` or None; ValueError if one does not fit the rows. Returns outputs ``[world * m, n_i]``, and all rows
+    ``[world * m, k]``; None if the workspace cannot be made now.
     """
     blocks = -(-x.shape[0] // (tiles or WIDE).rows)
     with _use_device_of(x):
@@ -130,10 +126,7 @@ def linear_scatter(
     """Multiply, add up over the ranks, and keep this rank's rows, ``[m, n]``; None if there is no workspace now.
 
     There are at most :data:`MOST` inputs ``[world * m, k_i]``, contiguous, whose products with weights ``[n, k_i]``,
-    all contiguous or all transposed, are added up.
-
-    Raises:
-        ValueError: An input or a weight does not fit the others.
+    all contiguous or all transposed, are added up. ValueError if one does not fit the others.
     """
     x, n = xs[0], weights[0].shape[0]
     rows = x.shape[0]
@@ -307,53 +300,3 @@ def _pad_to_three(values: Sequence[Any], filler: Any = None) -> list[Any]:
 
 def _is_transposed(weight: Tensor) -> bool:
     return weight.stride(1) != 1
-
-
-Allocator = Callable[[int, int, int | None], Any]
-
-
-class Prepared:
-    """A kernel with a fixed number of programs, whose launches differ in addresses only.
-
-    The kernel's last parameters are the fixed ones, ``stay``; the caller keeps the tensors among them alive.
-    ``scratch`` makes memory for descriptors, as ``triton.set_allocator`` expects.
-
-    [Note: asked once] ``kernel[grid](...)`` inspects every argument of every launch: its type, whether a number is 1 or
-    a multiple of 16, whether an address is. For kernels of 20 to 30 arguments that is most of a launch's host time. A
-    launch here is looked up by everything that decides this, and keeps the kernel that its first call has compiled.
-    Later calls differ in addresses, all multiples of 16 here; they are passed as numbers, because the
-    driver inspects tensors as well.
-    """
-
-    def __init__(
-        self, kernel: Any, programs: int, scratch: Allocator | None, stay: Sequence[Any], **options: int
-    ) -> None:
-        self._kernel, self._grid, self._scratch, self._options = kernel, (programs, 1, 1), scratch, options
-        self._stay, self._addressed = stay, [_address(arg) if isinstance(arg, Tensor) else arg for arg in stay]
-        self._run: Callable[..., Any] | None = None
-
-    def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch on the current stream of the current device, with the kernel's first arguments in order."""
-        run, args = self._run, [*map(_address, tensors), *self._addressed]
-        if run is None:
-            run, args = self._first, [*tensors, *self._stay]
-        if self._scratch is None:
-            run(*args)
-        else:
-            # A context of its own: Triton reads its allocator from a context variable, which the script may have set,
-            # and which threads of the autograd engine lack.
-            contextvars.copy_context().run(_with_scratch, self._scratch, run, args)
-
-    def _first(self, *args: Any) -> None:
-        compiled = self._kernel[self._grid](*args, **self._options)
-        if compiled is not None:  # else it is interpreted
-            self._run = compiled[self._grid]
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _with_scratch(scratch: Allocator, run: Callable[..., Any], args: Sequence[Any]) -> None:
-    triton.set_allocator(scratch)
-    run(*args)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ovpatch
-from ovpatch.overlap.autotune import report_lines
+from ovpatch.overlap.autotune.autotuner import report_lines
 from ovpatch.overlap.comm.kept_state import drop_values
 from ovpatch_plugins.pipe_experts import autotune
 from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, list_candidates, make_plan

@@ -24,10 +24,10 @@ def recorded() -> Iterator[list[str]]:
     """Record what the feature launches, waits for and computes."""
     found: list[str] = []
     watched = [
-        (all_to_all._Transfer, "start_forward", "launch"),
-        (all_to_all._Transfer, "wait_forward", "wait"),
-        (all_to_all._Transfer, "start_backward", "launch back"),
-        (all_to_all._Transfer, "wait_backward", "wait back"),
+        (all_to_all.Transfer, "start_forward", "launch"),
+        (all_to_all.Transfer, "wait_forward", "wait"),
+        (all_to_all.Transfer, "start_backward", "launch back"),
+        (all_to_all.Transfer, "wait_backward", "wait back"),
         (grouped_gemm, "grouped_linear", "product"),
         (grouped_gemm, "grouped_dgrad", "input gradient"),
         (grouped_gemm, "accumulate_wgrad", "weight gradient"),

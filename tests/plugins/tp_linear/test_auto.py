@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ovpatch
-from ovpatch.overlap.autotune import report_lines
+from ovpatch.overlap.autotune.autotuner import report_lines
 from ovpatch.overlap.comm.consensus import RankMismatchError
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, tp_group
 from ovpatch_plugins.tp_linear.options import MEASURED
 from ovpatch_plugins.tp_linear.schedules import autotuned, find_schedule
-from ovpatch_plugins.tp_linear.schedules.autotuned import Shape, make_tuning, round_rows
+from ovpatch_plugins.tp_linear.schedules.autotuned import Auto, Shape, round_rows
 from tests.plugins.tp_linear import test_compiled, test_gpu, test_llama, test_operators, test_shared
 from tests.plugins.tp_linear.arms import Record, both, draw, mesh
 from tests.plugins.tp_linear.models import MLP, WIDTH
@@ -123,7 +123,7 @@ def test_only_what_differs_is_measured():
 
     def names(operator: str, direction: str) -> tuple[str, ...]:
         shape = Shape(operator, 8, 4, (4,), torch.float32)
-        found = make_tuning(wires, torch.device("cpu"), shape, direction, arms, "bulk", anew=True)
+        found = Auto("auto", arms, "bulk", anew=True).make_tuning(wires, torch.device("cpu"), shape, direction)
         assert found.candidates[0] == "stock"
         assert found.default in found.candidates
         return tuple(name for name in found.candidates if name != "fused")

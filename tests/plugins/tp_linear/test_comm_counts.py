@@ -335,15 +335,6 @@ def test_a_mode_that_hands_out_copies(ranks):
         equal([result["stock"]], [result["patched"]])
 
 
-class Group:
-    """What the modes' operators are told of a group."""
-
-    group_name = "nobody's"
-
-    def size(self) -> int:
-        return 2
-
-
 def stack() -> list[Any]:
     return list(_get_current_dispatch_mode_stack())
 
@@ -356,7 +347,7 @@ def test_modes_see_one_functional_operator_in_their_order():
         return rows.new_ones(4, 3), ()
 
     with Logging(outer) as one, Logging(inner) as other:
-        whole, works = tp_group.dispatch_all_gather(torch.zeros(2, 3), Group(), start)
+        whole, works = tp_group.dispatch("all_gather_into_tensor", (torch.zeros(2, 3), 2, "nobody's"), start)
         assert stack() == [one, other]
     assert outer == inner == ["all_gather_into_tensor"]
     assert started == [[]], "what is sent in its place is not seen"
@@ -372,7 +363,7 @@ def test_a_mode_that_answers_for_itself():
             return func(*args, **(kwargs or {}))
 
     with Simulating():
-        part, works = tp_group.dispatch_reduce_scatter(torch.zeros(2, 3), Group(), pytest.fail)
+        part, works = tp_group.dispatch("reduce_scatter_tensor", (torch.zeros(2, 3), "sum", 2, "nobody's"), pytest.fail)
     assert torch.equal(part, torch.full((1, 3), 7.0))
     assert not works
 
@@ -385,10 +376,11 @@ def test_an_all_reduce_comes_in_place_when_it_is_there():
             total.fill_(5.0)
 
     with Logging([]):
-        works = tp_group.dispatch_all_reduce(rows, Group(), lambda rows: (total, [Late()]))
+        ranks: Any = tp_group.TPGroup.__new__(tp_group.TPGroup)
+        ranks._name, ranks._start_reduce = "nobody's", lambda rows: (total, [Late()])
+        pending = ranks.all_reduce(rows)
         assert torch.equal(rows, torch.ones(2, 3))
-        for work in works:
-            work.wait()
+        pending.wait()
     assert torch.equal(rows, torch.full((2, 3), 5.0))
 
 
@@ -406,7 +398,7 @@ def test_an_exception_leaves_the_stack_as_it_was(place):
     rows = torch.zeros(2, 3)
     with Logging([]) as one, Raising() as other:
         with pytest.raises(KeyError, match=place):
-            tp_group.dispatch_all_gather(rows, Group(), start)
+            tp_group.dispatch("all_gather_into_tensor", (rows, 2, "nobody's"), start)
         assert stack() == [one, other]
     assert stack() == []
 
@@ -415,7 +407,9 @@ def test_a_mode_of_torchs_own_stays_below():
     with FakeTensorMode() as fake:
         rows = torch.zeros(2, 3)
         with Logging(seen := []) as one:
-            whole, _ = tp_group.dispatch_all_gather(rows, Group(), lambda rows: (rows.new_empty(4, 3), ()))
+            whole, _ = tp_group.dispatch(
+                "all_gather_into_tensor", (rows, 2, "nobody's"), lambda rows: (rows.new_empty(4, 3), ())
+            )
             assert stack() == [fake, one]
     assert seen == ["all_gather_into_tensor"]
     assert isinstance(whole, FakeTensor)

@@ -18,6 +18,7 @@ from triton.compiler import make_backend
 from triton.runtime import _allocation
 from triton.runtime.jit import create_function_from_signature
 
+from ovpatch.overlap.symm_mem import launch as prepared
 from ovpatch.overlap.symm_mem.memory import Memory, Scratch, Workspace
 from ovpatch_plugins.tp_linear import triton_launch as launch
 from ovpatch_plugins.tp_linear.triton_launch import Tiles
@@ -87,7 +88,7 @@ def log(monkeypatch):
     found: list[Any] = []
     for name in KERNELS:
         monkeypatch.setattr(launch, name, Watched(getattr(launch, name), found))
-    monkeypatch.setattr(launch, "_address", lambda tensor: tensor)  # whose type could not be seen
+    monkeypatch.setattr(prepared, "_address", lambda tensor: tensor)  # whose type could not be seen
     return found
 
 
@@ -171,7 +172,7 @@ class Recorder:
 
 def test_tensors_are_launched_again_by_address():
     kernel, x, state = Recorder(), torch.empty(4), torch.empty(2)
-    launched = launch.Prepared(kernel, 3, None, (state, 7, None), num_warps=8)
+    launched = prepared.Prepared(kernel, 3, None, (state, 7, None), num_warps=8)
     launched(x, None)
     y = torch.empty(5)
     launched(y, None)
@@ -196,7 +197,7 @@ def test_memory_for_descriptors_is_asked_of_the_workspace_alone():
         return torch.empty(size)
 
     before = _allocation._allocator.get()
-    launched = launch.Prepared(Kernel(), 3, scratch, ())
+    launched = prepared.Prepared(Kernel(), 3, scratch, ())
     launched()
     launched()
     assert asked == [(640, 128, None)] * 2

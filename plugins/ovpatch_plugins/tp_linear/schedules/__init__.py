@@ -23,10 +23,8 @@ def find_schedule(name: str, chunks: int, *, anew: bool = False) -> Schedule:
     """
     if name == "auto":
         return _auto(chunks, anew)
-    made = SCHEDULES.get(key := Chunk.format_name(chunks) if name == "chunk" else name)
-    if made is None:
-        made = SCHEDULES[key] = Chunk(chunks)
-    return made
+    made = SCHEDULES.get(f"chunk{chunks}" if name == "chunk" else name) or Chunk(chunks)
+    return SCHEDULES.setdefault(made.name, made)
 
 
 @functools.cache

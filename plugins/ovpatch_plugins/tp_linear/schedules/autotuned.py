@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.hookspecs import cache_dir
-from ovpatch.overlap.autotune import Candidates, Tuning, autotuner_for
+from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, autotuner_for
 from ovpatch_plugins.tp_linear.schedules.overlapped import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads, compute_weight_grad
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
@@ -33,11 +33,6 @@ class Shape(NamedTuple):
         outputs = " + ".join(map(str, self.features))
         return f"{self.rows} x {self.k} -> {outputs}, {str(self.dtype).removeprefix('torch.')}"
 
-    def needs(self, world: int) -> int:
-        """Return how many bytes of memory its candidates take, at most: inputs, outputs and gradients, with copies."""
-        total = sum(self.features)
-        return 3 * (world * self.rows * (self.k + total) + self.k * total) * self.dtype.itemsize
-
 
 def round_rows(rows: int) -> int:
     """Return a number of rows to three significant bits, four numbers between a power of two and the next.
@@ -46,36 +41,6 @@ def round_rows(rows: int) -> int:
     """
     step = 1 << max(rows.bit_length() - 3, 0)
     return max((rows + step // 2) // step * step, 1)
-
-
-def make_tuning(
-    ranks: TPGroup,
-    device: torch.device,
-    shape: Shape,
-    direction: str,
-    schedules: Mapping[str, Schedule],
-    default: str,
-    *,
-    anew: bool,
-) -> Tuning:
-    """Return the measurement of the schedules that differ for an operator and a direction, forward or backward.
-
-    ``schedules`` are by name, stock first. With ``anew`` inputs are gathered again for the weights' gradients.
-    """
-    method = shape.operator if direction == "forward" else f"{shape.operator}_backward"
-    gathers = anew and method == "gather_linear_backward"
-
-    def make(generator: torch.Generator) -> Candidates:
-        call = _CALLS[method](ranks, shape, _Drawing(generator, shape.dtype), gathers)
-        return {name: functools.partial(call, schedules[name]) for name in names}
-
-    def usable(name: str) -> bool:
-        return schedules[name].can_run(ranks, device, shape.dtype, (shape.k, *shape.features))
-
-    names = _distinct(schedules, method)
-    key = f"{shape.operator} {direction}, {shape.text()}{', gathered anew' if gathers else ''}, {ranks.world} ranks"
-    taken = default if default in names else names[0]
-    return Tuning(key, names, taken, make, shape.needs(ranks.world), usable)
 
 
 def _distinct(schedules: Mapping[str, Schedule], method: str) -> tuple[str, ...]:
@@ -96,62 +61,35 @@ def _functions(cls: type[Schedule], method: str) -> tuple[Any, ...]:
 _STEPS: Final = {"gather_linear_backward": ("scattered",)}
 
 
-class _Drawing:
-    def __init__(self, generator: torch.Generator, dtype: torch.dtype) -> None:
-        self._generator, self._dtype = generator, dtype
+def _make_call(method: str, ranks: TPGroup, shape: Shape, generator: torch.Generator, anew: bool) -> Call:
+    """Return what calls a method of a schedule on random rows and weights."""
 
-    def __call__(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._generator, dtype=self._dtype, device=self._generator.device)
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, dtype=shape.dtype, device=generator.device)
 
-    def weights(self, shape: Shape) -> list[Tensor]:
-        return [self(n, shape.k) * shape.k**-0.5 for n in shape.features]
+    weights = [draw(n, shape.k) * shape.k**-0.5 for n in shape.features]
+    every, weight = ranks.world * shape.rows, weights[0]
+    if method == "gather_linear":
+        x = draw(shape.rows, shape.k)
+        return lambda schedule: schedule.gather_linear(ranks, x, weights, [None] * len(weights), True)
+    if method == "gather_linear_backward":
+        grads, kept = [draw(every, n) for n in shape.features], draw(shape.rows if anew else every, shape.k)
 
+        def take(whole: Tensor, of_outputs: Sequence[Tensor | None]) -> object:
+            return [compute_weight_grad(grad, whole) for grad in of_outputs if grad is not None]
 
-def _gather_linear(ranks: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
-    x, weights = draw(shape.rows, shape.k), draw.weights(shape)
-    biases = [None] * len(weights)
-    return lambda schedule: schedule.gather_linear(ranks, x, weights, biases, True)
-
-
-def _gather_linear_backward(ranks: TPGroup, shape: Shape, draw: _Drawing, anew: bool) -> Call:
-    rows = ranks.world * shape.rows
-    kept, weights = draw(shape.rows if anew else rows, shape.k), draw.weights(shape)
-    grads = [draw(rows, n) for n in shape.features]
-
-    def take(whole: Tensor, of_outputs: Sequence[Tensor | None]) -> None:
-        _ = [compute_weight_grad(grad, whole) for grad in of_outputs if grad is not None]
-
-    asked = ColumnGrads(grads, kept, weights, take, shape.dtype, anew=anew)
-    return lambda schedule: schedule.gather_linear_backward(ranks, asked)
-
-
-def _linear_scatter(ranks: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
-    x, (weight,) = draw(ranks.world * shape.rows, shape.k), draw.weights(shape)
-    return lambda schedule: schedule.linear_scatter(ranks, x, weight)
-
-
-def _linear_scatter_backward(ranks: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
-    x, (weight,) = draw(ranks.world * shape.rows, shape.k), draw.weights(shape)
-    grad = draw(shape.rows, shape.features[0])
-
-    def take(whole: Tensor, _: Any) -> None:
-        compute_weight_grad(whole, x)
-
-    return lambda schedule: schedule.linear_scatter_backward(ranks, grad, weight, take, True)
-
-
-def _linear_reduce(ranks: TPGroup, shape: Shape, draw: _Drawing, _: bool) -> Call:
-    x, (weight,) = draw(shape.rows, shape.k), draw.weights(shape)
+        asked = ColumnGrads(grads, kept, weights, take, shape.dtype, anew=anew)
+        return lambda schedule: schedule.gather_linear_backward(ranks, asked)
+    if method == "linear_scatter":
+        x = draw(every, shape.k)
+        return lambda schedule: schedule.linear_scatter(ranks, x, weight)
+    if method == "linear_scatter_backward":
+        x, grad = draw(every, shape.k), draw(shape.rows, shape.features[0])
+        return lambda schedule: schedule.linear_scatter_backward(
+            ranks, grad, weight, lambda whole, _: compute_weight_grad(whole, x), True
+        )
+    x = draw(shape.rows, shape.k)
     return lambda schedule: schedule.linear_reduce(ranks, x, weight)
-
-
-_CALLS: Final[dict[str, Callable[[TPGroup, Shape, _Drawing, bool], Call]]] = {
-    "gather_linear": _gather_linear,
-    "gather_linear_backward": _gather_linear_backward,
-    "linear_scatter": _linear_scatter,
-    "linear_scatter_backward": _linear_scatter_backward,
-    "linear_reduce": _linear_reduce,
-}
 
 
 # Schedule ``auto``: for each operator, shape, dtype and direction one of the others, by measurement.
@@ -174,11 +112,9 @@ class Pair(Schedule):
     def gather_linear(
         self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
-        """See :meth:`Schedule.gather_linear`."""
         return self.forward.gather_linear(ranks, x, weights, biases, needs_whole)
 
     def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
-        """See :meth:`Schedule.gather_linear_backward`."""
         return self.backward.gather_linear_backward(ranks, asked)
 
 
@@ -189,8 +125,6 @@ class Auto(Bulk):
     ``anew`` inputs are gathered again for the weights' gradients.
     """
 
-    chooses = True
-
     def __init__(self, name: str, candidates: Mapping[str, Schedule], default: str, *, anew: bool) -> None:
         self.name, self._candidates, self._default, self._anew = name, dict(candidates), default, anew
         self._known: weakref.WeakKeyDictionary[TPGroup, _Known] = weakref.WeakKeyDictionary()
@@ -198,60 +132,68 @@ class Auto(Bulk):
     def choose_for_gather(
         self, ranks: TPGroup, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
     ) -> Schedule:
-        """See :meth:`Schedule.choose_for_gather`."""
+        """Return the schedule of a gather for several linears, by all of them; other arguments as of :class:`Shape`."""
         return self._chosen(ranks, device, Shape("gather_linear", round_rows(rows), k, tuple(features), dtype))
 
     def gather_linear(
         self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
-        """See :meth:`Schedule.gather_linear`."""
         shape = Shape("gather_linear", round_rows(len(x)), x.shape[1], tuple(map(len, weights)), x.dtype)
         forward = self._chosen(ranks, x.device, shape).forward
         return forward.gather_linear(ranks, x, weights, biases, needs_whole)
 
     def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
-        """See :meth:`Schedule.gather_linear_backward`."""
         grad = next(grad for grad in asked.grads if grad is not None)
         rows, weight = len(grad) // ranks.world, asked.weights[0]
         shape = Shape("gather_linear", round_rows(rows), weight.shape[1], tuple(map(len, asked.weights)), weight.dtype)
         return self._chosen(ranks, grad.device, shape).backward.gather_linear_backward(ranks, asked)
 
     def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`Schedule.linear_scatter`."""
         shape = Shape("linear_scatter", round_rows(len(x) // ranks.world), x.shape[1], (len(weight),), x.dtype)
         return self._chosen(ranks, x.device, shape).forward.linear_scatter(ranks, x, weight)
 
     def linear_scatter_backward(
         self, ranks: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
     ) -> Tensor | None:
-        """See :meth:`Schedule.linear_scatter_backward`."""
         shape = Shape("linear_scatter", round_rows(len(grad)), weight.shape[1], (len(weight),), weight.dtype)
         backward = self._chosen(ranks, grad.device, shape).backward
         return backward.linear_scatter_backward(ranks, grad, weight, weight_grads, needs_input)
 
     def linear_reduce(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`Schedule.linear_reduce`."""
         shape = Shape("linear_reduce", round_rows(len(x)), x.shape[1], (len(weight),), x.dtype)
         return self._chosen(ranks, x.device, shape).forward.linear_reduce(ranks, x, weight)
 
     def _chosen(self, ranks: TPGroup, device: torch.device, shape: Shape) -> Pair:
         """Return the schedules of a shape."""
-        known = self._known.get(ranks)
-        if known is None:
-            known = self._known[ranks] = {}
+        known = self._known.setdefault(ranks, {})
         key = (torch.are_deterministic_algorithms_enabled(), shape)
         found = known.get(key)
         if found is None:
-            found, final = self._asked(ranks, device, shape)
-            if final:
+            tune = autotuner_for(ranks.group, device, "tp_linear", cache_dir()).tune
+            forward, backward = (
+                tune(ranks.group, self.make_tuning(ranks, device, shape, way)) for way in ("forward", "backward")
+            )
+            found = Pair(self._candidates[forward.candidate], self._candidates[backward.candidate])
+            if forward.final and backward.final:
                 known[key] = found
         return found
 
-    def _asked(self, ranks: TPGroup, device: torch.device, shape: Shape) -> tuple[Pair, bool]:
-        autotuner = autotuner_for(ranks.group, device, "tp_linear", cache_dir())
-        make = functools.partial(make_tuning, schedules=self._candidates, default=self._default, anew=self._anew)
-        forward, backward = (
-            autotuner.tune(ranks.group, make(ranks, device, shape, direction)) for direction in ("forward", "backward")
-        )
-        pair = Pair(self._candidates[forward.candidate], self._candidates[backward.candidate])
-        return pair, forward.final and backward.final
+    def make_tuning(self, ranks: TPGroup, device: torch.device, shape: Shape, direction: str) -> Tuning:
+        """Return the measurement of the schedules that differ for an operator and a direction, forward or backward."""
+        method = shape.operator if direction == "forward" else f"{shape.operator}_backward"
+        gathers = self._anew and method == "gather_linear_backward"
+        schedules = self._candidates
+
+        def make(generator: torch.Generator) -> Candidates:
+            call = _make_call(method, ranks, shape, generator, gathers)
+            return {name: functools.partial(call, schedules[name]) for name in names}
+
+        def usable(name: str) -> bool:
+            return schedules[name].can_run(ranks, device, shape.dtype, (shape.k, *shape.features))
+
+        names = _distinct(schedules, method)
+        key = f"{shape.operator} {direction}, {shape.text()}{', gathered anew' if gathers else ''}, {ranks.world} ranks"
+        taken = self._default if self._default in names else names[0]
+        total = sum(shape.features)  # inputs, outputs and gradients, with copies, take at most:
+        needs = 3 * (ranks.world * shape.rows * (shape.k + total) + shape.k * total) * shape.dtype.itemsize
+        return Tuning(key, names, taken, make, needs, usable)

@@ -37,30 +37,25 @@ class Fused(Bulk):
     gathers_grad_at_once = False
 
     def can_run(self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
-        """See :meth:`Schedule.can_run`."""
         return find_workspace(ranks, dtype, device, features) is not None
 
     def gather_linear(
         self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
-        """See :meth:`Schedule.gather_linear`."""
         found = _gathered(ranks, x, weights, biases)
         return super().gather_linear(ranks, x, weights, biases, needs_whole) if found is None else found
 
     def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`Schedule.linear_scatter`."""
         found = _scattered(ranks, [x], [weight])
         return super().linear_scatter(ranks, x, weight) if found is None else found
 
     def scattered(self, ranks: TPGroup, asked: ColumnGrads, dtype: torch.dtype) -> tuple[Tensor, WorkGroup]:
-        """See :meth:`Bulk.scattered`."""
         found = _input_scattered(ranks, asked, dtype)
         return super().scattered(ranks, asked, dtype) if found is None else (found, WorkGroup(()))
 
     def linear_scatter_backward(
         self, ranks: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
     ) -> Tensor | None:
-        """See :meth:`Schedule.linear_scatter_backward`."""
         found = _gathered(ranks, grad, [weight.t()], [None]) if needs_input else None
         if found is None:
             return super().linear_scatter_backward(ranks, grad, weight, weight_grads, needs_input)
@@ -179,7 +174,7 @@ def list_objections() -> list[str]:
 def drop_fused_support() -> None:
     """Drop what is known of groups, and their workspaces."""
     drop_values(_Objection)
-    memory.drop_workspaces()
+    drop_values(Workspace)
 
 
 def align_rows(rows: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ class Bulk(Schedule):
     gathers_grad_at_once = True
 
     def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
-        """See :meth:`Schedule.gather_linear_backward`."""
         whole, gathering = asked.kept, _NOTHING
         if asked.anew and asked.kept is not None and asked.weight_grads is not None:
             whole, gathering = ranks.all_gather(asked.kept)
@@ -47,7 +46,6 @@ class Bulk(Schedule):
         return ranks.reduce_scatter(asked.compute_input_grad(dtype))
 
     def replicated_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
-        """See :meth:`Schedule.replicated_linear_backward`."""
         result, reducing = None, _NOTHING
         if asked.input_dtype is not None:
             result = asked.compute_input_grad(asked.input_dtype)
@@ -73,17 +71,11 @@ class Chunk(Bulk):
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
-        self.name = self.format_name(chunks)
-
-    @staticmethod
-    def format_name(chunks: int) -> str:
-        """Return the name of the schedule with a number of chunks."""
-        return f"chunk{chunks}"
+        self.name = f"chunk{chunks}"
 
     def gather_linear(
         self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
-        """See :meth:`Schedule.gather_linear`."""
         outs = [x.new_empty((ranks.world * len(x), len(weight))) for weight in weights]
         whole = x.new_empty((ranks.world * len(x), x.shape[1])) if needs_whole else None
         for rows, gathered in self._gathered(ranks, x):
@@ -94,7 +86,6 @@ class Chunk(Bulk):
         return outs, whole
 
     def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`Schedule.linear_scatter`."""
         by_rank = x.view(ranks.world, -1, x.shape[1])
         result = x.new_empty((by_rank.shape[1], len(weight)))
         under_way = []
@@ -109,7 +100,6 @@ class Chunk(Bulk):
     def linear_scatter_backward(
         self, ranks: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
     ) -> Tensor | None:
-        """See :meth:`Schedule.linear_scatter_backward`."""
         if not needs_input:
             return super().linear_scatter_backward(ranks, grad, weight, weight_grads, needs_input)
         (result,), whole = self.gather_linear(ranks, grad, [weight.t()], [None], weight_grads is not None)
@@ -118,7 +108,6 @@ class Chunk(Bulk):
         return result
 
     def linear_reduce(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`Schedule.linear_reduce`."""
         result = x.new_empty((len(x), len(weight)))
         under_way = []
         for rows in self._cut(len(x)):
@@ -168,7 +157,6 @@ class Ring(Chunk):
     def gather_linear(
         self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
     ) -> tuple[list[Tensor], Tensor | None]:
-        """See :meth:`Schedule.gather_linear`."""
         world, rank = ranks.world, ranks.rank
         whole = x.new_empty((world * len(x), x.shape[1]))
         outs = [x.new_empty((len(whole), len(weight))) for weight in weights]
@@ -186,7 +174,6 @@ class Ring(Chunk):
         return outs, whole
 
     def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`Schedule.linear_scatter`."""
         world, rank = ranks.world, ranks.rank
         by_rank = x.view(world, -1, x.shape[1])
         terms = x.new_empty((world, by_rank.shape[1], len(weight)))  # by the rank that they come from

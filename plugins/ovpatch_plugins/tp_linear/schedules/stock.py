@@ -11,7 +11,7 @@ from torch import Tensor
 from ovpatch.overlap.comm.collectives import WorkGroup
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
-WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], None]
+WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], object]
 """Computes weights' gradients from the whole input, ``[M, k]``, and the outputs' gradients, ``[M, n_i]``."""
 
 GradGather = tuple[Tensor, WorkGroup]
@@ -46,7 +46,6 @@ class Schedule:
     # Whether linear_scatter_backward() gathers the whole gradient first. That is started before what forward kept is
     # asked for: a checkpoint computes it again then, under the gather.
     gathers_grad_at_once = False
-    chooses = False  # whether choose_for_gather() returns another schedule, which depends on the shape
 
     def gather_linear(
         self, ranks: TPGroup, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], needs_whole: bool
@@ -67,16 +66,6 @@ class Schedule:
         ``dtype`` is that of the products, ``features`` are the numbers of features of inputs and outputs.
         """
         return True
-
-    def choose_for_gather(
-        self, ranks: TPGroup, device: torch.device, rows: int, k: int, features: Sequence[int], dtype: torch.dtype
-    ) -> Schedule:
-        """Return the schedule of a gather for several linears; this one, unless it chooses.
-
-        A rank has ``m = rows``, inputs have ``k`` features, and the linears' outputs ``n_i``, as in
-        :meth:`gather_linear`.
-        """
-        return self
 
     def gather_linear_backward(self, ranks: TPGroup, asked: ColumnGrads) -> Tensor | None:
         """Return the input's gradient, ``[m, k]``; None if it needs none."""
