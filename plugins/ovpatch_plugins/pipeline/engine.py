@@ -107,6 +107,7 @@ class Engine:
         self._receives = StepReceives(transport)
         self._last_sent: Step | None = None
         self._is_connected = True
+        self._has_failed = False  # in its last step
         self._tell_failure = functools.partial(_publish, self._failures, self._name(program.rank))
 
     def _open(self) -> None:
@@ -123,6 +124,10 @@ class Engine:
             PipelineRankError: Another rank failed in the step.
             Exception: A computation of this rank failed. The next step starts clean.
         """
+        if self._has_failed:
+            for stage in self.stages.values():
+                stage.data_parallel.replicas.finish()
+            self._has_failed = False
         if not self._transport.is_open:
             self._open()
         self._clock.start_step()
@@ -327,6 +332,7 @@ class Engine:
     def _recover(self, left: Sequence[Step], error: BaseException) -> None:
         """Leave clean queues and stages behind a failed step, whose first computation of ``left`` failed."""
         COUNTERS.failed_steps += 1
+        self._has_failed = True
         self._clock.drop_step()
         self.schedule._internal_losses.clear()
         for stage in self.stages.values():

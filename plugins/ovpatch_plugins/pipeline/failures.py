@@ -82,10 +82,10 @@ class Replicas:
         self._votes = [Vote.of(group) for group in groups if group.size() > 1]
 
     def decide(self, failure: str) -> str:
-        """Wait for all replicas, each of which calls this once a step; return why they do not reduce, or "".
+        """Decide, as each replica does once a step; return why they do not reduce, or "".
 
         Args:
-            failure: Why this rank does not, or "".
+            failure: Why this rank does not, or "". It then waits for none of the others until :meth:`finish`.
 
         Raises:
             RuntimeError: Some do not come within the group's time-out.
@@ -93,6 +93,15 @@ class Replicas:
         for vote in self._votes:
             failure = vote.take(failure)
         return failure
+
+    def finish(self) -> None:
+        """Wait for the replicas that this rank has not waited for, so that no collective meets one of another step.
+
+        Raises:
+            RuntimeError: Some do not come within the group's time-out.
+        """
+        for vote in self._votes:
+            vote.finish()
 
 
 class Vote:
@@ -113,7 +122,7 @@ class Vote:
         assert store is not None, "the process group was destroyed"
         self._store = store
         self._number = 0
-        self._written = ""  # the key of the last failure
+        self._written: list[str] = []  # keys of failures
         self._left = ""
 
     @classmethod
@@ -123,31 +132,43 @@ class Vote:
         return group_state(group).get_or_create(("pipeline", "replicas"), make)
 
     def take(self, failure: str) -> str:
-        """Wait for all ranks; return the first failure that one of them knows of, the same text on all, or "".
+        """Decide; return the failure that a rank knows of, or "".
 
         Args:
-            failure: Why this rank votes against, or "".
+            failure: What this rank knows of, or "". If it knows of one, it waits for none of the others, which may not
+                come for long, until :meth:`finish` or the next decision.
 
         Raises:
             RuntimeError: Some do not come within the group's time-out.
         """
         if self._left:
             return self._left
-        if failure:
-            self.announce(failure)
-        key, before = self._key(), self._written
+        key = self._key()
         try:
-            is_against = self._barrier.wait(bool(failure))
+            if failure:
+                self.announce(failure)
+                self._barrier.defer()
+            else:
+                self._barrier.wait()
         except RuntimeError:
-            self._left = self.read()  # of a rank that has left
+            self._left = self.read()  # a rank has left
             if not self._left:
                 raise
             return self._left
         self._number += 1
-        if before:  # all ranks have read it, for all have come since
-            self._store.delete_key(before)
-        self._written = key if is_against else ""
-        return self._store.get(key).decode() if is_against else ""
+        if failure:
+            self._written.append(key)
+            return failure
+        failure = self._read(key)
+        while self._written:  # all ranks have read them, for all have come since
+            self._store.delete_key(self._written.pop())
+        if failure:
+            self._written.append(key)
+        return failure
+
+    def finish(self) -> None:
+        """Wait for the ranks that this one has not waited for."""
+        self._barrier.finish()
 
     def announce(self, failure: str) -> None:
         """Tell of a failure ahead of :meth:`take`."""
@@ -155,7 +176,10 @@ class Vote:
 
     def read(self) -> str:
         """Return the failure that a rank has announced for the next :meth:`take`, or ""."""
-        return self._store.get(self._key()).decode() if self._store.check([self._key()]) else ""
+        return self._read(self._key())
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def leave(self, failure: str) -> None:
         """Take part in no decision any more, so that the other ranks do not wait: all are against, for this reason."""

@@ -49,7 +49,8 @@ class ShapeInference:
         store = group_store(group)
         assert store is not None, "the process group was destroyed"
         self._store: Any = store  # set() takes bytes, too, other than it says
-        self._sent: list[str] = []
+        self._sent: list[str] = []  # keys of metadata
+        self._number = 0
 
     def run(
         self,
@@ -94,13 +95,14 @@ class ShapeInference:
                     stack.enter_context(exchanging_metadata(one.stage, send, receive))
                 initialize()
 
+        for one in stages:
+            one.data_parallel.replicas.finish()
+        self._number += 1
         error, failure = self._attempt("before its step", check_inputs)
         if not failure:
             error, failure = self._attempt("where torch infers shapes", infer)
         for one in stages:
             failure = one.data_parallel.replicas.decide(failure)
-        while self._sent:  # all have been read, or will not be
-            self._store.delete_key(self._sent.pop())
         if error is not None:
             raise error
         if failure:
@@ -115,14 +117,15 @@ class ShapeInference:
             failure = error.failure
         except Exception as error:  # noqa: BLE001 - raised once all ranks know
             own, failure = error, self._describe(where, error)
-            self._vote.announce(failure)
         except BaseException as error:
             self._vote.leave(self._describe(where, error))
             raise
-        try:
+        if failure:
             return own, self._vote.take(failure)
-        except RuntimeError as error:
-            raise own or error from None
+        failure = self._vote.take("")
+        while self._sent:  # all ranks are here, and read none of them any more
+            self._store.delete_key(self._sent.pop())
+        return None, failure
 
     def _describe(self, where: str, error: BaseException) -> str:
         return f"{self._rank} failed {where}: {type(error).__name__}: {error}"
@@ -153,4 +156,4 @@ class ShapeInference:
 
     def _key(self, rank: int, sender: int, receiver: int) -> str:
         """Return where a stage's metadata are, of two pipelines in opposite directions apart by rank."""
-        return f"{self._name}/{rank}/{sender}-{receiver}"
+        return f"{self._name}/{self._number}/{rank}/{sender}-{receiver}"

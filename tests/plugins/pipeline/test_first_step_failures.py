@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from ovpatch_plugins.pipeline.stage_run import list_stages
 from tests.plugins.pipeline.cases import Case, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
 from tests.plugins.pipeline.test_failures import Bomb
+from tests.support import signs
 
 #: What all ranks have to raise within, where torch's receives wait for half an hour.
 SOON_S = 20.0
@@ -299,3 +301,55 @@ def test_nothing_stays_in_the_store(ranks: Any) -> None:
         assert counts[1:4] == [counts[1]] * 3, counts
         assert counts[5:] == [counts[5]] * 3, counts
         assert counts[-1] <= counts[1], counts
+
+
+def _wait_too_long() -> tuple[str, float, list[str]]:
+    """Have rank 1 wait for the shapes of rank 0 for longer than the group's time-out."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.is_late = Block(), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.is_late:
+                signs.await_others("waited")
+            y: Tensor = self.block(x)
+            return y
+
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    assert group is not None
+    case = replace(bombed("F"), part=lambda _index: Late())
+    stock = First(case, group).train()
+    ovpatch.apply("pipeline")
+    first = First(case, group)
+    first.parts[0].is_late = dist.get_rank() == 0  # type: ignore[assignment]
+    text, seconds = first.fail(None)
+    signs.give("waited")
+    first.parts[0].is_late = False  # type: ignore[assignment]
+    return text, seconds, differences(stock, first.train())
+
+
+def test_the_time_out_of_the_group_holds(ranks: Any) -> None:
+    error = "RuntimeError: stage 1 waits for the shapes of stage 0, which have not come from rank 0 within 2 s."
+    check(ranks(2)(_wait_too_long), 1, error)
+
+
+def _count_forwards() -> list[int]:
+    """Return how often modules are called in the first step of a schedule, stock and patched."""
+    counts = []
+    for patched in (False, True):
+        if patched:
+            ovpatch.apply("pipeline")
+        for name in SCHEDULES:
+            first = First(replace(Case(steps=1, microbatches=8), **SCHEDULES[name]))
+            first.train()
+            blocks = [one for part in first.parts for one in part.modules() if isinstance(one, Block)]
+            counts.append(sum(block.runs for block in blocks))
+    return counts
+
+
+def test_modules_are_called_as_often_as_under_stock(ranks: Any) -> None:
+    for counts in ranks(2)(_count_forwards):
+        assert counts[:3] == counts[3:]
+        assert counts[0] == 2 * (8 + 1), "two blocks, eight microbatches and the inference"
