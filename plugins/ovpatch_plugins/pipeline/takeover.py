@@ -97,7 +97,7 @@ class Takeover:
             run_stock: Runs them as stock does.
             given: The arguments of ``_step_microbatches``.
         """
-        record = self._find_record(schedule, owner) if schedule._has_backward else None
+        record = self._take_over(schedule, owner) if schedule._has_backward else None
         if record is None or record.engine is None:
             return _run_by_stock(schedule, run_stock)
         given.apply_defaults()
@@ -111,8 +111,8 @@ class Takeover:
         record.run(inputs)
         return None
 
-    def _find_record(self, schedule: Any, owner: str) -> _Record:
-        known: _Record | None = kept_values(schedule).get(_RECORD)
+    def _take_over(self, schedule: Any, owner: str) -> _Record:
+        known = _find_record(schedule)
         facts = _facts_of(schedule, owner)
         if known is None or not known.is_for(facts):
             known = kept_values(schedule)[_RECORD] = _Record(facts, *self._make_engine(schedule, owner))
@@ -351,6 +351,10 @@ def _run_by_stock(schedule: Any, run_stock: Callable[[], Any]) -> Any:
 def _give_all_back(schedule: Any) -> None:
     for stage in list_stages(schedule):
         give_buffers_back(stage)
+
+
+def _find_record(schedule: Any) -> _Record | None:
+    return kept_values(schedule).get(_RECORD)
 
 
 def release_all() -> None:
