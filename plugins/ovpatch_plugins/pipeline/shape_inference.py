@@ -29,11 +29,11 @@ _LONGEST_PAUSE_S: Final = 0.05
 class ShapeInference:
     """The inference of shapes by the stages of one pipeline.
 
-    [Note: metadata through the store] Before its first step torch runs each module once, and from 2.12 on the loss and
-    a backward. A stage waits for the metadata of the one before in a receive of torch, which a failed rank never ends,
-    and which cannot be given up: the next message of that rank would go to it. So metadata go through the group's
-    store, the same objects, and a rank that waits for them looks for a failure, too. Behind that, and in front, all
-    ranks meet, also those of other replicas, so that none goes on into a step that another one does not begin.
+    Before a first step torch runs each module once, and from 2.12 on the loss and a backward. A stage waits for the
+    metadata of the one before in a receive of torch, which a failed rank never ends, and which cannot be given up: the
+    next message of that rank would go to it. So metadata go through the group's store, the same objects, and a rank
+    that waits for them looks for a failure, too. In front of that, and behind it, all ranks meet, also those of other
+    replicas, so that none goes on into a step that another one does not begin.
 
     Args:
         group: The pipeline's group. All its ranks make this together.
@@ -79,8 +79,8 @@ class ShapeInference:
             COUNTERS.failed_steps += 1
             forget_initialization(schedule)
             for one, restore in zip(stages, restores, strict=True):
-                restore()
                 one.data_parallel.clear()
+                restore()
             raise
         if not self._on_host and any(connects_by_metadata(one.stage) for one in stages):
             dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
@@ -101,8 +101,11 @@ class ShapeInference:
         error, failure = self._attempt("before its step", check_inputs)
         if not failure:
             error, failure = self._attempt("where torch infers shapes", infer)
+        is_well = not failure
         for one in stages:
             failure = one.data_parallel.replicas.decide(failure)
+        if is_well:
+            failure = self._vote.take(failure)  # stages without replicas hear of it from those with some
         if error is not None:
             raise error
         if failure:

@@ -246,7 +246,9 @@ def _fail_in_a_grid(kind: str, victims: Sequence[int]) -> tuple[str, float, list
     def wrap(module: nn.Module) -> nn.Module:
         if kind == "ddp":
             return DistributedDataParallel(module, process_group=mesh["dp"].get_group())
-        return _shard(module, mesh["dp"])
+        if kind == "fsdp":
+            return _shard(module, mesh["dp"])
+        return module if mesh.get_local_rank("pp") else _shard(module, mesh["dp"], reshard_after_forward=False)
 
     case = replace(bombed("F"), wrap=wrap)
     group = mesh["pp"].get_group()
@@ -257,14 +259,18 @@ def _fail_in_a_grid(kind: str, victims: Sequence[int]) -> tuple[str, float, list
     return text, seconds, differences(stock, first.train())
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    fully_shard(module.blocks[0], mesh=mesh)  # type: ignore[index, arg-type]
-    return fully_shard(module, mesh=mesh)  # type: ignore[return-value]
+def _shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    fully_shard(module.blocks[0], mesh=mesh, **options)  # type: ignore[index, arg-type]
+    return fully_shard(module, mesh=mesh, **options)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("victim", [0, 3])  # of stages 0 and 1, in replicas 0 and 1
 def test_the_other_replicas_hear_of_a_failure(ranks: Any, victim: int) -> None:
     check(ranks(4)(_fail_in_a_grid, "ddp", [victim]), victim, "OutOfMemoryError: out of memory, for a test")
+
+
+def test_a_stage_without_replicas_hears_of_a_failure(ranks: Any) -> None:
+    check(ranks(4)(_fail_in_a_grid, "fsdp on the first stage", [2]), 2, "OutOfMemoryError: out of memory, for a test")
 
 
 @pytest.mark.parametrize("stage", [0, 1])
