@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import gather_values
+from ovpatch.overlap.tensors.linear_ops import is_compiled
 from ovpatch.overlap.tensors.memory import can_be_sharded
 from ovpatch_plugins.dist_optimizer.main_params import is_half, min_sharded_numel
 
@@ -73,7 +74,7 @@ class ModelFacts:
             nbytes=sum(param.numel() * param.element_size() for param in sharded),
             world=world,
             backend=(backend_name(group, device), device.type),
-            compiled=any(map(_is_compiled, module.modules())),
+            compiled=any(map(is_compiled, module.modules())),
         )
 
     def objection(self) -> str:
@@ -133,11 +134,6 @@ def choose_sharding(
         reason = next(filter(None, gather_values(group, "dist_optimizer: shard", reason)), "")
     note(f"{type(module).__name__} (shard=auto): " + (f"off: {reason}" if reason else f"on: {facts.gain()}"))
     return not reason
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called, or ``torch.compile(module)`` returned it."""
-    return vars(module).get("_compiled_call_impl") is not None or "dynamo_ctx" in vars(module)
 
 
 def _short(number: int) -> str:

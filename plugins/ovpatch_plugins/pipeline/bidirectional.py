@@ -41,6 +41,7 @@ class ScheduleBidirectional(PipelineScheduleMulti):
     Attributes:
         placement: Rank of each stage of both.
         replicas: This rank and the one that has the replicas of its stages.
+        ways: Stock's part.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class ScheduleBidirectional(PipelineScheduleMulti):
         self._num_stages = len(self.placement)
         half = n_microbatches // _WAYS
         cls = Schedule1F1B if half >= ranks else ScheduleGPipe  # which takes fewer
-        self._ways: list[Any] = [cls(stage, half, loss_fn) for stage in stages]
-        for way in self._ways:
+        self.ways: list[Any] = [cls(stage, half, loss_fn) for stage in stages]
+        for way in self.ways:
             way.runs_stock = True
         group = stages[0].group or dist.distributed_c10d._get_default_group()
         self.replicas = group
@@ -76,7 +77,7 @@ class ScheduleBidirectional(PipelineScheduleMulti):
         return number // self.pp_group_size * (self._n_microbatches // _WAYS)
 
     def _initialize_stages(self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None) -> None:
-        for way in self._ways:
+        for way in self.ways:
             way._has_backward = self._has_backward
             initialize_stages(way, args, kwargs, target, loss_kwargs)
 
@@ -111,7 +112,7 @@ class ScheduleBidirectional(PipelineScheduleMulti):
         """Run the pipelines one after the other, each by stock's 1F1B."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         extra = {} if loss_kwargs is None else {"loss_kwargs": loss_kwargs}
-        for number, way in zip(self.number_stages(), self._ways, strict=True):
+        for number, way in zip(self.number_stages(), self.ways, strict=True):
             way._has_backward, way.scale_grads = self._has_backward, self.scale_grads
             own = slice(self.first_input(number), self.first_input(number) + way._n_microbatches)
             has_losses = losses is not None and way._stage.is_last

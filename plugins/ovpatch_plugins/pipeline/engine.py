@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch_plugins.pipeline.clock import Clock
-from ovpatch_plugins.pipeline.failures import StepFailures
+from ovpatch_plugins.pipeline.failures import PipelineRankError, StepFailures, make_rank_error
 from ovpatch_plugins.pipeline.orders import Kind
 from ovpatch_plugins.pipeline.program import Program, Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS, Prediction, StepTimes
@@ -35,19 +35,13 @@ from ovpatch_plugins.pipeline.torch_stage import defers_wait, finalizes_gradient
 from ovpatch_plugins.pipeline.transport import CopiedMessages, PeerToPeer, StepReceives
 
 
-class PipelineRankError(RuntimeError):
-    """Another rank of the pipeline failed; the text names it.
-
-    Attributes:
-        failure: What is told to ranks that have not heard of it.
-    """
-
-    failure = ""
-
-
 @dataclass(frozen=True)
 class StepInputs:
-    """What ``schedule.step()`` was given, by microbatch."""
+    """What ``schedule.step()`` was given, by microbatch.
+
+    Attributes:
+        error: What is wrong with it, so that the step fails, on all ranks.
+    """
 
     args: Sequence[Any]
     kwargs: Sequence[Any]
@@ -55,6 +49,7 @@ class StepInputs:
     losses: list[Any] | None
     return_outputs: bool
     loss_kwargs: Mapping[str, Any] | None
+    error: Exception | None = None
 
 
 class Engine:
@@ -112,6 +107,7 @@ class Engine:
         self._receives = StepReceives(transport)
         self._last_sent: Step | None = None
         self._is_connected = True
+        self._has_failed = False  # in its last step
         self._tell_failure = functools.partial(_publish, self._failures, self._name(program.rank))
 
     def _open(self) -> None:
@@ -128,6 +124,10 @@ class Engine:
             PipelineRankError: Another rank failed in the step.
             Exception: A computation of this rank failed. The next step starts clean.
         """
+        if self._has_failed:
+            for stage in self.stages.values():
+                stage.data_parallel.replicas.finish()
+            self._has_failed = False
         if not self._transport.is_open:
             self._open()
         self._clock.start_step()
@@ -143,6 +143,8 @@ class Engine:
                     stage.take_buffers()
                     stage.start_step(finalizes=finalizes_gradients(self.schedule))
                     stack.enter_context(stage.deferring())
+                if inputs.error is not None:
+                    raise inputs.error
                 for number, step in enumerate(program.steps):  # noqa: B007 - read after an error
                     self._run_step(step, inputs)
             for index in program.final_reshards:
@@ -309,7 +311,7 @@ class Engine:
         self._transport.wait_for_arrivals()
         text = self._failures.read()
         if text:
-            raise _make_rank_error(text)
+            raise make_rank_error(text)
 
     def _decide_to_reduce(self, stage: StageRun, index: int) -> None:
         """Raise if any replica of a stage knows of a failure: zeros of a failed rank must not reach the others."""
@@ -319,17 +321,18 @@ class Engine:
         text = stage.data_parallel.replicas.decide(self._failures.read())
         self._clock.end_wait(started)
         if text:
-            raise _make_rank_error(text)
+            raise make_rank_error(text)
 
     def _blame_first(self, error: Exception) -> None:
         """Raise if another rank failed before this one did, whose zeros may be what ``error`` is about."""
         text = self._failures.read()
         if text and not text.startswith(f"{self._name(self.program.rank)} "):
-            raise _make_rank_error(text) from error
+            raise make_rank_error(text) from error
 
     def _recover(self, left: Sequence[Step], error: BaseException) -> None:
         """Leave clean queues and stages behind a failed step, whose first computation of ``left`` failed."""
         COUNTERS.failed_steps += 1
+        self._has_failed = True
         self._clock.drop_step()
         self.schedule._internal_losses.clear()
         for stage in self.stages.values():
@@ -384,12 +387,3 @@ class Engine:
 
 def _publish(failures: StepFailures, rank: str, text: str) -> None:
     failures.publish(f"{rank} stopped: {text}")
-
-
-def _make_rank_error(text: str) -> PipelineRankError:
-    made = PipelineRankError(
-        f"the pipeline's step failed: {text}. Gradients of this step are not valid on any rank: call "
-        "optimizer.zero_grad() before the next step, or correct the error named here."
-    )
-    made.failure = text
-    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Final
 
@@ -12,6 +13,26 @@ from ovpatch.overlap.comm.kept_state import group_state, group_store, group_time
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 
 _LONGEST_TEXT: Final = 500
+
+
+class PipelineRankError(RuntimeError):
+    """Another rank of the pipeline failed; the text names it.
+
+    Attributes:
+        failure: What is told to ranks that have not heard of it.
+    """
+
+    failure = ""
+
+
+def make_rank_error(failure: str) -> PipelineRankError:
+    """Return the error of a step that failed on another rank, given which rank that is, and why."""
+    made = PipelineRankError(
+        f"the pipeline's step failed: {failure}. Gradients of this step are not valid on any rank: call "
+        "optimizer.zero_grad() before the next step, or correct the error named here."
+    )
+    made.failure = failure
+    return made
 
 
 class StepFailures:
@@ -58,13 +79,13 @@ class Replicas:
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._votes = [_Vote.of(group) for group in groups if group.size() > 1]
+        self._votes = [Vote.of(group) for group in groups if group.size() > 1]
 
     def decide(self, failure: str) -> str:
-        """Wait for all replicas, each of which calls this once a step; return why they do not reduce, or "".
+        """Decide, as each replica does once a step; return why they do not reduce, or "".
 
         Args:
-            failure: Why this rank does not, or "".
+            failure: Why this rank does not, or "". It then waits for none of the others until :meth:`finish`.
 
         Raises:
             RuntimeError: Some do not come within the group's time-out.
@@ -73,29 +94,101 @@ class Replicas:
             failure = vote.take(failure)
         return failure
 
+    def finish(self) -> None:
+        """Wait for the replicas that this rank has not waited for, so that no collective meets one of another step.
 
-class _Vote:
-    """The decisions of one group."""
+        Raises:
+            RuntimeError: Some do not come within the group's time-out.
+        """
+        for vote in self._votes:
+            vote.finish()
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._name = _agree_on_name(group, "pipeline replicas")
-        self._barrier = HostBarrier(group, self._name)
+
+class Vote:
+    """The decisions of one group, whose ranks make this together.
+
+    Args:
+        group: The process group.
+        topic: What is decided.
+
+    Attributes:
+        name: A prefix for keys in the store, which no other one has.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
+        self.name = _agree_on_name(group, topic)
+        self._barrier = HostBarrier(group, self.name)
         store = group_store(group)
         assert store is not None, "the process group was destroyed"
         self._store = store
         self._number = 0
+        self._written: list[str] = []  # keys of failures
+        self._left = ""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> _Vote:
-        return group_state(group).get_or_create(("pipeline", "replicas"), lambda: cls(group))
+    def of(cls, group: dist.ProcessGroup) -> Vote:
+        """Return the vote of the replicas in a group."""
+        make = functools.partial(cls, group, "pipeline replicas")
+        return group_state(group).get_or_create(("pipeline", "replicas"), make)
 
     def take(self, failure: str) -> str:
-        """Return the first failure that a rank of the group knows of, the same text on all."""
+        """Decide; return the failure that a rank knows of, or "".
+
+        Args:
+            failure: What this rank knows of, or "". If it knows of one, it waits for none of the others, which may not
+                come for long, until :meth:`finish` or the next decision.
+
+        Raises:
+            RuntimeError: Some do not come within the group's time-out.
+        """
+        if self._left:
+            return self._left
+        key = self._key()
+        try:
+            if failure:
+                self.announce(failure)
+                self._barrier.defer()
+            else:
+                self._barrier.wait()
+        except RuntimeError:
+            self._left = self.read()  # a rank has left
+            if not self._left:
+                raise
+            return self._left
         self._number += 1
-        key = f"{self._name}/{self._number}"
         if failure:
-            self._store.compare_set(key, "", failure)
-        return self._store.get(key).decode() if self._barrier.wait(bool(failure)) else ""
+            self._written.append(key)
+            return failure
+        failure = self._read(key)
+        while self._written:  # all ranks have read them, for all have come since
+            self._store.delete_key(self._written.pop())
+        if failure:
+            self._written.append(key)
+        return failure
+
+    def finish(self) -> None:
+        """Wait for the ranks that this one has not waited for."""
+        self._barrier.finish()
+
+    def announce(self, failure: str) -> None:
+        """Tell of a failure ahead of :meth:`take`."""
+        self._store.compare_set(self._key(), "", failure[:_LONGEST_TEXT])
+
+    def read(self) -> str:
+        """Return the failure that a rank has announced for the next :meth:`take`, or ""."""
+        return self._read(self._key())
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def leave(self, failure: str) -> None:
+        """Take part in no decision any more, so that the other ranks do not wait: all are against, for this reason."""
+        self.announce(failure)
+        self._left = failure
+        self._barrier.stay_away()
+
+    def _key(self) -> str:
+        return f"{self.name}/{self._number}"
 
 
 def _agree_on_name(group: dist.ProcessGroup, topic: str) -> str:

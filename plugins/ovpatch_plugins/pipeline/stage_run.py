@@ -234,14 +234,17 @@ class StageRun:
 
         Stock to torch 2.14 allocates them once for all microbatches. Only shapes are kept here.
         """
+        is_new = False
         for infos, kept in ((self.stage.args_recv_info, self._inputs), (self.stage.grad_recv_info, self._grads)):
             for microbatch, items in infos.items():
                 if microbatch not in kept or has_buffers(items):
                     kept[microbatch] = find_shapes(items)
-                    self._sent, self._expected = {}, None
+                    is_new = True
                 set_buffers(items, kept[microbatch])
-        shapes = itertools.chain(self._inputs.get(0, ()), self._grads.get(0, ()))
-        self.report.receive_nbytes = sum(shape.nbytes for shape in shapes if shape is not None)
+        if is_new:
+            self._sent, self._expected = {}, None
+            shapes = itertools.chain(self._inputs.get(0, ()), self._grads.get(0, ()))
+            self.report.receive_nbytes = sum(shape.nbytes for shape in shapes if shape is not None)
         kept_values(self.stage)[_TAKEN] = self._inputs, self._grads
 
     def forget_sizes(self) -> None:

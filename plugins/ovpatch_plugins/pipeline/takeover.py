@@ -32,8 +32,9 @@ from ovpatch_plugins.pipeline.orders import (
 )
 from ovpatch_plugins.pipeline.program import Program, make_program
 from ovpatch_plugins.pipeline.report import COUNTERS, Prediction, ScheduleReport, StepTimes, note_schedule, note_stock
+from ovpatch_plugins.pipeline.shape_inference import ShapeInference
 from ovpatch_plugins.pipeline.stage_run import StageRun, give_all_buffers_back, give_buffers_back, list_stages
-from ovpatch_plugins.pipeline.torch_stage import initialize_stages, limits_sends
+from ovpatch_plugins.pipeline.torch_stage import initialize_stages, is_initialized, limits_sends
 from ovpatch_plugins.pipeline.transport import (
     AHEAD,
     CopiedMessages,
@@ -96,27 +97,33 @@ class Takeover:
             run_stock: Runs them as stock does.
             given: The arguments of ``_step_microbatches``.
         """
-        engine = self._find_engine(schedule, owner) if schedule._has_backward else None
-        if engine is None or _is_first_step_of_stock(schedule, engine):
-            COUNTERS.stock_steps += schedule._has_backward
-            for stage in list_stages(schedule):
-                give_buffers_back(stage)
-            return run_stock()
+        record = self._take_over(schedule, owner) if schedule._has_backward else None
+        if record is None or record.engine is None:
+            return _run_by_stock(schedule, run_stock)
         given.apply_defaults()
-        kept_values(schedule)[_RECORD].run(_prepare_inputs(schedule, given.arguments))
+        is_stock = record.is_first_step_of_stock
+        if is_stock:
+            _give_all_back(schedule)
+        inputs = record.prepare(schedule, given.arguments)
+        record.has_begun = True
+        if is_stock:
+            return _run_by_stock(schedule, run_stock)
+        record.run(inputs)
         return None
 
-    def _find_engine(self, schedule: Any, owner: str) -> Engine | None:
+    def _take_over(self, schedule: Any, owner: str) -> _Record:
         known = _find_record(schedule)
         facts = _facts_of(schedule, owner)
         if known is None or not known.is_for(facts):
             known = kept_values(schedule)[_RECORD] = _Record(facts, *self._make_engine(schedule, owner))
-        return known.engine
+        return known
 
-    def _make_engine(self, schedule: Any, owner: str) -> tuple[Engine | None, AutoSchedule | None]:
+    def _make_engine(
+        self, schedule: Any, owner: str
+    ) -> tuple[Engine | None, ShapeInference | None, AutoSchedule | None]:
         """Return the engine of a schedule, or None where some rank has a reason against it. Agrees with all ranks.
 
-        With schedule=auto, also what runs the steps until an order is chosen.
+        Also what begins its steps, and, with schedule=auto, what runs them until an order is chosen.
         """
         stages = list_stages(schedule)
         for stage in stages:
@@ -145,7 +152,7 @@ class Takeover:
             weight_stash.raise_reason(schedule, reason)
         if reason or orders is None:
             note_stock(f"{type(schedule).__name__}: {reason}")
-            return None, None
+            return None, None, None
         return self._build(schedule, owner, stages, group, name, orders)
 
     def _choose_order(self, schedule: Any, owner: str, stages: Sequence[Any]) -> tuple[str, Schedule]:
@@ -170,7 +177,7 @@ class Takeover:
         group: dist.ProcessGroup,
         name: str,
         orders: Schedule,
-    ) -> tuple[Engine, AutoSchedule | None]:
+    ) -> tuple[Engine, ShapeInference, AutoSchedule | None]:
         rank, placement = dist.get_rank(group), _placement_of(schedule, stages)
         device = torch.device(stages[0].device)
         on_host = blocks_host(group, device)
@@ -222,8 +229,9 @@ class Takeover:
         if self._options["forward_doubling"] and owner != BIDIRECTIONAL:
             report.notes.append("forward_doubling has no effect: the pipeline runs in one direction")
         note_schedule(report)
+        inference = ShapeInference(group, device, on_host=on_host)
         if not is_auto:
-            return engine, None
+            return engine, inference, None
         from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule, Pipeline  # and the solver
 
         is_sharded = bool(_list_shardings(schedule, rank))
@@ -238,7 +246,7 @@ class Takeover:
             return make_program(other, placement, rank, ahead=0 if settles else ahead, shardings=shardings)
 
         auto = AutoSchedule(engine, transport, pipeline, make_other_program, report, cache_dir())
-        return engine, auto
+        return engine, inference, auto
 
     def _make_run(self, stage: Any, schedule: Any, sends: bool, splits: bool) -> StageRun:
         varies = self._options["variable_seq_lengths"]
@@ -261,13 +269,61 @@ class Takeover:
 
 
 class _Record:
-    """What is known of a schedule: the facts that were looked at, and the engine made from them."""
+    """What is known of a schedule: the facts that were looked at, and the engine made from them.
 
-    def __init__(self, facts: tuple[Any, ...], engine: Engine | None, auto: AutoSchedule | None) -> None:
+    Attributes:
+        engine: The engine, or None.
+        has_begun: Whether a step has begun, by stock or by the engine.
+    """
+
+    def __init__(
+        self,
+        facts: tuple[Any, ...],
+        engine: Engine | None,
+        inference: ShapeInference | None,
+        auto: AutoSchedule | None,
+    ) -> None:
         self._facts = facts
         self.engine = engine
-        self.stock_steps = 0
-        self._auto = auto
+        self.has_begun = False
+        self._inference, self._auto = inference, auto
+
+    @property
+    def is_first_step_of_stock(self) -> bool:
+        """Whether stock computes the next step, see [Note: first step of a wrapped stage]."""
+        assert self.engine is not None
+        wants = any(stage.data_parallel.first_step_is_stock for stage in self.engine.stages.values())
+        return wants and not self.has_begun
+
+    def prepare(self, schedule: Any, given: Mapping[str, Any]) -> StepInputs:
+        """Check the inputs and initialise the stages, as stock's step does first.
+
+        Raises:
+            Exception: The stages are not initialised: this rank failed, or another one.
+        """
+        assert self.engine is not None
+        assert self._inference is not None
+        losses, targets, loss_kwargs = given["losses"], given["target_mbs"], given.get("loss_kwargs")
+        make = functools.partial(
+            StepInputs,
+            targets=targets,
+            losses=losses,
+            return_outputs=given["return_outputs"],
+            loss_kwargs=loss_kwargs,
+        )
+        check = functools.partial(schedule._check_inputs, given["arg_mbs"], given["kwarg_mbs"], targets, losses)
+        if is_initialized(schedule):
+            try:
+                return make(*check())
+            except Exception as error:  # noqa: BLE001 - the engine raises it, once other ranks know
+                return make([()], [{}], error=error)
+
+        def initialize() -> None:
+            args, kwargs = check()
+            initialize_stages(schedule, args[0], kwargs[0], None if targets is None else targets[0], loss_kwargs)
+
+        self._inference.run(schedule, list(self.engine.stages.values()), check, initialize)
+        return make(*check())
 
     def run(self, inputs: StepInputs) -> None:
         """Run a step."""
@@ -284,6 +340,17 @@ class _Record:
     def is_for(self, facts: tuple[Any, ...]) -> bool:
         """Tell whether nothing has changed since."""
         return len(facts) == len(self._facts) and all(a is b for a, b in zip(facts, self._facts, strict=True))
+
+
+def _run_by_stock(schedule: Any, run_stock: Callable[[], Any]) -> Any:
+    COUNTERS.stock_steps += schedule._has_backward
+    _give_all_back(schedule)
+    return run_stock()
+
+
+def _give_all_back(schedule: Any) -> None:
+    for stage in list_stages(schedule):
+        give_buffers_back(stage)
 
 
 def _find_record(schedule: Any) -> _Record | None:
@@ -401,20 +468,3 @@ def _has_skip_connections(stage: Any) -> bool:
 
 def _agree(group: dist.ProcessGroup, terms: Mapping[str, Any], reason: str) -> str:
     return check_consistent(group, "pipeline", terms, objection=reason, timeout_s=LATE_START_S)
-
-
-def _is_first_step_of_stock(schedule: Any, engine: Engine) -> bool:
-    """Tell whether stock computes this step, see [Note: first step of a wrapped stage]."""
-    record = kept_values(schedule)[_RECORD]
-    wants = any(stage.data_parallel.first_step_is_stock for stage in engine.stages.values())
-    record.stock_steps += 1
-    return wants and record.stock_steps == 1
-
-
-def _prepare_inputs(schedule: Any, given: Mapping[str, Any]) -> StepInputs:
-    """Check the inputs and initialise the stages, as stock's step does first."""
-    losses, targets = given["losses"], given["target_mbs"]
-    args, kwargs = schedule._check_inputs(given["arg_mbs"], given["kwarg_mbs"], targets, losses)
-    loss_kwargs = given.get("loss_kwargs")
-    initialize_stages(schedule, args[0], kwargs[0], None if targets is None else targets[0], loss_kwargs)
-    return StepInputs(args, kwargs, targets, losses, given["return_outputs"], loss_kwargs)

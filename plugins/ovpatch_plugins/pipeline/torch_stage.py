@@ -3,17 +3,25 @@
 To torch 2.14 the descriptors of a stage hold receive buffers for all microbatches. From 2.15 on a descriptor holds a
 buffer from its receive to the computation that takes it, and one at another time is an error. An output leaves the
 stage behind its send, and the backward starts from its edge. FSDP2 starts its reduction and waits for it in two calls.
+
+Before the first step a stage runs its module once for the shapes of its outputs, and from 2.12 on a backward for those
+of its input gradients, and sends them on as objects: metadata.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+_INITIALIZED: Final = tuple(
+    f"_{stages}_{way}_initialized" for stages in ("stage", "stages") for way in ("forward", "backward")
+)
 _STATES: Final = ("fwd_cache", "_forward_chunk_states", "bwd_cache", "dw_runner", "backward_state", "output_chunks")
 
 
@@ -111,6 +119,8 @@ def reset_fsdp(root: Any, modules: Sequence[Any]) -> None:
         root: The stage's module.
         modules: It and all in it that are in FSDP2.
     """
+    if root._get_fsdp_state()._is_root is None:
+        return  # no forward has begun
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
@@ -129,7 +139,98 @@ def reset_fsdp(root: Any, modules: Sequence[Any]) -> None:
     state._comm_ctx.post_forward_order.clear()
 
 
+# --- metadata ---
+
+Send = Callable[[Any, int], None]
+"""Sends metadata to the stage of an index."""
+
+Receive = Callable[[int], Any]
+"""Returns the metadata that the stage of an index has sent."""
+
+
+@contextlib.contextmanager
+def exchanging_metadata(stage: Any, send: Send, receive: Receive) -> Iterator[None]:
+    """Have a stage send and receive metadata by two functions inside the ``with`` block, not by torch's messages."""
+    if hasattr(stage, "_recv_meta"):
+        changed: dict[str, Any] = {"_send_meta": send, "_recv_meta": receive}
+    elif hasattr(stage, "_shape_inference"):  # torch 2.11
+        changed = {"_shape_inference": functools.partial(_infer_shapes, stage, stage._shape_inference, send, receive)}
+    else:  # a traced stage, which knows its shapes
+        changed = {}
+    own = vars(stage)
+    before = {name: own[name] for name in changed if name in own}
+    own.update(changed)
+    try:
+        yield
+    finally:
+        for name in changed:
+            del own[name]
+        own.update(before)
+
+
+def _infer_shapes(
+    stage: Any, infer: Callable[..., Any], send: Send, receive: Receive, args: Any, kwargs: Any = None
+) -> Any:
+    """Infer shapes as ``_shape_inference`` of torch 2.11 does, which is one function with its messages.
+
+    Between stages of one rank it takes and returns what it sends to others, so meanwhile all stages seem to be here.
+    """
+    index, ranks = stage.stage_index, stage.stage_index_to_group_rank
+    receives = not stage.is_first and ranks[index - 1] != stage.group_rank
+    if receives and (args is None or len(args)):
+        return infer(args, kwargs)  # which says what is wrong with that
+    if receives:
+        args = receive(index - 1)
+    stage.stage_index_to_group_rank = dict.fromkeys(ranks, stage.group_rank)
+    try:
+        outputs = infer(args, kwargs)
+    finally:
+        stage.stage_index_to_group_rank = ranks
+    if stage.is_last or ranks[index + 1] == stage.group_rank:
+        return outputs
+    send(outputs, index + 1)
+    return ()
+
+
+def connects_by_metadata(stage: Any) -> bool:
+    """Tell whether torch's messages with metadata connect the ranks of an NCCL group, as in 2.12 to 2.14."""
+    return hasattr(stage, "_warmup_forward_vote")
+
+
+def keep_metadata(stage: Any) -> Callable[[], None]:
+    """Return a function that gives a stage back the metadata that it has now. Torch 2.11 infers only what is missing.
+
+    The function also drops what a failed inference left to torch 2.13.
+    """
+    own = vars(stage)
+    known = {name: own[name] for name in ("inputs_meta", "_outputs_meta") if name in own}
+
+    def restore() -> None:
+        clean = getattr(stage, "_post_metadata_inference_cleanup", None)
+        if clean is not None:
+            clean()
+        own.update(known)
+
+    return restore
+
+
 # --- schedules ---
+
+
+def _list_ways(schedule: Any) -> list[Any]:
+    """Return the schedules of torch that one consists of."""
+    return list(getattr(schedule, "ways", (schedule,)))
+
+
+def is_initialized(schedule: Any) -> bool:
+    """Tell whether torch has initialised the stages of a schedule for steps with a backward."""
+    return all(getattr(way, name, True) for way in _list_ways(schedule) for name in _INITIALIZED)
+
+
+def forget_initialization(schedule: Any) -> None:
+    """Have torch initialise the stages of a schedule anew."""
+    for way in _list_ways(schedule):
+        vars(way).update((name, False) for name in _INITIALIZED if hasattr(way, name))
 
 
 def initialize_stages(schedule: Any, args: Any, kwargs: Any, target: Any, loss_kwargs: Any) -> None:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
+from ovpatch.overlap.tensors import linear_ops
 from ovpatch_plugins.dist_optimizer import sharding_choice, takeover
 from ovpatch_plugins.dist_optimizer.report import Counters
 from ovpatch_plugins.dist_optimizer.sharding_choice import COMPILED_FACTOR, MIN_SPARED_NUMEL, ModelFacts
@@ -85,12 +86,12 @@ def test_the_choice_in_words():
 def test_compiled_modules_are_seen(how):
     layer = nn.Linear(2, 2)
     model = nn.Sequential(layer, nn.Linear(2, 2))
-    assert not any(map(sharding_choice._is_compiled, model.modules()))
+    assert not any(map(linear_ops.is_compiled, model.modules()))
     if how == "in place":
         layer.compile(backend="eager")
     else:
         model[1] = torch.compile(layer, backend="eager")
-    assert any(map(sharding_choice._is_compiled, model.modules()))
+    assert any(map(linear_ops.is_compiled, model.modules()))
 
 
 # --- what ranks do ---

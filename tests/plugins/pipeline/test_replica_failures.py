@@ -13,10 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
+from ovpatch.overlap.comm.kept_state import group_store
 from ovpatch_plugins.pipeline.failures import Replicas
 from tests.plugins.pipeline.cases import Case, differences
 from tests.plugins.pipeline.models import Block, Part
 from tests.plugins.pipeline.test_failures import Armed, Bomb
+from tests.support import signs
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -101,3 +103,29 @@ def test_one_replica_of_a_grid_is_heard_by_all(ranks: Any) -> None:
     for nothing, one, again, two in ranks(4)(_decide_over_two_groups):
         assert (nothing, one, again) == ("", "rank 3 of (3,)", "")
         assert two in ("rank 0 of (0, 2)", "rank 2 of (0, 2)")
+
+
+def _refuse_while_the_other_one_computes() -> tuple[list[str], int]:
+    """Have rank 0 refuse before rank 1 comes, which waits for that; return what both decide, and keys that stay."""
+    group, store = dist.group.WORLD, group_store(dist.group.WORLD)
+    assert group is not None
+    assert store is not None
+    replicas = Replicas([group])
+    texts = [replicas.decide("")]
+    for number in range(2):
+        if dist.get_rank() == 0:
+            texts.append(replicas.decide("rank 0 failed"))  # waits for nobody
+            signs.give(f"refused {number}")
+            replicas.finish()
+        else:
+            signs.await_others(f"refused {number}")
+            texts.append(replicas.decide(""))
+        dist.barrier()
+        keys = store.num_keys()
+    return [*texts, replicas.decide(""), replicas.decide("")], store.num_keys() - keys
+
+
+def test_a_replica_that_failed_waits_for_no_other(ranks: Any) -> None:
+    for texts, kept in ranks(2)(_refuse_while_the_other_one_computes):
+        assert texts == ["", "rank 0 failed", "rank 0 failed", "", ""]
+        assert kept <= 0

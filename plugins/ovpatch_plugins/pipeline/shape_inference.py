@@ -1,0 +1,162 @@
+"""torch's inference of shapes, in front of the first step of a schedule, so that it ends alike on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap.comm.kept_state import group_store, group_timeout_s
+from ovpatch_plugins.pipeline.failures import PipelineRankError, Vote, make_rank_error
+from ovpatch_plugins.pipeline.report import COUNTERS
+from ovpatch_plugins.pipeline.stage_run import StageRun
+from ovpatch_plugins.pipeline.torch_stage import (
+    connects_by_metadata,
+    exchanging_metadata,
+    forget_initialization,
+    keep_metadata,
+)
+
+_LONGEST_PAUSE_S: Final = 0.05
+
+
+class ShapeInference:
+    """The inference of shapes by the stages of one pipeline.
+
+    Before a first step torch runs each module once, and from 2.12 on the loss and a backward. A stage waits for the
+    metadata of the one before in a receive of torch, which a failed rank never ends, and which cannot be given up: the
+    next message of that rank would go to it. So metadata go through the group's store, the same objects, and a rank
+    that waits for them looks for a failure, too. In front of that, and behind it, all ranks meet, also those of other
+    replicas, so that none goes on into a step that another one does not begin.
+
+    Args:
+        group: The pipeline's group. All its ranks make this together.
+        device: Where its stages compute.
+        on_host: Whether messages of the group block the host, as on gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, on_host: bool) -> None:
+        self._group, self._device, self._on_host = group, device, on_host
+        self._rank = f"rank {dist.get_global_rank(group, group.rank())}"
+        self._vote = Vote(group, "pipeline shapes")
+        self._name = f"{self._vote.name}/metadata"
+        store = group_store(group)
+        assert store is not None, "the process group was destroyed"
+        self._store: Any = store  # set() takes bytes, too, other than it says
+        self._sent: list[str] = []  # keys of metadata
+        self._number = 0
+
+    def run(
+        self,
+        schedule: Any,
+        stages: Sequence[StageRun],
+        check_inputs: Callable[[], object],
+        initialize: Callable[[], object],
+    ) -> None:
+        """Have torch initialise the stages of a schedule.
+
+        Args:
+            schedule: The schedule.
+            stages: This rank's stages.
+            check_inputs: Checks the inputs of the step.
+            initialize: Has torch initialise the stages.
+
+        Raises:
+            PipelineRankError: Another rank failed. The next step begins anew.
+            RuntimeError: Another rank did not come within the group's time-out.
+            Exception: This rank failed.
+        """
+        restores = [keep_metadata(one.stage) for one in stages]
+        try:
+            self._run(stages, check_inputs, initialize)
+        except BaseException:
+            COUNTERS.failed_steps += 1
+            forget_initialization(schedule)
+            for one, restore in zip(stages, restores, strict=True):
+                one.data_parallel.clear()
+                restore()
+            raise
+        if not self._on_host and any(connects_by_metadata(one.stage) for one in stages):
+            dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+
+    def _run(
+        self, stages: Sequence[StageRun], check_inputs: Callable[[], object], initialize: Callable[[], object]
+    ) -> None:
+        def infer() -> None:
+            with contextlib.ExitStack() as stack:
+                for one in stages:
+                    send, receive = (functools.partial(do, one.stage) for do in (self._send, self._receive))
+                    stack.enter_context(exchanging_metadata(one.stage, send, receive))
+                initialize()
+
+        for one in stages:
+            one.data_parallel.replicas.finish()
+        self._number += 1
+        error, failure = self._attempt("before its step", check_inputs)
+        if not failure:
+            error, failure = self._attempt("where torch infers shapes", infer)
+        is_well = not failure
+        for one in stages:
+            failure = one.data_parallel.replicas.decide(failure)
+        if is_well:
+            failure = self._vote.take(failure)  # stages without replicas hear of it from those with some
+        if error is not None:
+            raise error
+        if failure:
+            raise make_rank_error(failure)
+
+    def _attempt(self, where: str, compute: Callable[[], object]) -> tuple[Exception | None, str]:
+        """Compute something, and meet all ranks; return this rank's own error, and what failed on any."""
+        own, failure = None, ""
+        try:
+            compute()
+        except PipelineRankError as error:
+            failure = error.failure
+        except Exception as error:  # noqa: BLE001 - raised once all ranks know
+            own, failure = error, self._describe(where, error)
+        except BaseException as error:
+            self._vote.leave(self._describe(where, error))
+            raise
+        if failure:
+            return own, self._vote.take(failure)
+        failure = self._vote.take("")
+        while self._sent:  # all ranks are here, and read none of them any more
+            self._store.delete_key(self._sent.pop())
+        return None, failure
+
+    def _describe(self, where: str, error: BaseException) -> str:
+        return f"{self._rank} failed {where}: {type(error).__name__}: {error}"
+
+    # --- messages ---
+
+    def _send(self, stage: Any, metadata: Any, receiver: int) -> None:
+        key = self._key(self._group.rank(), stage.stage_index, receiver)
+        self._sent.append(key)
+        self._store.set(key, pickle.dumps(metadata))
+
+    def _receive(self, stage: Any, sender: int) -> Any:
+        rank = stage.stage_index_to_group_rank[sender]
+        key, limit_s = self._key(rank, sender, stage.stage_index), group_timeout_s(self._group, self._device)
+        deadline, pause = time.monotonic() + limit_s, 0.001
+        while not self._store.check([key]):
+            failure = self._vote.read()
+            if failure:
+                raise make_rank_error(failure)
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"stage {stage.stage_index} waits for the shapes of stage {sender}, which have not come from rank "
+                    f"{dist.get_global_rank(self._group, rank)} within {limit_s:g} s. Look at the output of that rank."
+                )
+            time.sleep(pause)
+            pause = min(1.2 * pause, _LONGEST_PAUSE_S)
+        return pickle.loads(self._store.get(key))  # as torch does with the same messages
+
+    def _key(self, rank: int, sender: int, receiver: int) -> str:
+        """Return where a stage's metadata are, of two pipelines in opposite directions apart by rank."""
+        return f"{self._name}/{self._number}/{rank}/{sender}-{receiver}"
