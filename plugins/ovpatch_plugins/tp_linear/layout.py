@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ovpatch_plugins.tp_linear.schedules.stock import linear
@@ -83,7 +82,7 @@ def _in_front(shape: torch.Size, dim: int) -> bool:
 
 def find_sequence_dim(layout: Placement, x: Tensor) -> int | None:
     """Return the dimension of ``x`` along which a layout cuts; None if it is the last one, or none."""
-    if not isinstance(layout, Shard) or isinstance(layout, _StridedShard):
+    if not isinstance(layout, Shard):  # a _StridedShard is none
         return None
     dim = layout.dim + x.dim() if layout.dim < 0 else layout.dim
     return dim if 0 <= dim < x.dim() - 1 else None
