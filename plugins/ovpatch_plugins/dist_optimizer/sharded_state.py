@@ -513,12 +513,13 @@ class KeptState:
         self._shards = _values(shown.values())
         self._names = _names(left)
         values = _values(left)
-        self._types = list(map(type, values))
-        self._is_lazy = [kind is LazyTensor for kind in self._types]
-        self._keys = [vars(lazy).get("key") for lazy in itertools.compress(values, self._is_lazy)]
-        # Others, such as the number of steps, are the same objects in both; what stays whole is not, so it is noticed.
-        self._is_shared = [not is_lazy for is_lazy in self._is_lazy]
-        self._shared = list(itertools.compress(self._shards, self._is_shared))
+        self._is_lazy = [type(value) is LazyTensor for value in values]
+        # Of lazy tensors, which only this source makes, and then without this object; of others, such as the number of
+        # steps, the same objects as are kept here. What stays whole is not the same, so it is noticed.
+        self._left = [
+            id(one if is_lazy else other)
+            for one, other, is_lazy in zip(values, self._shards, self._is_lazy, strict=True)
+        ]
         self._in_step: list[Tensor] = []  # lazy tensors, while the optimizer works on the shards
 
     @classmethod
@@ -534,20 +535,19 @@ class KeptState:
 
     def begin_step(self, swapped: Swapped, states: States) -> bool:
         """Return whether the parameters' state still is what the last step has left."""
-        left = [states.get(one.param) for one, _ in swapped]
         if [id(shard_param) for _, shard_param in swapped] != self._ids[::2]:
             return False
+        states_by_id = dict(zip(map(id, states), states.values(), strict=True))  # a tensor's hash() is a call of Python
+        left = [states_by_id.get(id(one.param)) for one, _ in swapped]
         if None in left or _names(left) != self._names:
             return False
         values = _values(left)
-        if list(map(type, values)) != self._types:
-            return False
-        if not all(map(operator.is_, itertools.compress(values, self._is_shared), self._shared)):
+        if list(map(id, values)) != self._left:
             return False
         lazy = list(itertools.compress(values, self._is_lazy))
         try:
-            is_own = list(map(_KEY, lazy)) == self._keys and list(map(_SOURCE, lazy)).count(self._source()) == len(lazy)
-        except AttributeError:  # another thread reads one at this moment
+            is_own = list(map(_SOURCE, lazy)).count(self._source()) == len(lazy)
+        except AttributeError:  # one was read, or is at this moment, by another thread
             return False
         self._in_step = lazy if is_own else []
         return is_own
@@ -569,7 +569,6 @@ class KeptState:
         return False
 
 
-_KEY: Final = operator.attrgetter("key")
 _SOURCE: Final = operator.attrgetter("source")
 _VALUES: Final = operator.methodcaller("values")
 
