@@ -86,6 +86,9 @@ BESIDE: Final = "dist_optimizer: beside"
 class ParamSync(Protocol):
     """Makes parameters the same on all ranks after a step."""
 
+    def begin_update(self, params: Sequence[ShardedParam]) -> None:
+        """Called before this rank's shards of parameters are updated, which are synchronized next."""
+
     def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
         """Start the collectives; all ranks do so for the same parameters."""
 
@@ -162,6 +165,7 @@ class ShardedOptimizer:
         if not params:
             return inner(optimizer, *args, **kwargs)
         known = len(optimizer.state)
+        self._sync.begin_update(params)
         try:
             with self._updating, self._swapped_in_shards(optimizer):  # and written back
                 result = inner(optimizer, *args, **kwargs)

@@ -50,13 +50,14 @@ class ShardedParam:
         index: Its index there.
         owner: The group rank that updates all of it, where one does.
         shard: This rank's elements.
-        shard_param: What the optimizer is given for it; without memory between steps.
+        memory: Where this rank's elements are updated; None if that is the parameter's own memory.
+        shard_param: What the optimizer is given for it; between steps it has none of the parameter's memory.
     """
 
     # Each step goes through thousands of them.
     __slots__ = (
-        "begin", "grad", "index", "nothing", "owner", "param", "reduced", "shard", "shard_param", "shards", "size",
-        "strides",
+        "begin", "grad", "index", "memory", "nothing", "owner", "param", "reduced", "shard", "shard_param", "shards",
+        "size", "strides",
     )  # fmt: skip
 
     def __init__(self, param: Parameter, shards: ShardedGrads, index: int) -> None:
@@ -69,20 +70,27 @@ class ShardedParam:
             # What Parameter() does, which pending_param.py wraps. It keeps the parameter's version counter, whatever
             # its memory: autograd refuses to go back through a graph whose tensors were written to by shards.
             self.shard_param: Parameter = torch.Tensor._make_subclass(Parameter, param, True)
-            self.shard_param.data = self.nothing
+        self.set_memory(None)
         self.reduced = self.grad = self.nothing  # the shard of the gradient, and what the optimizer is given for it
+
+    def set_memory(self, memory: Tensor | None) -> None:
+        """Have this rank's elements updated in other memory, ``[shard.numel]``; see :attr:`memory`."""
+        self.memory = memory
+        with torch.inference_mode(False), torch.no_grad():
+            self.shard_param.data = self.nothing if memory is None else memory
 
 
 def attach_shards(params: Sequence[ShardedParam]) -> list[Parameter]:
     """Return this rank's shards of parameters, as parameters with gradients, until :func:`detach_shards`.
 
-    They are the same objects in every step, over the memory that the parameters have now. The parameters themselves do
-    not change: another thread, which saves a checkpoint, must not find shards.
+    They are the same objects in every step, over the memory that the parameters have now, or over other memory, which
+    has their content by then. The parameters themselves do not change: another thread, which saves a checkpoint, must
+    not find shards.
 
     Raises:
         RuntimeError: A parameter's elements lie in another order than when its model was wrapped.
     """
-    owners = tuple([one.param for one in params])
+    owners = tuple([one.param for one in params if one.memory is None])
     versions = tuple(read_versions(owners))
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         try:
@@ -91,10 +99,11 @@ def attach_shards(params: Sequence[ShardedParam]) -> list[Parameter]:
                 if param.stride() != one.strides:
                     one.shards.check_layout(one.index)
                 dtype = param.dtype
-                if dtype is not shard_param.dtype:
-                    one.nothing = shard_param.data = param.new_empty(0)
-                begin = param.storage_offset() + one.begin
-                shard_param.set_(param.untyped_storage(), begin, one.size, _CONTIGUOUS)
+                if one.memory is None:
+                    if dtype is not shard_param.dtype:
+                        one.nothing = shard_param.data = param.new_empty(0)
+                    begin = param.storage_offset() + one.begin
+                    shard_param.set_(param.untyped_storage(), begin, one.size, _CONTIGUOUS)
                 grad = param.grad
                 if type(grad) is LazyTensor and grad.__dict__.get("source") is one.shards:
                     reduced, shard = one.shards.reduced[one.index], one.grad
@@ -119,7 +128,8 @@ def detach_shards(params: Sequence[ShardedParam]) -> None:
     its memory is freed.
     """
     for one in params:
-        one.shard_param.data = one.nothing
+        if one.memory is None:
+            one.shard_param.data = one.nothing
         one.shard_param.grad = None
 
 
