@@ -149,7 +149,7 @@ class GradBucket:
                 if skip and self.indices[i] in skip:
                     continue
                 if grad is None:
-                    _set_grad(self.params[i], view, is_shared=True)
+                    _write_grad(self.params[i], view, is_shared=True)
                 else:
                     copies.append((grad, view))
         dropped: list[Tensor] = []
@@ -160,7 +160,7 @@ class GradBucket:
                 if self.indices[i] in skip:
                     continue
                 if grad is None:
-                    _set_grad(self.params[i], reduced, is_shared=False)
+                    _write_grad(self.params[i], reduced, is_shared=False)
                 else:
                     copies.append((grad, reduced))
         if dropped:
@@ -313,7 +313,7 @@ def _sums(grads: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [total if dtype is torch.float32 else grad for grad, total in pairs]
 
 
-def _set_grad(param: torch.nn.Parameter, reduced: Tensor, *, is_shared: bool) -> None:
+def _write_grad(param: torch.nn.Parameter, reduced: Tensor, *, is_shared: bool) -> None:
     """Make the reduced gradient ``param.grad``; a hook has dropped its own while it was being reduced.
 
     Args:
