@@ -63,6 +63,26 @@ def test_one_mark_completes_a_parameter_and_open_starts_anew():
     assert owner.complete == [1, 0, 2] * 2
 
 
+def test_a_single_contribution_is_counted_in_one_call_and_anything_else_is_not():
+    owner = Owner()
+    assert owner.sync.count_once(0) is None, "no backward has begun"
+    owner.sync.start_backward()
+    assert owner.sync.count_once(0) == 0, "its bucket lacks none"
+    assert owner.sync.missing_params() == [1, 2]
+    assert owner.sync.count_once(0) is None, "which leaves the error to count_grad()"
+    with pytest.raises(SurplusGradientError, match="'p0'"):
+        owner.fire(0)
+    expect_gradients(owner.params[1], 1)
+    assert owner.sync.count_once(1) is None
+    for counts in ([1, 2, 1], [1, 0, 1]):
+        owner.sync.start_backward(counts)
+        assert owner.sync.count_once(1) is None
+    owner.sync.start_backward()
+    owner.sync.skip_param(2)
+    assert owner.sync.count_once(1) is None
+    assert owner.sync.missing_params() == [0, 1, 2], "nothing was counted"
+
+
 def test_expected_counts_complete_at_the_last_contribution():
     owner = Owner()
     owner.sync.start_backward([1, 3, 0])

@@ -30,6 +30,7 @@ _CUDA_ALIGNMENT = 16  # bytes; copies of unaligned memory leave their vectorized
 _FUSED_DTYPES = (torch.float32, torch.float64)
 
 _GRAD: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
+_LAYOUT = operator.attrgetter("layout")
 
 
 class GradBucket:
@@ -147,7 +148,7 @@ class GradBucket:
             for i, grad, view in zip(self._small, _grads(self._small_params), self._views, strict=True):
                 if skip and self.indices[i] in skip:
                     continue
-                if grad is None or grad.is_conj() or grad.is_neg():
+                if grad is None:
                     _write_grad(self.params[i], view, is_shared=True)
                 else:
                     copies.append((grad, view))
@@ -158,7 +159,7 @@ class GradBucket:
                 dropped.append(reduced)
                 if self.indices[i] in skip:
                     continue
-                if grad is None or grad.is_conj() or grad.is_neg():
+                if grad is None:
                     _write_grad(self.params[i], reduced, is_shared=False)
                 else:
                     copies.append((grad, reduced))
@@ -216,22 +217,22 @@ class GradBucket:
         params, views = self._small_params, self._views
         if places is not None:
             params, views = [params[j] for j in places], [views[j] for j in places]
-        targets, grads = [], []
-        for grad, view in zip(_grads(params), views, strict=True):
-            if grad is None:
-                view.zero_()
-            elif grad.layout is torch.strided:
-                targets.append(view)
-                grads.append(grad)
-            else:
-                raise make_sparse_error(grad)
-        if not targets:
+        found = _grads(params)
+        if {*map(type, found)} != {Tensor} or {*map(_LAYOUT, found)} != {torch.strided}:
+            for grad, view in zip(found, views, strict=True):
+                if grad is None:
+                    view.zero_()
+                elif grad.layout is not torch.strided:
+                    raise make_sparse_error(grad)
+            views = [view for grad, view in zip(found, views, strict=True) if grad is not None]
+        grads = [grad for grad in found if grad is not None]
+        if not grads:
             return
-        torch._foreach_copy_(targets, _sums(grads, self.dtype) if fp32_accumulation.sums else grads)
+        torch._foreach_copy_(views, _sums(grads, self.dtype) if fp32_accumulation.sums else grads)
         if scale != 1.0 and places is None and self._flat is not None:
             self._flat.mul_(scale)
         elif scale != 1.0:
-            _multiply(targets, scale)
+            _multiply(views, scale)
 
     def _make_flat(self) -> None:
         # Outside inference mode, or a first backward under it would leave tensors that autograd refuses later.
@@ -313,18 +314,15 @@ def _sums(grads: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _write_grad(param: torch.nn.Parameter, reduced: Tensor, *, is_shared: bool) -> None:
-    """Make ``param.grad`` the reduced gradient, where torch cannot copy it together with others.
+    """Make the reduced gradient ``param.grad``; a hook has dropped its own while it was being reduced.
 
     Args:
-        param: The parameter; a hook may have dropped its gradient while it was being reduced.
+        param: The parameter.
         reduced: The reduced gradient.
         is_shared: Whether others use the memory of ``reduced``.
     """
     with torch.inference_mode(False), torch.no_grad():
-        if param.grad is None:
-            param.grad = reduced.to(param.dtype, copy=is_shared)
-        else:
-            param.grad.copy_(reduced)  # torch copies into lists of plain memory only
+        param.grad = reduced.to(param.dtype, copy=is_shared)
 
 
 def make_sparse_error(grad: Tensor) -> RuntimeError:

@@ -162,7 +162,7 @@ class GradSync:
         self._collectives = {b.device: Collectives(group, b.device, average=average) for b in buckets}
         self._count = 1 + max(self._bucket_of, default=-1)
         self.start_backward()
-        self.is_open = False
+        self.end_backward()
 
     def start_backward(self, expected: Sequence[int] | None = None) -> None:
         """Begin a backward: no gradient is complete, and every parameter is waited for.
@@ -178,6 +178,7 @@ class GradSync:
         self.absent: set[int] = set()
         self.launched = self.reduced = self.reduced_early = self.nbytes = 0
         self._is_started = self._is_ended = False
+        self._is_plain = expected is None  # each parameter gets one contribution, and none is left out
         self._waiting, self.has_ready_bucket = list(self._sizes), False
         self._works: list[Work] = []
         self._staged: set[int] = set()
@@ -193,6 +194,7 @@ class GradSync:
     def skip_param(self, index: int) -> None:
         """Do not wait for a parameter: this backward adds nothing to its gradient."""
         if index not in self.absent:
+            self._is_plain = False
             self.absent.add(index)
             self._waiting[self._bucket_of[index]] -= 1
 
@@ -222,6 +224,7 @@ class GradSync:
         before = self._expected[index] if index in self._marked else 0
         if self._seen[index] >= max(before, 1):
             raise self._surplus(index, "declared after the others", before + count)
+        self._is_plain = False
         self._marked.add(index)
         self._expected[index] = before + count
         bucket = self._bucket_of[index]
@@ -229,6 +232,20 @@ class GradSync:
             self.absent.discard(index)
             self._waiting[bucket] += 1
         return bucket >= self.launched
+
+    def count_once(self, index: int) -> int | None:
+        """Count the only contribution to a gradient, which is complete then: :meth:`count_grad` in the usual case.
+
+        Returns:
+            How many gradients its bucket lacks; None, and nothing is counted, where it is not the usual case.
+        """
+        if self._seen[index] or not self._is_plain:
+            return None
+        if index in self._cuda:
+            self._producers.record_current(self._cuda[index])
+        self._seen[index], bucket = 1, self._bucket_of[index]
+        missing = self._waiting[bucket] = self._waiting[bucket] - 1
+        return missing
 
     def count_grad(self, index: int, key: str = HOOK, *, adds: bool = True) -> bool:
         """Count a contribution to a gradient, on the stream that is current.
@@ -418,11 +435,15 @@ class GradSync:
             for pairs in batches.values():
                 if pairs:
                     grads, reduced = zip(*pairs, strict=True)
-                    torch._foreach_copy_(grads, reduced)
+                    try:
+                        torch._foreach_copy_(grads, reduced)
+                    except RuntimeError:  # torch copies into lists of plain memory only, and one is conjugated
+                        for grad, average in pairs:
+                            grad.copy_(average)
 
     def end_backward(self) -> None:
         """Count nothing until the next backward."""
-        self.is_open = False
+        self.is_open = self._is_plain = False
 
     def detach_grads(self) -> None:
         """Remove gradients that are being reduced in place from their parameters; the backward has failed."""

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -190,16 +189,12 @@ class GradHooks:
 
     def has_foreign(self) -> bool:
         """Return whether the nodes have hooks besides ours."""
-        for table, ours in self._tables:  # noqa: SIM110 (a generator is a call for each)
-            if len(table() or ()) > ours:
-                return True
-        return False
+        return sum(map(len, self._tables)) > len(self._handles) + len(self._before)
 
-    def _own_tables(self) -> list[tuple[Callable[[], Any], int]]:
-        """Return the nodes' hook tables, each with the number of our hooks in it."""
-        tables = [handle.hooks_dict_ref for handle in (*self._handles, *self._before)]
-        ours = Counter(id(table()) for table in tables)
-        return [(table, ours[id(table())]) for table in tables]
+    def _own_tables(self) -> list[Any]:
+        """Return the nodes' hook tables, which have our hooks."""
+        tables = (handle.hooks_dict_ref() for handle in (*self._handles, *self._before))
+        return list({id(table): table for table in tables}.values())
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -207,6 +202,7 @@ class GradHooks:
             fp32_accumulation.drop_sums(param.grad for param in self._params)
         _remove(self._handles, self._before)
         self.nodes.clear()
+        self._tables.clear()
 
 
 def _remove(*handles: list[RemovableHandle]) -> None:

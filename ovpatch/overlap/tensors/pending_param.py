@@ -26,9 +26,9 @@ from ovpatch.overlap.comm.streams import record_numbered_switches, record_switch
 from ovpatch.overlap.tensors.lazy_tensor import METADATA, leaves
 from ovpatch.overlap.tensors.memory import references_of_one, use_count
 
-#: By ``id()`` of a pending parameter, or of the DTensor over it: the tensor, and the function that waits for its
-#: values. The entry keeps the tensor alive unless the values are lost.
-PENDING: dict[int, tuple[Callable[[], Any], Callable[[], None]]] = {}
+#: By ``id()`` of a pending parameter, or of the DTensor over it: a function that returns the tensor of an ``id()``, and
+#: the one that waits for its values. The entry keeps the tensor alive unless the values are lost.
+PENDING: dict[int, tuple[Callable[[int], Any], Callable[[], None]]] = {}
 
 #: Owners of a parameter's tensor object without DDP: Python, and the AccumulateGrad node.
 OWNERS = 2
@@ -187,8 +187,8 @@ def mark_pending(params: Sequence[Tensor], wait: Callable[[], None], *, aliases:
     if reason := _reason_of_type(params):
         return reason
     try:
+        _add_entries(params, wait)  # first, see [Note: pending by type]
         for param in params:
-            PENDING[id(param)] = (functools.partial(_itself, param), wait)  # [Note: pending by type]
             param.__class__ = PendingParameter
         # Once they are marked: an alias that another thread makes from now on waits.
         reason = _mark_dtensors(params, wait, aliases, owners)
@@ -198,6 +198,11 @@ def mark_pending(params: Sequence[Tensor], wait: Callable[[], None], *, aliases:
     if reason:
         mark_ready(params)
     return reason
+
+
+def _add_entries(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
+    held = {id(tensor): tensor for tensor in tensors}
+    PENDING.update(dict.fromkeys(held, (held.get, wait)))
 
 
 def _mark_dtensors(params: Sequence[Tensor], wait: Callable[[], None], aliases: int, owners: int) -> str:
@@ -211,7 +216,7 @@ def _mark_dtensors(params: Sequence[Tensor], wait: Callable[[], None], aliases: 
     # The local tensor of a DTensor is an alias, and holds the parameter as its base.
     reason = _reason_of_memory(others, aliases, owners) or _reason_of_memory(below, aliases + 1, owners + 1)
     for dtensor in () if reason else seen.values():
-        PENDING[id(dtensor)] = (functools.partial(_itself, dtensor), wait)
+        _add_entries([dtensor], wait)
         dtensor.__class__ = _pending_dtensor()
     return reason
 
@@ -249,7 +254,7 @@ def mark_lost(params: Iterable[Tensor], wait: Callable[[], None], error: Excepti
     for param in params:
         for tensor in (param, dtensor_of(param)) if type(param) is PendingParameter else ():
             if tensor is not None:
-                PENDING[id(tensor)] = (weak_key(tensor, PENDING), wait_or_fail)
+                PENDING[id(tensor)] = (functools.partial(_find, weak_key(tensor, PENDING)), wait_or_fail)
 
 
 def _is_sole_dtensor(dtensor: Any, param: Tensor) -> bool:
@@ -258,8 +263,8 @@ def _is_sole_dtensor(dtensor: Any, param: Tensor) -> bool:
     return use_count(dtensor) == use_count(local) == 1 and local._base is param
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+def _find(reference: weakref.ref[Tensor], _key: int) -> Tensor | None:
+    return reference()
 
 
 def is_pending(param: Tensor) -> bool:
@@ -275,7 +280,7 @@ def any_pending() -> bool:
 def wait_for_param(param: Tensor) -> None:
     """Wait for the values of a parameter, or of a DTensor over one, if it is pending."""
     entry = PENDING.get(id(param))
-    if entry is not None and entry[0]() is param:
+    if entry is not None and entry[0](id(param)) is param:
         entry[1]()
 
 
@@ -286,9 +291,8 @@ def wait_for_all() -> None:
         RuntimeError: Some values did not arrive; all others did.
     """
     failures = []
-    for find, wait in list(PENDING.values()):
-        tensor = find()
-        if tensor is not None and id(tensor) in PENDING:
+    for key, (find, wait) in list(PENDING.items()):
+        if find(key) is not None and key in PENDING:
             try:
                 wait()
             except RuntimeError as error:  # of the collective

@@ -233,7 +233,7 @@ class GradReducer(BackwardReducer, StockOnly):
         self._arm([ANY] * len(self.params) if self.learns_graph else self._static_counts)
 
     def _arm(self, expected: Sequence[int] | None = None) -> None:
-        self._flags_raised = False
+        self._flags_raised = self._is_plain = False
         if not self._is_late:  # a late backward is armed by a thread of the engine, maybe
             self._thread = weakref.ref(threading.current_thread())
         self._choose_mode()
@@ -296,6 +296,7 @@ class GradReducer(BackwardReducer, StockOnly):
         if self.sharder.is_active:
             self.sharder.on_backward_start(staged=self._stages, counts=self._static_counts)
         self._records_order = not (self.has_rebuilt_buckets or self._is_late)
+        self._is_plain = not (self._stages or self._records_order or self._tracks_usage)
         if self._records_order:
             self._assignment.ready_order.clear()
         if self._searches:
@@ -330,6 +331,10 @@ class GradReducer(BackwardReducer, StockOnly):
     def on_grad_accumulated(self, index: int, node_grad: Tensor | None) -> None:
         """The gradient ``node_grad`` has been added to ``grad`` of parameter ``index``; called on an engine thread."""
         with self._lock:
+            if self._is_plain and (missing := self._sync.count_once(index)) is not None:
+                if not missing:
+                    self._start_ready_buckets(node_grad)
+                return
             is_joined = (self.state is ReducerState.REDUCING and self._task.queued) or self._join_backward()
             if self._tracks_usage and self.params[index].grad is not None:
                 self._usage.record(index)  # also under no_sync: the accumulated gradient is reduced later
@@ -360,15 +365,19 @@ class GradReducer(BackwardReducer, StockOnly):
             self._assignment.ready_order.append(index)
         if self._stages:
             sync.stage_grad(index)
-        if sync.has_ready_bucket and self._starts_early:
-            if self.times.sampled and not sync.launched:
+        if sync.has_ready_bucket:
+            self._start_ready_buckets(node_grad)
+
+    def _start_ready_buckets(self, node_grad: Tensor | None) -> None:
+        if self._starts_early:
+            if self.times.sampled and not self._sync.launched:
                 self.times.record("backward_comm_time_start")
-            sync.start_ready_buckets(node_grad)
+            self._sync.start_ready_buckets(node_grad)
 
     # ---------------------------------------------------------------- the end of a backward
 
     def _backward_ended(self) -> None:
-        self._is_revisited = False
+        self._is_revisited = self._is_plain = False
         super()._backward_ended()
 
     def _is_complete(self) -> bool:
@@ -479,7 +488,7 @@ class GradReducer(BackwardReducer, StockOnly):
         self._nested: set[int] = set()  # parameters whose gradients a backward inside the backward makes
         self.state = ReducerState.IDLE
         self._task.queued = self._has_order = self._is_late = self._is_revisited = self.quiet = False
-        self._stages = self._records_order = False
+        self._stages = self._records_order = self._is_plain = False
         self.has_rebuilt_buckets = False
         self._choose_mode()
         self._budgeted = None

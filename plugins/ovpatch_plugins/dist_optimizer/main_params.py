@@ -96,16 +96,23 @@ class MainParamsState(ElementwiseState):
             self._refresh_main([main for main, _ in known], [rounded for _, rounded in known])
 
     def _write_back(self, swapped: Swapped, states: States) -> None:
+        low: Swapped = []
         try:
             low = [(one, main) for one, main in swapped if main.dtype != one.param.dtype]
             with torch.inference_mode(False), torch.no_grad():
-                rounded = [shard_view(one.param.data, one.shard) for one, _ in low]
+                rounded = [
+                    shard_view(one.param.data, one.shard) if one.memory is None else one.memory for one, _ in low
+                ]
                 for _, main in low:
                     states.setdefault(main, {})[MAIN] = main.data  # whose writes are no writes to the parameter
                 if low:
                     torch._foreach_copy_(rounded, [main.detach() for _, main in low])
         finally:
-            super()._write_back(swapped, states)
+            try:
+                super()._write_back(swapped, states)
+            finally:
+                for one, _ in low:
+                    one.set_memory(one.memory)
 
     def _shard_tensor(self, key: Key, whole: Tensor, state: dict[Any, Any]) -> None:
         if is_half(whole) and is_half(self._shards.params[key[0]]):  # as a stock run has saved it

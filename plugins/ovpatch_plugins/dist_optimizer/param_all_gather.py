@@ -22,7 +22,7 @@ from ovpatch.overlap.data_parallel.bucket import SMALL, get_layer
 from ovpatch.overlap.tensors.memory import shard_range
 from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_ready, without_modes
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.sharded_state import ShardedParam
+from ovpatch_plugins.dist_optimizer.sharded_state import ShardedParam, read_versions
 
 MIB = 1024 * 1024
 
@@ -45,6 +45,58 @@ class _Arrived(NamedTuple):
     works: Sequence[Work]
     event: torch.cuda.Event | None
     followers: set[int]
+
+
+class _Output(NamedTuple):
+    """Memory for the shards of coalesced parameters, and views of it, which stay from step to step.
+
+    Attributes:
+        rows: What is gathered, ``[ranks, elements]``.
+        shards: A view of this rank's row for each parameter, ``[shard.numel]``.
+        columns: A view of that for each parameter, ``[ranks, size]``.
+        pieces: As the columns, one after the other in other memory.
+        wholes: Views of the pieces without padding, each of its parameter's shape, or of one dimension.
+        reordered: The parameters, by index, whose chunks along the first dimension are not the ranks' shards.
+    """
+
+    rows: Tensor
+    shards: Sequence[Tensor]
+    columns: list[Tensor]
+    pieces: list[Tensor]
+    wholes: list[Tensor]
+    reordered: Sequence[int]
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor], world: int, rank: int) -> _Output:
+        """Return it for some parameters of one dtype and device."""
+        sizes = [-(-param.numel() // world) for param in params]
+        rows = torch.empty(world, sum(sizes), dtype=params[0].dtype, device=params[0].device)
+        parts = torch.empty_like(rows).view(-1).split([world * size for size in sizes])
+        reordered = [
+            i
+            for i, param in enumerate(params)
+            if not param.is_contiguous() or param.dim() == 0 or (param.dim() > 1 and len(param) % world)
+        ]
+        wholes = [part[: param.numel()].view(param.shape) for part, param in zip(parts, params, strict=True)]
+        for i in reordered:
+            wholes[i] = wholes[i].view(-1)
+        owned = [shard_range(param.numel(), world, rank).numel for param in params]
+        shards = [part[:numel] for part, numel in zip(rows[rank].split(sizes), owned, strict=True)]
+        pieces = [part.view(world, -1) for part in parts]
+        return cls(rows, shards, list(rows.split(sizes, dim=1)), pieces, wholes, reordered)
+
+    def in_order(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return parameters, or views of one dimension in memory order, whose chunks are the ranks' shards."""
+        elements = list(params)
+        for i in self.reordered:
+            elements[i] = elements[i].as_strided((elements[i].numel(),), (1,))
+        return elements
+
+    def resize(self, elements: int) -> None:
+        """Take memory on a GPU, or give it back with 0; on the CPU, where fresh memory is slow, it stays."""
+        if self.rows.is_cuda:
+            for tensor in (self.rows, self.pieces[0]):
+                tensor.untyped_storage().resize_(elements * tensor.element_size())
 
 
 class AllGatherBucket:
@@ -80,11 +132,11 @@ class AllGatherBucket:
         self._labels = profiler_label(feature, "all_gather", name), profiler_label(feature, "wait", name)
         self._lock = threading.RLock()  # re-entered if a finaliser or a signal handler reads during the wait
         self._works: Sequence[Work] = []
-        self._coalesced = [param for param in params if param.numel() < SMALL]
+        self._depth = 0  # how many calls wait for them, one inside of the other
+        self._coalesced = tuple([param for param in params if param.numel() < SMALL])
         self._alone = [param for param in params if param.numel() >= SMALL]
-        self._shards = [shard_range(param.numel(), self._world, self._rank) for param in self._coalesced]
-        self._row = sum(shard.size for shard in self._shards)
-        self._output: tuple[Tensor, Sequence[Tensor]] | None = None  # of these, by rank, and a view for each
+        self._output: _Output | None = None  # of these
+        self._is_packed = False  # whether their shards are in the output, and not gathered yet
         self._copies: list[tuple[Tensor, Tensor]] = []  # what is written when the values are there, and from what
         self._stream: torch.cuda.Stream | None = None
         self._arrived: _Arrived | None = None
@@ -99,6 +151,28 @@ class AllGatherBucket:
     def is_pending(self) -> bool:
         """Whether an all-gather was started and has not been waited for."""
         return bool(self._works)
+
+    def lend_shards(self) -> dict[int, Tensor]:
+        """Return memory for this rank's shards of coalesced parameters, ``[shard.numel]``, by ``id()`` of these.
+
+        Between :meth:`begin_update` and the start of the all-gather they are here, and may be updated.
+        """
+        if self._world == 1 or not self._coalesced:
+            return {}
+        with without_modes():
+            self._output = _Output.of(self._coalesced, self._world, self._rank)
+        return dict(zip(map(id, self._coalesced), self._output.shards, strict=True))
+
+    def begin_update(self) -> None:
+        """Copy this rank's shards of coalesced parameters to :meth:`lend_shards`, from where they are gathered.
+
+        The others' places get what this rank has of them: to copy all is one call, and they are overwritten.
+        """
+        output = self._output
+        if output is not None:
+            output.resize(output.rows.numel())
+            torch._chunk_cat(output.in_order(self._coalesced), 0, self._world, out=output.rows)
+            self._is_packed = True
 
     def start_all_gather(self) -> str:
         """Start the collective, which all ranks of the group must call in the same order.
@@ -143,10 +217,14 @@ class AllGatherBucket:
         if self._device.type == "cuda":
             self._stream = torch.cuda.current_stream(self._device)
         outputs, inputs = [], []
-        if self._coalesced:
-            output = self._pack_coalesced()
-            outputs.append(output)
-            inputs.append(output[self._rank * self._row : (self._rank + 1) * self._row])
+        if self._output is None:
+            self.lend_shards()
+        if self._output is not None:
+            if not self._is_packed:
+                self.begin_update()
+            self._is_packed = False
+            outputs.append(self._output.rows.view(-1))
+            inputs.append(self._output.rows[self._rank])
         for param in self._alone:
             data = param.data
             numel = data.numel()
@@ -163,35 +241,6 @@ class AllGatherBucket:
         with profiler_span(self._labels[0]):
             self._works = self._all_gather(outputs, inputs)
 
-    def _pack_coalesced(self) -> Tensor:
-        """Copy the shards into the coalesced output, this rank's to their place, and note what is to be copied back.
-
-        The others' places get what this rank has of them: to copy all is one call, and they are overwritten.
-        """
-        world = self._world
-        if self._output is None:
-            rows = torch.empty(world, self._row, dtype=self._params[0].dtype, device=self._device)
-            self._output = rows, rows.split([shard.size for shard in self._shards], dim=1)
-        (rows, columns), copies, packed = self._output, self._copies, []
-        for param, shard, column in zip(self._coalesced, self._shards, columns, strict=True):
-            data, size = param.data, shard.size
-            elements = data if data.is_contiguous() else data.as_strided((data.numel(),), (1,))
-            missing = world * size - elements.numel()
-            if missing:
-                elements = elements.view(-1)
-                whole, rest = divmod(elements.numel(), size)
-                copies.append((elements[: whole * size].view(whole, size), column[:whole]))
-                if rest:
-                    copies.append((elements[whole * size :], column[whole, :rest]))
-                packed.append(torch.nn.functional.pad(elements, (0, missing)).view(world, size))
-            else:
-                elements = elements.view(world, size)
-                copies.append((elements, column))
-                packed.append(elements)
-        # Not torch._chunk_cat, whose pinned memory waits for a collective of the script's that is in flight.
-        torch.cat(packed, 1, out=rows)
-        return rows.view(-1)
-
     def finish_all_gather(self) -> None:
         """Make the caller's stream, that of the start, and all that are current in some thread wait for the values.
 
@@ -200,6 +249,7 @@ class AllGatherBucket:
         with self._lock:
             if not self._works:
                 return
+            self._depth += 1
             try:
                 with without_modes(), profiler_span(self._labels[1]):
                     if self._before_wait is not None:
@@ -210,11 +260,13 @@ class AllGatherBucket:
             except RuntimeError as error:  # of the collective
                 mark_lost(self._params, self.finish_all_gather, error)
                 raise
+            finally:
+                self._depth -= 1
             mark_ready(self._params)
             self._works = []
             self._copies.clear()
-            if self._device.type == "cuda":  # whose memory is soon of use to others; elsewhere fresh memory is slow
-                self._output = None
+            if self._output is not None and not self._depth:
+                self._output.resize(0)
 
     def _wait(self) -> None:
         if self._stream is None:
@@ -226,7 +278,8 @@ class AllGatherBucket:
         else:
             with quietly_on(self._stream):
                 self._wait_and_copy_out()
-        copied = self._copies or any(isinstance(work, WorkWithEpilogue) for work in self._works)  # on that stream
+        copies = self._output is not None or self._copies  # on that stream, as epilogues do
+        copied = copies or any(isinstance(work, WorkWithEpilogue) for work in self._works)
         event = self._stream.record_event() if copied else None
         self._arrived = _Arrived(self._works, event, {self._stream.stream_id})
         for stream in (reader, *side_streams.add_transfer(self, self._stream)):
@@ -235,6 +288,11 @@ class AllGatherBucket:
     def _wait_and_copy_out(self) -> None:
         for work in self._works:
             work.wait()
+        if self._output is not None and self._works:
+            torch._foreach_copy_(self._output.pieces, self._output.columns)
+            versions = tuple(read_versions(self._coalesced))
+            torch._foreach_copy_(self._output.in_order(self._coalesced), self._output.wholes)
+            torch._C._autograd._unsafe_set_version_counter(self._coalesced, versions)  # the step's writes have counted
         if self._copies:
             targets, sources = zip(*self._copies, strict=True)
             torch._foreach_copy_(targets, sources)
@@ -277,8 +335,19 @@ class ParamAllGather:
         self._copy_engines = copy_engines
         self._params: Sequence[ShardedParam] = []
         self._buckets: list[AllGatherBucket] = []
+        self._dtypes: list[torch.dtype] = []
         self._nbytes = 0
         self._copied: Iterable[tuple[dist.ProcessGroup, torch.device]] = ()  # where copy engines may gather
+
+    def begin_update(self, params: Sequence[ShardedParam]) -> None:
+        """Have this rank's shards of small parameters updated where they are gathered from."""
+        dtypes = [one.param.dtype for one in params]
+        if params != self._params or dtypes != self._dtypes or not self._buckets:
+            self._set_buckets(params)
+            self._dtypes = dtypes
+        with without_modes():
+            for bucket in self._buckets:
+                bucket.begin_update()
 
     def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
         """Start the all-gather; all ranks do so for the same parameters."""
@@ -340,13 +409,17 @@ class ParamAllGather:
 
     def _make_bucket(self, params: Sequence[ShardedParam]) -> AllGatherBucket:
         shards, first = params[0].shards, params[0]
-        return AllGatherBucket(
+        bucket = AllGatherBucket(
             [one.param for one in params],
             shards.group,
             name=shards.names[first.index],
             communicator=step_communicator(shards.group, first.param.device),
             before_wait=shards.finish_host_barrier,
         )
+        lent = bucket.lend_shards()
+        for one in params:
+            one.set_memory(lent.get(id(one.param)))
+        return bucket
 
     def _capacities_for(self, params: Sequence[ShardedParam]) -> Iterator[float]:
         if not self._overlap:

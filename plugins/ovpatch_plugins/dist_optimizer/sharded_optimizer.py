@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import NoneType
 from typing import Any, Final, Protocol
 
 import torch
@@ -73,6 +75,8 @@ _INSIDE = (
     "Call it after step(), or in a step hook; or turn dist_optimizer off."
 )
 
+_GRAD: Final = operator.attrgetter("grad")
+
 _ACCUMULATED: Final = 64  # backwards after which a script steps at the latest
 
 #: Of an optimizer that this rank alone has stepped, what leaves those beside it stock, which other ranks still divide.
@@ -81,6 +85,9 @@ BESIDE: Final = "dist_optimizer: beside"
 
 class ParamSync(Protocol):
     """Makes parameters the same on all ranks after a step."""
+
+    def begin_update(self, params: Sequence[ShardedParam]) -> None:
+        """Called before this rank's shards of parameters are updated, which are synchronized next."""
 
     def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
         """Start the collectives; all ranks do so for the same parameters."""
@@ -127,6 +134,8 @@ class ShardedOptimizer:
         renew_in_children(self, "_updating", threading.RLock)
         self._params: list[ShardedParam] = []  # those whose update can be divided, as of the last step
         self._params_key: tuple[list[int], int] = ([], -1)  # what they were found by
+        self._owners: list[Parameter] = []  # the parameters themselves
+        self._lazy_grads = 0  # how many of these have one
         self._stepped: list[ShardedParam] = []  # those that had a gradient then
         self._by_model: dict[ShardedGrads, list[ShardedParam]] = {}
         self._of_groups: list[ShardedGrads] = []  # one model for each process group
@@ -156,6 +165,7 @@ class ShardedOptimizer:
         if not params:
             return inner(optimizer, *args, **kwargs)
         known = len(optimizer.state)
+        self._sync.begin_update(params)
         try:
             with self._updating, self._swapped_in_shards(optimizer):  # and written back
                 result = inner(optimizer, *args, **kwargs)
@@ -207,8 +217,7 @@ class ShardedOptimizer:
             for other in shards.optimizers:  # whose all-gather would overwrite what this step updates
                 if other is not self:
                     other._sync.finish_param_sync()
-        with torch._C.DisableTorchFunctionSubclass():
-            COUNTERS.grads_sharded += [type(one.param.grad) for one in params].count(LazyTensor)
+        COUNTERS.grads_sharded += self._lazy_grads
         for state in self._states.values():
             state.wait_for_readers()
         for shards, of_model in models.items():
@@ -351,7 +360,12 @@ class ShardedOptimizer:
         with torch._C.DisableTorchFunctionSubclass():  # pending parameters tell as well whether they have a gradient
             if key != self._params_key:
                 self._params, self._params_key = self._find_params(params), key
-            return [one for one in self._params if one.param.grad is not None]
+                self._owners = [one.param for one in self._params]
+            kinds = list(map(type, map(_GRAD, self._owners)))
+        self._lazy_grads = kinds.count(LazyTensor)
+        if NoneType not in kinds:
+            return self._params
+        return [one for one, kind in zip(self._params, kinds, strict=True) if kind is not NoneType]
 
     def _find_params(self, params: Iterable[Parameter]) -> list[ShardedParam]:
         known = {id(one.param): one for one in self._params}

@@ -50,13 +50,14 @@ class ShardedParam:
         index: Its index there.
         owner: The group rank that updates all of it, where one does.
         shard: This rank's elements.
-        shard_param: What the optimizer is given for it; without memory between steps.
+        memory: Where this rank's elements are updated; None if that is the parameter's own memory.
+        shard_param: What the optimizer is given for it; between steps it has none of the parameter's memory.
     """
 
     # Each step goes through thousands of them.
     __slots__ = (
-        "begin", "grad", "index", "nothing", "owner", "param", "reduced", "shard", "shard_param", "shards", "size",
-        "strides",
+        "begin", "grad", "index", "memory", "nothing", "owner", "param", "reduced", "shard", "shard_param", "shards",
+        "size", "strides",
     )  # fmt: skip
 
     def __init__(self, param: Parameter, shards: ShardedGrads, index: int) -> None:
@@ -69,20 +70,27 @@ class ShardedParam:
             # What Parameter() does, which pending_param.py wraps. It keeps the parameter's version counter, whatever
             # its memory: autograd refuses to go back through a graph whose tensors were written to by shards.
             self.shard_param: Parameter = torch.Tensor._make_subclass(Parameter, param, True)
-            self.shard_param.data = self.nothing
+        self.set_memory(None)
         self.reduced = self.grad = self.nothing  # the shard of the gradient, and what the optimizer is given for it
+
+    def set_memory(self, memory: Tensor | None) -> None:
+        """Have this rank's elements updated in other memory, ``[shard.numel]``; see :attr:`memory`."""
+        self.memory = memory
+        with torch.inference_mode(False), torch.no_grad():
+            self.shard_param.data = self.nothing if memory is None else memory
 
 
 def attach_shards(params: Sequence[ShardedParam]) -> list[Parameter]:
     """Return this rank's shards of parameters, as parameters with gradients, until :func:`detach_shards`.
 
-    They are the same objects in every step, over the memory that the parameters have now. The parameters themselves do
-    not change: another thread, which saves a checkpoint, must not find shards.
+    They are the same objects in every step, over the memory that the parameters have now, or over other memory, which
+    has their content by then. The parameters themselves do not change: another thread, which saves a checkpoint, must
+    not find shards.
 
     Raises:
         RuntimeError: A parameter's elements lie in another order than when its model was wrapped.
     """
-    owners = tuple([one.param for one in params])
+    owners = tuple([one.param for one in params if one.memory is None])
     versions = tuple(read_versions(owners))
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         try:
@@ -91,10 +99,11 @@ def attach_shards(params: Sequence[ShardedParam]) -> list[Parameter]:
                 if param.stride() != one.strides:
                     one.shards.check_layout(one.index)
                 dtype = param.dtype
-                if dtype is not shard_param.dtype:
-                    one.nothing = shard_param.data = param.new_empty(0)
-                begin = param.storage_offset() + one.begin
-                shard_param.set_(param.untyped_storage(), begin, one.size, _CONTIGUOUS)
+                if one.memory is None:
+                    if dtype is not shard_param.dtype:
+                        one.nothing = shard_param.data = param.new_empty(0)
+                    begin = param.storage_offset() + one.begin
+                    shard_param.set_(param.untyped_storage(), begin, one.size, _CONTIGUOUS)
                 grad = param.grad
                 if type(grad) is LazyTensor and grad.__dict__.get("source") is one.shards:
                     reduced, shard = one.shards.reduced[one.index], one.grad
@@ -119,7 +128,8 @@ def detach_shards(params: Sequence[ShardedParam]) -> None:
     its memory is freed.
     """
     for one in params:
-        one.shard_param.data = one.nothing
+        if one.memory is None:
+            one.shard_param.data = one.nothing
         one.shard_param.grad = None
 
 
@@ -513,12 +523,13 @@ class KeptState:
         self._shards = _values(shown.values())
         self._names = _names(left)
         values = _values(left)
-        self._types = list(map(type, values))
-        self._is_lazy = [kind is LazyTensor for kind in self._types]
-        self._keys = [vars(lazy).get("key") for lazy in itertools.compress(values, self._is_lazy)]
-        # Others, such as the number of steps, are the same objects in both; what stays whole is not, so it is noticed.
-        self._is_shared = [not is_lazy for is_lazy in self._is_lazy]
-        self._shared = list(itertools.compress(self._shards, self._is_shared))
+        self._is_lazy = [type(value) is LazyTensor for value in values]
+        # Of lazy tensors, which only this source makes, and then without this object; of others, such as the number of
+        # steps, the same objects as are kept here. What stays whole is not the same, so it is noticed.
+        self._left = [
+            id(one if is_lazy else other)
+            for one, other, is_lazy in zip(values, self._shards, self._is_lazy, strict=True)
+        ]
         self._in_step: list[Tensor] = []  # lazy tensors, while the optimizer works on the shards
 
     @classmethod
@@ -534,20 +545,19 @@ class KeptState:
 
     def begin_step(self, swapped: Swapped, states: States) -> bool:
         """Return whether the parameters' state still is what the last step has left."""
-        left = [states.get(one.param) for one, _ in swapped]
         if [id(shard_param) for _, shard_param in swapped] != self._ids[::2]:
             return False
+        states_by_id = dict(zip(map(id, states), states.values(), strict=True))  # a tensor's hash() is a call of Python
+        left = [states_by_id.get(id(one.param)) for one, _ in swapped]
         if None in left or _names(left) != self._names:
             return False
         values = _values(left)
-        if list(map(type, values)) != self._types:
-            return False
-        if not all(map(operator.is_, itertools.compress(values, self._is_shared), self._shared)):
+        if list(map(id, values)) != self._left:
             return False
         lazy = list(itertools.compress(values, self._is_lazy))
         try:
-            is_own = list(map(_KEY, lazy)) == self._keys and list(map(_SOURCE, lazy)).count(self._source()) == len(lazy)
-        except AttributeError:  # another thread reads one at this moment
+            is_own = list(map(_SOURCE, lazy)).count(self._source()) == len(lazy)
+        except AttributeError:  # one was read, or is at this moment, by another thread
             return False
         self._in_step = lazy if is_own else []
         return is_own
@@ -569,7 +579,6 @@ class KeptState:
         return False
 
 
-_KEY: Final = operator.attrgetter("key")
 _SOURCE: Final = operator.attrgetter("source")
 _VALUES: Final = operator.methodcaller("values")
 
