@@ -42,7 +42,7 @@ import ovpatch
 from benchmarks.decoders import SIZES, Decoder, Shape, alone, cut, flops_per_step, parameters
 from benchmarks.peaks import PEAK_TFLOPS
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, merged, running, start
-from ovpatch.overlap import autotune
+from ovpatch.overlap.autotune import autotuner
 from ovpatch.overlap.comm.kept_state import drop_values
 from ovpatch.overlap.peer_rpc.rpc import Kept
 
@@ -178,7 +178,7 @@ def built(name: str, problem: Problem) -> Iterator[tuple[Step, Callable[[], dict
 
 def since(before: ovpatch.Report, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the features' states with reasons, and their counts since a report."""
-    chosen, found = autotune.report_lines("tp_linear"), {}
+    chosen, found = autotuner.report_lines("tp_linear"), {}
     for name in names:
         now, then = ovpatch.report()[name], before[name].counters
         counted = {counter: count - then[counter] for counter, count in now.counters.items()}

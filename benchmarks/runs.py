@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ovpatch
-from ovpatch.overlap import autotune
+from ovpatch.overlap.autotune import autotuner
 
 CUDA = torch.cuda.is_available()
 
@@ -208,7 +208,7 @@ def report(benchmark: str, args: argparse.Namespace, rows: list[dict[str, Any]],
     for row in found:
         print(f"{row['arm']:36}" + "".join(f"{row[column]!s:>11}" for column in columns))
     chosen = [
-        line for feature in ("dist_optimizer", "tp_linear", "pipe_experts") for line in autotune.report_lines(feature)
+        line for feature in ("dist_optimizer", "tp_linear", "pipe_experts") for line in autotuner.report_lines(feature)
     ]
     print("".join(f"\nchosen: {line}" for line in chosen))
     if args.json:
