@@ -294,6 +294,9 @@ class ParamBroadcast:
     def begin_update(self, params: Sequence[ShardedParam]) -> None:
         """Do nothing: parameters are updated where they are."""
 
+    def keep_update(self) -> None:
+        """Do nothing, likewise."""
+
     def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
         """Broadcast, and wait; all ranks do so for the same parameters, whose owners stay the same."""
         if params != self._params or not self._buckets:

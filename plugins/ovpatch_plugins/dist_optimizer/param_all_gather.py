@@ -19,7 +19,7 @@ from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.comm.collectives import AllGather, Work, WorkWithEpilogue, step_communicator
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span, quietly_on, side_streams
 from ovpatch.overlap.data_parallel.bucket import SMALL, get_layer
-from ovpatch.overlap.tensors.memory import shard_range
+from ovpatch.overlap.tensors.memory import shard_range, shard_view
 from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_ready, without_modes
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_state import ShardedParam, read_versions
@@ -174,6 +174,14 @@ class AllGatherBucket:
             torch._chunk_cat(output.in_order(self._coalesced), 0, self._world, out=output.rows)
             self._is_packed = True
 
+    def keep_update(self) -> None:
+        """Copy lent shards to the parameters, if they were updated and no all-gather was started."""
+        if self._output is not None and self._is_packed:
+            self._is_packed = False
+            ranges = [shard_range(param.numel(), self._world, self._rank) for param in self._coalesced]
+            places = [shard_view(param.data, own) for param, own in zip(self._coalesced, ranges, strict=True)]
+            torch._foreach_copy_(places, list(self._output.shards))
+
     def start_all_gather(self) -> str:
         """Start the collective, which all ranks of the group must call in the same order.
 
@@ -222,7 +230,6 @@ class AllGatherBucket:
         if self._output is not None:
             if not self._is_packed:
                 self.begin_update()
-            self._is_packed = False
             outputs.append(self._output.rows.view(-1))
             inputs.append(self._output.rows[self._rank])
         for param in self._alone:
@@ -240,6 +247,7 @@ class AllGatherBucket:
             inputs.append(gathered[begin:end])
         with profiler_span(self._labels[0]):
             self._works = self._all_gather(outputs, inputs)
+        self._is_packed = False
 
     def finish_all_gather(self) -> None:
         """Make the caller's stream, that of the start, and all that are current in some thread wait for the values.
@@ -336,18 +344,39 @@ class ParamAllGather:
         self._params: Sequence[ShardedParam] = []
         self._buckets: list[AllGatherBucket] = []
         self._dtypes: list[torch.dtype] = []
+        self._places: list[int] = []  # addresses of the parameters
+        self._lends = False  # whether shards of small parameters are updated where they are gathered from
         self._nbytes = 0
         self._copied: Iterable[tuple[dist.ProcessGroup, torch.device]] = ()  # where copy engines may gather
 
     def begin_update(self, params: Sequence[ShardedParam]) -> None:
-        """Have this rank's shards of small parameters updated where they are gathered from."""
-        dtypes = [one.param.dtype for one in params]
-        if params != self._params or dtypes != self._dtypes or not self._buckets:
+        """Have this rank's shards of small parameters updated where they are gathered from.
+
+        Not where parameters share memory (``a.data = b.data``): there each update has to see the one before.
+        """
+        dtypes, places, lends = [one.param.dtype for one in params], self._addresses(params), self._lends
+        if places != self._places or params != self._params:
+            lends = not _overlap(params)
+        if params != self._params or (dtypes, lends) != (self._dtypes, self._lends) or not self._buckets:
+            self._lends = lends
             self._set_buckets(params)
             self._dtypes = dtypes
+        self._places = places
+        if lends:
+            with without_modes():
+                for bucket in self._buckets:
+                    bucket.begin_update()
+
+    def keep_update(self) -> None:
+        """Keep what this rank has updated in the parameters' own memory where no all-gather was started."""
         with without_modes():
             for bucket in self._buckets:
-                bucket.begin_update()
+                bucket.keep_update()
+
+    @staticmethod
+    def _addresses(params: Sequence[ShardedParam]) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [one.param.data_ptr() for one in params]
 
     def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
         """Start the all-gather; all ranks do so for the same parameters."""
@@ -416,7 +445,7 @@ class ParamAllGather:
             communicator=step_communicator(shards.group, first.param.device),
             before_wait=shards.finish_host_barrier,
         )
-        lent = bucket.lend_shards()
+        lent = bucket.lend_shards() if self._lends else {}
         for one in params:
             one.set_memory(lent.get(id(one.param)))
         return bucket
@@ -431,6 +460,13 @@ class ParamAllGather:
     def _kind(self, param: ShardedParam) -> tuple[Hashable, ...]:
         layer = get_layer(param.shards.names[param.index]) if self._granularity == "layer" else ""
         return layer, param.param.dtype
+
+
+def _overlap(params: Sequence[ShardedParam]) -> bool:
+    """Return whether parameters, which are dense, have memory in common."""
+    with torch._C.DisableTorchFunctionSubclass():
+        spans = sorted((one.param.data_ptr(), one.param.nbytes) for one in params)
+    return any(begin + size > following for (begin, size), (following, _) in itertools.pairwise(spans))
 
 
 def group_alike(

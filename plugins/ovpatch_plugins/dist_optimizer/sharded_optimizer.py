@@ -89,6 +89,9 @@ class ParamSync(Protocol):
     def begin_update(self, params: Sequence[ShardedParam]) -> None:
         """Called before this rank's shards of parameters are updated, which are synchronized next."""
 
+    def keep_update(self) -> None:
+        """Called instead of the start of the collectives, or after it has failed."""
+
     def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
         """Start the collectives; all ranks do so for the same parameters."""
 
@@ -165,15 +168,19 @@ class ShardedOptimizer:
         if not params:
             return inner(optimizer, *args, **kwargs)
         known = len(optimizer.state)
-        self._sync.begin_update(params)
         try:
-            with self._updating, self._swapped_in_shards(optimizer):  # and written back
-                result = inner(optimizer, *args, **kwargs)
-        except Exception:  # on this rank, perhaps; the others wait for the parameters, and may have written to them
-            torch.autograd.graph.increment_version([one.param for one in params])
+            self._sync.begin_update(params)
+            try:
+                with self._updating, self._swapped_in_shards(optimizer):  # and written back
+                    result = inner(optimizer, *args, **kwargs)
+            except Exception:  # on this rank, perhaps; the others wait for the parameters, and may have written to them
+                torch.autograd.graph.increment_version([one.param for one in params])
+                self._start_param_sync(optimizer, params)
+                raise
             self._start_param_sync(optimizer, params)
+        except BaseException:  # a KeyboardInterrupt, or the others do not come: the state has gone on
+            self._sync.keep_update()
             raise
-        self._start_param_sync(optimizer, params)
         put_in_order(optimizer, known)
         COUNTERS.steps += 1
         COUNTERS.params_updated += len(params)

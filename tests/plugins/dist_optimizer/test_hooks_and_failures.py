@@ -9,6 +9,7 @@ import time
 import weakref
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import ovpatch
 from ovpatch.overlap.tensors.pending_param import is_pending
 from ovpatch_plugins.dist_optimizer import sharded_grads
-from tests.plugins.ddp.arms import Record, counted, data
+from tests.plugins.ddp.arms import Record, counted, data, device
 from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, train_step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, Signed, net
@@ -112,6 +113,33 @@ def raising(where: str) -> list[Record]:
 @pytest.mark.parametrize("where", ["pre-hook", "post-hook", "step", "closure"])
 def test_after_a_step_that_raises_everything_is_whole(ranks, where):
     check_all(ranks(2)(all_cases, raising, {where: {"where": where}}))
+
+
+def interrupted() -> list[Record]:
+    """A step ends by Ctrl-C when it has updated. No gradient depends on parameters, of which other shards are late."""
+    model = ddp(torch.nn.Linear(6, 3).to(device()))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    update = torch._foreach_add_
+
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        update(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    records = []
+    for step in range(8):
+        opt.zero_grad()
+        model(data(step, 5, 6)).sum().backward()
+        if step == 4:
+            with mock.patch.object(torch, "_foreach_add_", interrupt), pytest.raises(KeyboardInterrupt):
+                opt.step()
+        else:
+            opt.step()
+            records.append({"param": params(model)})
+    return records
+
+
+def test_a_step_that_is_interrupted_keeps_its_update(ranks):
+    check_all(ranks(2)(all_cases, interrupted, {"": {}}))
 
 
 def mined(model: torch.nn.Module) -> list[bool]:

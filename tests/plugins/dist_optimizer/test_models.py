@@ -58,6 +58,18 @@ class Checkpointed(nn.Module):
         return self.last(checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant))
 
 
+class OneMemory(nn.Module):
+    """Two parameters over the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.second.weight.data = self.first.weight.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
 class Odd(nn.Module):
     """A scalar, an empty parameter, a channels-last convolution, and sizes that do not divide."""
 
@@ -114,6 +126,7 @@ def frozen(model: nn.Module) -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "net": net,
     "tied": Tied,
+    "one memory": OneMemory,
     "branches": Branches,
     "branches by rank": lambda: Branches(by_rank=True),
     "checkpointed": lambda: Checkpointed(False),
@@ -139,6 +152,7 @@ CASES: dict[str, dict[str, Any]] = {
     "small buckets": SMALL_BUCKETS,
     "tied": {"model": "tied"},
     "tied, static": {"model": "tied"} | STATIC,
+    "one memory": {"model": "one memory"},
     "unused": {"model": "branches"} | SEARCH,
     "unused, gradients stay": {"model": "branches", "set_to_none": False} | SEARCH,
     "unused by rank": {"model": "branches by rank"} | SEARCH,
