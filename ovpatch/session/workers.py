@@ -280,7 +280,8 @@ _exit_actions: list[Callable[[], None]] = []
 def run_at_exit(act: Callable[[], None]) -> None:
     """Call a function when this process, or a forked child of multiprocessing, ends by itself.
 
-    Children of :mod:`multiprocessing` skip :mod:`atexit` and drop inherited finalizers, so each registers its own.
+    Children of :mod:`multiprocessing` drop inherited finalizers, and until Python 3.12 skip :mod:`atexit`, so each
+    registers its own finalizer.
     """
     if not _exit_actions:
         atexit.register(_run_exit_actions)

@@ -354,9 +354,11 @@ class ParamAllGather:
 
         Not where parameters share memory (``a.data = b.data``): there each update has to see the one before.
         """
-        dtypes, places, lends = [one.param.dtype for one in params], self._addresses(params), self._lends
-        if places != self._places or params != self._params:
-            lends = not _overlap(params)
+        lends = self._lends
+        with torch._C.DisableTorchFunctionSubclass():
+            dtypes, places = [one.param.dtype for one in params], [one.param.data_ptr() for one in params]
+            if places != self._places or params != self._params:
+                lends = not _overlap(places, [one.param.nbytes for one in params])
         if params != self._params or (dtypes, lends) != (self._dtypes, self._lends) or not self._buckets:
             self._lends = lends
             self._set_buckets(params)
@@ -372,11 +374,6 @@ class ParamAllGather:
         with without_modes():
             for bucket in self._buckets:
                 bucket.keep_update()
-
-    @staticmethod
-    def _addresses(params: Sequence[ShardedParam]) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():
-            return [one.param.data_ptr() for one in params]
 
     def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
         """Start the all-gather; all ranks do so for the same parameters."""
@@ -462,10 +459,9 @@ class ParamAllGather:
         return layer, param.param.dtype
 
 
-def _overlap(params: Sequence[ShardedParam]) -> bool:
-    """Return whether parameters, which are dense, have memory in common."""
-    with torch._C.DisableTorchFunctionSubclass():
-        spans = sorted((one.param.data_ptr(), one.param.nbytes) for one in params)
+def _overlap(addresses: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Return whether dense tensors, of sizes in bytes, have memory in common."""
+    spans = sorted(zip(addresses, sizes, strict=True))
     return any(begin + size > following for (begin, size), (following, _) in itertools.pairwise(spans))
 
 

@@ -125,9 +125,8 @@ class Takeover:
 
         Also what begins its steps, and, with schedule=auto, what runs them until an order is chosen.
         """
+        _give_all_back(schedule)
         stages = list_stages(schedule)
-        for stage in stages:
-            give_buffers_back(stage)
         group = stages[0].group or dist.distributed_c10d._get_default_group()
         stashes = self._options["weight_stash"] != "off"
         reason = _find_reason_against(schedule, stages, group)
