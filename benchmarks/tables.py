@@ -67,6 +67,7 @@ def summary() -> str:
         *(
             _summary_row(runs, arm, features)
             for runs in group_runs("zero_step_2_h100")
+            if runs[0]["settings"]["size"] != "0.4b"  # which by default is left whole; it is among the losses below
             for arm, features in (("ovpatch, ddp alone", "ddp"), ("ovpatch", "ddp, dist_optimizer"))
         ),
     ]
@@ -226,6 +227,9 @@ def zero_step() -> str:
 def zero_alone() -> str:
     """Return the table of ``benchmarks/zero_alone.py``: one row per run."""
     results = _results("zero_alone")
+    for row in (row for result in results for row in result["summary"]):
+        if row["arm"] == "ovpatch":
+            row["arm"] = "ovpatch, NCCL"
     columns = _seen(ALONE_ARMS, results)
     header = ["run", "ranks", *columns.values(), "ovpatch / limit"]
     lines = [_row(header), _row(["---"] * len(header))]
@@ -233,10 +237,11 @@ def zero_alone() -> str:
         arms = {row["arm"]: row for row in result["summary"]}
         cells = [f"{_ms(arms[arm])}, {arms[arm]['peak_gib']:.1f} GiB" if arm in arms else "" for arm in columns]
         against = arms["ovpatch, NCCL"]["median_ms"] / arms["limit, fp32"]["median_ms"]
-        lines.append(_row([name_run(result), str(result["world"]), *cells, f"{against:.3f}"]))
+        name = f"{name_run(result)}, {result['device'].split()[1]}"
+        lines.append(_row([name, str(result["world"]), *cells, f"{against:.3f}"]))
     newest = results[-1]
     return "\n".join(lines) + (
-        f"\n\nMilliseconds per training step, median, and peak of memory of one rank on one {newest['device']}, whose "
+        f"\n\nMilliseconds per training step, median, and peak of memory of one rank on one GPU, whose "
         f"peers are not there: nothing is communicated. torch {newest['torch']}, otherwise as above, {newest['date']}. "
         "Raw data, with worst cases: `benchmarks/results/zero_alone.jsonl`."
     )
@@ -444,7 +449,7 @@ def _ms(row: dict[str, Any]) -> str:
 def name_run(result: dict[str, Any]) -> str:
     """Return the name of a run of ``ddp_step`` or ``zero_step``: the model and what is special."""
     settings = result["settings"]
-    size = {"3.8b": "GPT 3.8B", "1b": "GPT 1B", "tiny": "tiny GPT, host-bound"}[settings["size"]]
+    size = "tiny GPT, host-bound" if settings["size"] == "tiny" else f"GPT {settings['size'].upper()}"
     more = [f"{settings['accumulate']} microbatches"] if settings["accumulate"] > 1 else []
     more += ["clipped"] if settings.get("clip") else []
     more += [_COMPILED.get(settings["compile"], "torch.compile")] if settings["compile"] else []

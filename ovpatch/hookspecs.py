@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 
 import pluggy
 
+from ovpatch.patching.patch import PatchError as PatchError  # of Registrar.apply()
 from ovpatch.patching.patch import Removable  # the handle of a hook, such as torch.utils.hooks.RemovableHandle
 from ovpatch.settings.settings import cache_dir as cache_dir  # for features that measure
 from ovpatch.settings.settings import parse_flag as parse_flag  # for options whose parse accepts more than a bool
@@ -36,6 +37,8 @@ class Option:
         parse: Turns text into the value; raises ``ValueError`` with the expected form. It also gets a Python number or
             bool, as text, so that it can check a range; other Python values are not parsed.
         aliases: Other names of the option.
+        default_unless_named: Value without any setting where the feature is on by default, and nothing names it; None
+            if that is ``default``, too.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Option:
     choices: tuple[Any, ...] = ()
     parse: Callable[[str], Any] | None = None
     aliases: tuple[str, ...] = ()
+    default_unless_named: Any = None
 
 
 def make_count_parser(expected: str, least: int = 0) -> Callable[[str], int]:
@@ -128,6 +132,15 @@ class Registrar(Protocol):
 
     def register_hook(self, name: str, install: Callable[[], Removable], *, why: str = "") -> None:
         """Declare an official hook; ``install`` is called at apply and its handle removed at revert."""
+
+    def apply(self) -> None:
+        """Apply what was registered since :func:`ovpatch.apply`, all of it or nothing.
+
+        For patches that are needed only once the feature has work. Called while the feature is on.
+
+        Raises:
+            PatchError: Something cannot be applied.
+        """
 
 
 class FeatureSpecs:

@@ -137,6 +137,6 @@ def test_the_package_in_a_fresh_process(tmp_path):
     states = {feature["name"]: feature["state"] for feature in report["features"]}
     experts = "pending" if importlib.util.find_spec("transformers") else "skipped"
     waiting = {"pipe_experts": experts, "tp_linear": "pending"}
-    off = dict.fromkeys(("dist_optimizer", "megatron", "pipeline", "recompute"), "disabled")
-    assert states == {"ddp": "applied", **off, **waiting}
+    off = dict.fromkeys(("megatron", "pipeline", "recompute"), "disabled")
+    assert states == {"ddp": "applied", "dist_optimizer": "applied", **off, **waiting}
     assert state == "disabled"

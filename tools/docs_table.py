@@ -69,7 +69,9 @@ def make_options_table(feature: Feature) -> str:
 
 
 def _explain(option: Option, aliases: Iterable[str]) -> str:
-    return " ".join(option.help.split()) + "".join(f" Also `{alias}`." for alias in aliases)
+    unnamed = option.default_unless_named
+    default = "" if unnamed is None else f" Where nothing names the feature, the default is {unnamed}."
+    return " ".join(option.help.split()) + default + "".join(f" Also `{alias}`." for alias in aliases)
 
 
 def make_versions_table(rows: Sequence[Mapping[str, Any]]) -> str:

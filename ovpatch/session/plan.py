@@ -196,7 +196,7 @@ def make_plan(
         if request.on is False and (request.enforced or name not in active):
             record.stand_down("disabled", request.reason)
     _load(plan, plugins)
-    _resolve(plan, arguments)
+    _resolve(plan, arguments, {name for name, record in active.items() if record.request.by_name})
     if ask_machine:
         _ask(plan, plugins, active)
     named = {name for name, record in plan.records.items() if record.request.by_name}
@@ -227,8 +227,11 @@ def _standing_down(record: FeatureRecord) -> Iterator[None]:
         record.stand_down(error.state, str(error))
 
 
-def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check the variables of all imported features and resolve their options."""
+def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]], named: Collection[str]) -> None:
+    """Check the variables of all imported features and resolve their options.
+
+    ``named`` are the active features that an earlier call, or the environment, has named.
+    """
     described = {name: record.feature for name, record in plan.records.items() if record.feature is not None}
     own = {name for name, record in plan.records.items() if record.found.first_party}
     for name, reason in opts.find_clashes(described, own, plan.records).items():
@@ -240,7 +243,9 @@ def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]]) -> N
         record = plan.records[name]
         if record.state in (PLANNED, "disabled"):
             try:
-                record.options = opts.resolve_options(feature, arguments.get(name, {}), variables)
+                record.options = opts.resolve_options(
+                    feature, arguments.get(name, {}), variables, named=record.request.by_name or name in named
+                )
             except settings.SettingsError:
                 raise
             except Exception as error:  # noqa: BLE001  # of a plugin's parse=, although only ValueError is allowed

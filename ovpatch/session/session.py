@@ -43,6 +43,9 @@ class _Registrar:
     def register_hook(self, name: str, install: Any, *, why: str = "") -> None:
         self._manager.register_hook(name, install, feature=self._feature, why=why)
 
+    def apply(self) -> None:
+        self._manager.apply(self._feature)
+
 
 class ActiveFeatures:
     """The features that are on, and the patch manager below them. The session's lock guards it."""

@@ -79,17 +79,19 @@ def _check_all(what: str, values: Any, kind: type) -> None:
 def _check_default(option: Option) -> None:
     if option.parse is None and option.default is not None and type(option.default) not in _KINDS:
         raise ValueError(f"option {option.name!r}: a default of type {type(option.default).__name__} needs parse=")
-    if option.choices and option.default is not None and option.default not in option.choices:
-        raise ValueError(f"option {option.name!r}: the default {option.default!r} is not among its choices")
+    for default in (option.default, option.default_unless_named):
+        if option.choices and default is not None and default not in option.choices:
+            raise ValueError(f"option {option.name!r}: the default {default!r} is not among its choices")
 
 
 def resolve_options(
-    feature: Feature, arguments: Mapping[str, Any], environment: Mapping[str, str]
+    feature: Feature, arguments: Mapping[str, Any], environment: Mapping[str, str], *, named: bool = True
 ) -> dict[str, OptionValue]:
     """Return the value of every option of a feature: environment over argument over default.
 
-    Arguments are by name or alias; the environment has the variables of features, as text. Raises SettingsError if an
-    argument is unknown, a value cannot be parsed, or a name and its alias disagree.
+    Arguments are by name or alias; the environment has the variables of features, as text. ``named`` says whether the
+    settings name the feature, or it is on by default. Raises SettingsError if an argument is unknown, a value cannot be
+    parsed, or a name and its alias disagree.
     """
     known = {name for option in feature.options for name in (option.name, *option.aliases)}
     given = {normalise_name(name): value for name, value in arguments.items()}
@@ -99,11 +101,11 @@ def resolve_options(
             raise SettingsError(
                 f"Feature {feature.name!r} has no option {name!r}{near}. Its options: {', '.join(sorted(known))}."
             )
-    return {option.name: _resolve_one(feature.name, option, given, environment) for option in feature.options}
+    return {option.name: _resolve_one(feature.name, option, given, environment, named) for option in feature.options}
 
 
 def _resolve_one(
-    feature: str, option: Option, arguments: Mapping[str, Any], environment: Mapping[str, str]
+    feature: str, option: Option, arguments: Mapping[str, Any], environment: Mapping[str, str], named: bool
 ) -> OptionValue:
     names = (option.name, *option.aliases)
     variables = [make_variable_name(feature, name) for name in names]
@@ -113,7 +115,8 @@ def _resolve_one(
     parsed_calls = [(one, _convert(option, one)) for one in calls]
     parsed = [(one, _convert(option, one)) for one in texts] or parsed_calls
     if not parsed:
-        return OptionValue(option.default, DEFAULT)
+        unnamed = None if named else option.default_unless_named
+        return OptionValue(option.default if unnamed is None else unnamed, DEFAULT)
     first, value = parsed[0]
     for other, second in parsed[1:]:
         if second != value:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.collectives import step_communicator
 from ovpatch.overlap.tensors.memory import shard_view
-from ovpatch_plugins.dist_optimizer import sharded_grads, takeover
+from ovpatch_plugins.dist_optimizer import optimizers, sharded_grads
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_bucket import shard_norms
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, updating_shards
@@ -261,7 +261,7 @@ def wrap_unscale(original: Unscale) -> Unscale:
     def unscale_grads(
         scaler: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        sharded = takeover.find_sharded(optimizer)
+        sharded = optimizers.find_sharded(optimizer)
         stepped = sharded.params_to_step(optimizer) if sharded is not None else ()
         for shards in dict.fromkeys(one.shards for one in stepped if one.shards.was_sharded(one.index)):
             shards.agree_if_local()

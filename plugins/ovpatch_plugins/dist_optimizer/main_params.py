@@ -9,26 +9,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES, refresh_fp32
+from ovpatch.overlap.data_parallel.fp32_accumulation import refresh_fp32
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.memory import shard_view
 from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, Key, States, Swapped
+from ovpatch_plugins.dist_optimizer.sharding_choice import is_half
 from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 #: The name of the main parameter in the optimizer's state.
 MAIN: Final = "main_param"
-
-
-def is_half(param: Tensor) -> bool:
-    """Return whether a parameter is of half precision."""
-    return param.dtype in HALVES
-
-
-def min_sharded_numel(options: Mapping[str, Any], param: Tensor) -> int:
-    """Return with how many elements a parameter is sharded; with a main parameter, any number is worth it."""
-    return 1 if options["main_params_in_fp32"] and is_half(param) else int(options["min_param_numel"])
 
 
 class _Refresher:

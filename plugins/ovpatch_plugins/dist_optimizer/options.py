@@ -23,10 +23,11 @@ OPTIONS: Final = (
         "shard",
         "always",
         "Which models are sharded. always: all. auto: those where a step is not longer for it, by the number and size "
-        "of their parameters, the number of ranks, the backend, and whether modules are compiled. All ranks decide "
-        "together when DistributedDataParallel is built, and the report says what and why. In doubt it is off. Models "
-        "with main parameters (main_params_in_fp32) are always sharded.",
+        "of their parameters, the number of ranks and hosts, the backend, and whether modules are compiled. All ranks "
+        "decide together when DistributedDataParallel is built, and the report says what and why. In doubt it is off. "
+        "Models with main parameters (main_params_in_fp32) are always sharded.",
         choices=("always", "auto"),
+        default_unless_named="auto",
     ),
     Option(
         "overlap_param_gather",

@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
+from ovpatch.hookspecs import Feature, PatchError, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.dist_optimizer.options import OPTIONS
+
+if TYPE_CHECKING:
+    from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
+    from ovpatch_plugins.dist_optimizer.takeover import NamedClasses, StepPatches
 
 _CLIP = "torch.nn.utils.clip_grad"
 
@@ -22,7 +26,6 @@ def ovpatch_feature() -> Feature:
         summary="ZeRO-1: each rank updates its shard of the parameters and keeps that shard's state.",
         options=OPTIONS,
         requires=("ddp",),
-        default=False,
         distributed=True,
         work=("steps",),
     )
@@ -30,62 +33,65 @@ def ovpatch_feature() -> Feature:
 
 @hookimpl
 def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
-    """Register the patches."""
+    """Register the patches; those of a model's steps once a model is sharded, if that is chosen."""
+    from ovpatch_plugins.dist_optimizer.takeover import NamedClasses, StepPatches
+
+    named = NamedClasses.from_options(options)
+    steps = StepPatches(named)
+    steps.register(patches)
+    if _is_chosen_by_model(options):
+        _Work.apply = functools.partial(_register_late, patches, options, named, steps)
+    else:
+        _register_work(patches, options, named, steps)
+
+
+def _is_chosen_by_model(options: Mapping[str, Any]) -> bool:
+    # A parameter that has a main one is sharded in any case, and its state may be loaded before its model is wrapped.
+    return options["shard"] == "auto" and not options["main_params_in_fp32"]
+
+
+class _Work:
+    """The patches of sharded models that wait for such a model.
+
+    Attributes:
+        apply: Registers and applies them; None if that is done.
+        refusal: Why they cannot be applied, or "".
+    """
+
+    apply: Callable[[], None] | None = None
+    refusal = ""
+
+
+def _register_late(patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches) -> None:
+    _register_work(patches, options, named, steps)
+    patches.apply()
+
+
+def _register_work(patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches) -> None:
+    """Register the patches that sharded models need, beside those of optimizers' steps."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from ovpatch.overlap.tensors.pending_param import APPLIES_IN_C, READ_HOOKS, ContextHook, ModuleHook, wrap_unflatten
     from ovpatch_plugins.dist_optimizer.clip_grad import wrap_clip, wrap_clip_grad_norm, wrap_norm, wrap_unscale
-    from ovpatch_plugins.dist_optimizer.takeover import StepPatches, list_step_classes, wrap_destroy, wrap_zero_grad
+    from ovpatch_plugins.dist_optimizer.optimizers import Optimizers, wrap_destroy
 
+    steps.divider = optimizers = Optimizers(options, named)
     if options["overlap_param_gather"]:
-        for target, wrap, why, optional in READ_HOOKS:
-            patches.register_patch(target, wrap=wrap, optional=optional, why=why)
-        patches.register_hook(
-            "module call",
-            ModuleHook,
-            why="is where every module's call is looked up; scripted functions and extensions read the memory of the "
-            "module's parameters, a global hook makes compiled modules warn, and a wrapper adds frames",
-        )
-        if APPLIES_IN_C:
-            patches.register_hook(
-                "autograd function",
-                ContextHook,
-                why="sees calls of autograd.Function whose apply() a script took before it was patched",
-            )
-        patches.register_patch(
-            "torch.distributed.tensor.parallel.ddp._unflatten_tensor",
-            wrap=wrap_unflatten,
-            optional=True,
-            why="makes the DTensors that stand in parameters' places under DistributedDataParallel(device_mesh=)",
-        )
-        patches.register_patch(
-            "torch.optim.optimizer.Optimizer.zero_grad",
-            wrap=wrap_zero_grad,
-            why="asks each parameter for its grad, mostly while they are pending, whose class answers slowly",
-        )
-    steps = StepPatches(options)
+        _register_readers(patches)
     patches.register_hook(
         "optimizer step",
-        lambda: register_optimizer_step_pre_hook(steps.before_step),
+        lambda: register_optimizer_step_pre_hook(optimizers.before_step),
         why="sees optimizers whose step is not patched, which are reported",
     )
     patches.register_patch(
         "torch.optim.optimizer.Optimizer.state_dict",
-        wrap=steps.wrap_state_dict,
+        wrap=optimizers.wrap_state_dict,
         why="is called by threads that save in the background, also in the middle of a step; hooks cannot hold that up",
     )
     if options["main_params_in_fp32"]:
         patches.register_patch(
             "torch.optim.optimizer.Optimizer.load_state_dict",
-            wrap=steps.wrap_load,
+            wrap=optimizers.wrap_load,
             why="casts fp32 state to the dtype of half-precision parameters",
-        )
-    for name in list_step_classes(steps.named):
-        patches.register_patch(
-            f"{name}.step",
-            wrap=steps.wrap_step,
-            why="is the innermost place: torch's step hooks, official and global, are outside of the script's own "
-            "hooks and closures, which would see shards",
         )
     patches.register_patch(
         f"{_CLIP}.clip_grad_norm_",
@@ -110,26 +116,78 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     )
 
 
+def _register_readers(patches: Registrar) -> None:
+    """Register what readers of a parameter whose all-gather is in flight go through."""
+    from ovpatch.overlap.tensors.pending_param import APPLIES_IN_C, READ_HOOKS, ContextHook, ModuleHook, wrap_unflatten
+    from ovpatch_plugins.dist_optimizer.optimizers import wrap_zero_grad
+
+    for target, wrap, why, optional in READ_HOOKS:
+        patches.register_patch(target, wrap=wrap, optional=optional, why=why)
+    patches.register_hook(
+        "module call",
+        ModuleHook,
+        why="is where every module's call is looked up; scripted functions and extensions read the memory of the "
+        "module's parameters, a global hook makes compiled modules warn, and a wrapper adds frames",
+    )
+    if APPLIES_IN_C:
+        patches.register_hook(
+            "autograd function",
+            ContextHook,
+            why="sees calls of autograd.Function whose apply() a script took before it was patched",
+        )
+    patches.register_patch(
+        "torch.distributed.tensor.parallel.ddp._unflatten_tensor",
+        wrap=wrap_unflatten,
+        optional=True,
+        why="makes the DTensors that stand in parameters' places under DistributedDataParallel(device_mesh=)",
+    )
+    patches.register_patch(
+        "torch.optim.optimizer.Optimizer.zero_grad",
+        wrap=wrap_zero_grad,
+        why="asks each parameter for its grad, mostly while they are pending, whose class answers slowly",
+    )
+
+
 @hookimpl
 def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     """Shard the gradients of models that are wrapped from now on."""
     from ovpatch.overlap.data_parallel.grad_sharder import register_grad_sharder
-    from ovpatch_plugins.dist_optimizer.main_params import min_sharded_numel
+
+    terms = dict(options)
+    choice = functools.partial(_choose_sharding, terms) if options["shard"] == "auto" else None
+    register_grad_sharder(functools.partial(_make_sharder, terms), terms, choice)
+    return []
+
+
+def _choose_sharding(options: Mapping[str, Any], *model: Any, **facts: Any) -> bool:
+    """Return whether a model is sharded: a ``ShardingChoice``."""
+    from ovpatch_plugins.dist_optimizer.sharding_choice import choose_sharding
+
+    return choose_sharding(options, _prepare, *model, **facts)
+
+
+def _prepare() -> str:
+    """Apply the patches of sharded models, if they are not; return why that failed, or ""."""
+    apply, _Work.apply = _Work.apply, None
+    if apply is not None:
+        try:
+            apply()
+        except PatchError as error:
+            _Work.refusal = str(error)
+    return _Work.refusal
+
+
+def _make_sharder(options: Mapping[str, Any], *model: Any, **facts: Any) -> GradSharder:
+    """Return the sharder of a model: a ``GradSharderFactory``."""
     from ovpatch_plugins.dist_optimizer.sharded_grads import make_sharded_grads
+    from ovpatch_plugins.dist_optimizer.sharding_choice import min_sharded_numel
 
-    choice = None
-    if options["shard"] == "auto":
-        from ovpatch_plugins.dist_optimizer.sharding_choice import choose_sharding
-        from ovpatch_plugins.dist_optimizer.takeover import note_choice
-
-        choice = functools.partial(choose_sharding, dict(options), note_choice)
-    factory = functools.partial(
-        make_sharded_grads,
-        min_numel=functools.partial(min_sharded_numel, dict(options)),
+    return make_sharded_grads(
+        *model,
+        **facts,
+        min_numel=functools.partial(min_sharded_numel, options),
         max_inflight_bytes=options["grads_in_flight_mb"] * 2**20 or math.inf,
     )
-    register_grad_sharder(factory, dict(options), choice)
-    return []
 
 
 @hookimpl
@@ -138,9 +196,10 @@ def ovpatch_deactivate() -> None:
     from ovpatch.overlap.data_parallel.grad_sharder import unregister_grad_sharder
 
     unregister_grad_sharder()
+    _Work.apply, _Work.refusal = None, ""
     copies = sys.modules.get("ovpatch.overlap.copy_engine.selection")
     communicators = sys.modules.get("ovpatch.overlap.comm.collectives")
-    optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.takeover")
+    optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")
     if optimizers is not None:
         optimizers.release_all()
     if communicators is not None:
@@ -155,7 +214,7 @@ ovpatch_counters = make_counters_hook("ovpatch_plugins.dist_optimizer.report")
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
     """Return which models are sharded and which optimizers were left stock, and why, and what was measured."""
-    optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.takeover")
+    from ovpatch_plugins.dist_optimizer.report import remarks
+
     autotune = sys.modules.get("ovpatch.overlap.autotune.autotuner")
-    remarks = [] if optimizers is None else list(optimizers.remarks())
-    return remarks + ([] if autotune is None else autotune.report_lines("dist_optimizer"))
+    return [*remarks(), *([] if autotune is None else autotune.report_lines("dist_optimizer"))]

@@ -1,8 +1,11 @@
-"""What the feature did in this process."""
+"""What the feature did in this process, and what the report says of it."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ovpatch.hookspecs import FeatureCounters
 
@@ -56,3 +59,36 @@ class Counters(FeatureCounters):
 
 
 COUNTERS = Counters()
+
+_log = logging.getLogger("ovpatch.dist_optimizer")
+
+_remarks: Final[list[str]] = []
+_strangers: Final[set[str]] = set()  # classes of optimizers that stepped and had no parameter of ours
+
+
+def remark(text: str) -> bool:
+    """Keep a remark, each once; return whether it is new."""
+    new = text not in _remarks
+    if new:
+        _remarks.append(text)
+    return new
+
+
+def note_stranger(name: str) -> None:
+    """Note the class of an optimizer that stepped and had no parameter whose gradient is sharded."""
+    _strangers.add(name)
+
+
+def note_choice(text: str) -> None:
+    """Report whether a model is sharded."""
+    if remark(text):
+        _log.info("%s", text)
+
+
+def remarks() -> Sequence[str]:
+    """Return which models are sharded, if that is chosen, and which optimizers are stock or had nothing to divide."""
+    found = list(_remarks)
+    if _strangers and not (_remarks or COUNTERS.optimizers):
+        names = ", ".join(sorted(_strangers))
+        found.append(f"{names} had nothing to divide: no parameter of a model whose gradients feature ddp reduces")
+    return found

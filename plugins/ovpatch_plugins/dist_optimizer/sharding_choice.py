@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import gather_values
+from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 from ovpatch.overlap.tensors.linear_ops import is_compiled
 from ovpatch.overlap.tensors.memory import can_be_sharded
-from ovpatch_plugins.dist_optimizer.main_params import is_half, min_sharded_numel
+from ovpatch_plugins.dist_optimizer.report import note_choice
 
 #: How many elements of each sharded tensor, on average, a rank must no longer update. To shard a tensor costs the host
 #: some 50 us a step. It saves the device the update of the other ranks' shards: AdamW reads and writes 28 bytes an
@@ -23,12 +26,21 @@ from ovpatch_plugins.dist_optimizer.main_params import is_half, min_sharded_nume
 MIN_SPARED_NUMEL: Final = {("nccl", "cuda"): 4 * 2**20, ("gloo", "cpu"): 2**20}
 
 #: How many times as many it must be where modules are compiled. Their kernels take the device less time, so that the
-#: host is sooner the limit. Measured on NCCL, blocks compiled one by one: 5.1M elements (a GPT of 1B on 2 ranks) are
-#: slower. 9.0M (the same on 8) are faster only for a rank without its peers, for which its host need not wait. 17.7M (a
-#: GPT of 3.8B on 8) keep the device busy for longer than the host by far.
-COMPILED_FACTOR: Final = 3
+#: host is sooner the limit. Measured on NCCL, GPTs with blocks compiled one by one, 2 ranks: 5.1M elements (1B) are 12%
+#: slower than stock, 10.7M (2B) 11% faster. In between, 7.7M and 9.0M (1B on 4 and 8 ranks) were faster in some runs.
+COMPILED_FACTOR: Final = 2.4
 
 _APART: Final = "its ranks did not build it together, so they cannot decide together"
+
+
+def is_half(param: Tensor) -> bool:
+    """Return whether a parameter is of half precision."""
+    return param.dtype in HALVES
+
+
+def min_sharded_numel(options: Mapping[str, Any], param: Tensor) -> int:
+    """Return with how many elements a parameter is sharded; with a main parameter, any number is worth it."""
+    return 1 if options["main_params_in_fp32"] and is_half(param) else int(options["min_param_numel"])
 
 
 @dataclass(frozen=True)
@@ -81,16 +93,22 @@ class ModelFacts:
         """Return why a step would be longer with shards, or could be; "" if it would not."""
         if not self.tensors:
             return "no parameter is dense and has min_param_numel elements"
-        size = f"{_short(self.numel)} parameters in {self.tensors} tensors on {self.world} ranks"
         least = MIN_SPARED_NUMEL.get(self.backend)
         if least is None:
-            return f"{size}: not measured with backend {self.backend[0]} on {self.backend[1]}"
+            return self._off(f"not measured with backend {self.backend[0]} on {self.backend[1]}")
         spared = self.numel // self.tensors * (self.world - 1) // self.world
         if spared >= least * (COMPILED_FACTOR if self.compiled else 1):
             return ""
         compiled = ", as modules are compiled" if self.compiled and spared >= least else ""
-        saved = f"shard=always would save {self._saved()}"
-        return f"{size}: the host is the limit{compiled}; a step would be longer ({saved})"
+        return self._off(f"the host is the limit{compiled}; a step would be longer")
+
+    def objection_to_hosts(self, hosts: int) -> str:
+        """Return why a step on so many hosts could be longer with shards; "" if it would not."""
+        return self._off(f"not measured on {hosts} hosts") if hosts > 1 else ""
+
+    def _off(self, why: str) -> str:
+        size = f"{_short(self.numel)} parameters in {self.tensors} tensors on {self.world} ranks"
+        return f"{size}: {why} (shard=always would save {self._saved()})"
 
     def gain(self) -> str:
         """Return what shards save."""
@@ -104,7 +122,7 @@ class ModelFacts:
 
 def choose_sharding(
     options: Mapping[str, Any],
-    note: Callable[[str], object],
+    prepare: Callable[[], str],
     module: torch.nn.Module,
     params: Sequence[torch.nn.Parameter],
     group: dist.ProcessGroup,
@@ -119,7 +137,7 @@ def choose_sharding(
 
     Args:
         options: Resolved options of the feature.
-        note: Called with the choice in words.
+        prepare: Gets this process ready for sharded models; returns why that failed, or "".
         module: The model.
         params: Its parameters.
         group: The process group over which they are reduced.
@@ -129,10 +147,12 @@ def choose_sharding(
     if options["main_params_in_fp32"] and any(map(is_half, params)):
         return True
     facts = ModelFacts.of(module, params, group, min_numel=lambda one: min_sharded_numel(options, one), sparse=sparse)
-    reason = facts.objection() if together else _APART
+    reason = (facts.objection() or prepare()) if together else _APART
     if together:  # one rank may have compiled what another has not
-        reason = next(filter(None, gather_values(group, "dist_optimizer: shard", reason)), "")
-    note(f"{type(module).__name__} (shard=auto): " + (f"off: {reason}" if reason else f"on: {facts.gain()}"))
+        answers = gather_values(group, "dist_optimizer: shard", [reason, socket.gethostname()])
+        reasons, hosts = zip(*answers, strict=True)
+        reason = next(filter(None, reasons), "") or facts.objection_to_hosts(len(set(hosts)))
+    note_choice(f"{type(module).__name__} (shard=auto): " + (f"off: {reason}" if reason else f"on: {facts.gain()}"))
     return not reason
 
 

@@ -1,4 +1,4 @@
-"""Which optimizers of this process divide their steps among the ranks, and which stay stock, and why.
+"""Which optimizers can divide their steps among the ranks, and the patches of their steps.
 
 An element-wise optimizer computes each element's update from that element's gradient and state alone, so it can be
 given any shard of a parameter. Others need a whole parameter but no other one, so one rank can update it for all.
@@ -10,30 +10,16 @@ from __future__ import annotations
 
 import enum
 import functools
-import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm import collectives
-from ovpatch.overlap.comm.kept_state import drop_values, find_owners, group_values, is_exiting_by_error, kept_values
-from ovpatch.overlap.peer_rpc import rpc
-from ovpatch.overlap.peer_rpc.rpc import PeerRpc
-from ovpatch.overlap.tensors import lazy_tensor, pending_param
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch.overlap.tensors.pending_param import PENDING
-from ovpatch_plugins.dist_optimizer import sharded_grads
-from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, load_in_fp32
-from ovpatch_plugins.dist_optimizer.owned_state import NamedOwnedState, OwnedState, ParamBroadcast
-from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather, finish_orphans, finish_when_dropped, orphans
-from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.sharded_optimizer import BESIDE, ShardedOptimizer, leave_beside
-from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState
+if TYPE_CHECKING:
+    from ovpatch.hookspecs import Registrar
 
 ELEMENT_WISE: Final[tuple[type[Optimizer], ...]] = (
     torch.optim.SGD,
@@ -133,82 +119,52 @@ def _full_name(cls: type) -> str:
 
 # --- the patches ---
 
-
-_log = logging.getLogger("ovpatch.dist_optimizer")
-
-
-_BROADCAST_MB = 64.0  # at a time, of parameters that one rank updates for all: a flat buffer takes as much, twice
-
-COMPILED = "its step is compiled by now, and a compiled step reads whole state and gradients in memory"
-
-# What is kept for each optimizer that this feature knows: what divides its steps; None if it is stock.
-_SHARDED: Final = "dist_optimizer"
-# What is kept for each optimizer that had nothing to divide at its last step: by what that was found.
-_SEEN: Final = "dist_optimizer: seen"
-_any_sharded = False  # whether one of them is not stock; a graph guards on it, which could not look into a table
-_remarks: list[str] = []
-_strangers: set[str] = set()  # classes of optimizers that stepped and had no parameter of ours
+#: Whether steps of an optimizer are divided. A graph guards on it, which could not look into a table.
+_any_divided = False
 
 
-def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``destroy_process_group``: parameters arrive, and peers get what they still ask for, before it is gone.
-
-    A rank that has finished waits for one that still saves a checkpoint, as it does at its own exit; not if an
-    exception ends it, as its peers may wait for it in a collective.
-    """
-
-    @functools.wraps(original)
-    def destroy_process_group(group: Any = None) -> None:
-        try:
-            pending_param.wait_for_all()
-        except RuntimeError as error:
-            _log.warning("parameters did not arrive; each later read of them raises this, too: %s", error)
-        finish_orphans()
-        ending = None if group is dist.group.WORLD else group
-        leaving = not is_exiting_by_error()
-        copies = sys.modules.get("ovpatch.overlap.copy_engine.selection")
-        if leaving:
-            for owner, _ in group_values(rpc.BeforeBackward, ending):
-                rpc.prepare_backward(owner)  # fetch the rest of what was read in part: there will be no other time
-            if copies is not None:
-                copies.finish(ending)
-            PeerRpc.shutdown_all(ending)
-            drop_values(rpc.Kept, ending)  # no peer reads it any more
-            collectives.close_step_communicators(ending)
-        original(group)
-        if leaving and copies is not None:
-            copies.forget(ending)  # not before: to give memory back is to wait for all that runs on the device
-
-    return destroy_process_group
+def note_divided(*, divided: bool) -> None:
+    """Note whether compiled steps have something to make whole: divided optimizers, or lazy gradients."""
+    global _any_divided
+    _any_divided = divided
 
 
-def wrap_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``Optimizer.zero_grad``: the class of a pending parameter is not asked for each ``grad`` that is dropped."""
+class StepDivider(Protocol):
+    """Divides the steps of optimizers whose parameters' gradients are sharded."""
 
-    @functools.wraps(original)
-    def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-        if set_to_none and PENDING:
-            with torch._C.DisableTorchFunctionSubclass():
-                original(optimizer, set_to_none)
-        else:
-            original(optimizer, set_to_none)
+    def step(self, inner: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer; ``inner`` is the stock function of its class."""
 
-    return zero_grad
+    def make_whole(self, optimizer: Optimizer) -> None:
+        """Make an optimizer stock whose step is compiled."""
 
 
 class StepPatches:
-    """The patches of ``step`` functions, made for one set of options.
+    """The patches of ``step`` functions.
+
+    They are there from ``apply()`` on, since schedulers of learning rates keep the function that they find. What
+    divides a step is imported when a model's gradients are sharded.
 
     Args:
-        options: Resolved options of the feature.
+        named: Classes that the user has named.
 
     Attributes:
-        named: Classes that the user has named.
+        divider: What divides steps; None as long as no model is sharded.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = options
-        self.named = NamedClasses.from_options(options)
+    def __init__(self, named: NamedClasses) -> None:
+        self._named = named
+        self.divider: StepDivider | None = None
+
+    def register(self, patches: Registrar) -> None:
+        """Register the patches of all known classes."""
+        for name in list_step_classes(self._named):
+            patches.register_patch(
+                f"{name}.step",
+                wrap=self.wrap_step,
+                why="is the innermost place: torch's step hooks, official and global, are outside of the script's own "
+                "hooks and closures, which would see shards",
+            )
 
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the ``step`` of a class of optimizers, inside of torch's own wrapper that calls step hooks."""
@@ -217,18 +173,12 @@ class StepPatches:
         @functools.wraps(inner)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
-                if _any_sharded:  # a constant of the graph, which is compiled again when this changes
-                    _make_whole(optimizer)
+                if _any_divided:  # a constant of the graph, which is compiled again when this changes
+                    self._make_whole(optimizer)
                 return inner(optimizer, *args, **kwargs)
-            if orphans:
-                finish_orphans()
-            kept = kept_values(optimizer)
-            sharded = kept.get(_SHARDED) or self._take_over(optimizer)
-            if sharded is None:
-                if BESIDE in kept:
-                    leave_beside(optimizer)
+            if self.divider is None:
                 return inner(optimizer, *args, **kwargs)
-            return sharded.step(inner, *args, **kwargs)
+            return self.divider.step(inner, optimizer, *args, **kwargs)
 
         if inner is original:
             return step
@@ -236,159 +186,7 @@ class StepPatches:
         hooked.hooked = True
         return hooked  # type: ignore[no-any-return]
 
-    def wrap_load(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``Optimizer.load_state_dict``: state that was saved in fp32 stays so where parameters have main ones."""
-
-        @functools.wraps(original)
-        def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            load = functools.partial(original, optimizer, *args, **kwargs)
-            sharded = self._take_over(optimizer)
-            if sharded is not None and sharded.is_elementwise:
-                load_in_fp32(optimizer, load)
-            else:
-                load()
-
-        return load_state_dict
-
-    def wrap_state_dict(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap ``Optimizer.state_dict``: a step in another thread, as of a script that saves beside it, ends before."""
-
-        @functools.wraps(original)
-        def state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            sharded = find_sharded(optimizer)
-            if sharded is None:
-                return original(optimizer, *args, **kwargs)
-            with sharded.undivided():
-                return original(optimizer, *args, **kwargs)
-
-        return state_dict
-
-    def before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Look at an optimizer before its step, as a global step hook: those whose step is not patched are reported."""
-        if torch.compiler.is_compiling() or kept_values(optimizer).get(_SHARDED) is not None:
-            return
-        inner = find_inner_optimizer(optimizer)
-        if inner is not None and _SHARDED not in kept_values(inner) and _has_sharded_grads(inner):
-            _leave_stock(inner, f"it is inside a {type(optimizer).__name__}, which divides the work itself")
-        self._take_over(optimizer)
-
-    def _take_over(self, optimizer: Optimizer) -> ShardedOptimizer | None:
-        """Return what divides an optimizer's steps, made at the first call; None if it is stock."""
-        kept = kept_values(optimizer)
-        if _SHARDED not in kept:
-            seen = sharded_grads.generation(), [len(group["params"]) for group in optimizer.param_groups]
-            if kept.get(_SEEN) == seen:  # no parameter has got shards since
-                return None
-            if not _has_sharded_grads(optimizer):
-                kept[_SEEN] = seen
-                _strangers.add(type(optimizer).__name__)
-                return None  # not now; a model may be wrapped later
-            reason = unsupported_reason(optimizer, self.named)
-            if reason:
-                _leave_stock(optimizer, reason)
-            else:
-                self._remark_if_idle(optimizer)
-                kept[_SHARDED] = self._make(optimizer)
-                _note_sharded(lazy=False)
-        return kept[_SHARDED]  # type: ignore[no-any-return]
-
-    def _remark_if_idle(self, optimizer: Optimizer) -> None:
-        """Remark that an optimizer has no parameter that can be sharded, if so: its steps are stock's."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        entries = [entry for entry in map(sharded_grads.find, params) if entry is not None]
-        if not any(shards.can_be_sharded(index) for shards, index in entries):
-            minimum, largest = self._options["min_param_numel"], max(param.numel() for param in params)
-            _remark(
-                f"{type(optimizer).__name__} had nothing to divide at its first step: none of its {len(params)} "
-                f"parameters is dense and has min_param_numel={minimum} elements (the largest has {largest})"
-            )
-
-    def _make(self, optimizer: Optimizer) -> ShardedOptimizer:
-        options = self._options
-        bucket_mb = options["gather_bucket_mb"]
-        kind = find_kind(type(optimizer), self.named)
-        if kind in (Kind.ELEMENT_WISE, Kind.ELEMENT_WISE_NAMED):
-            gather = ParamAllGather(
-                overlap=options["overlap_param_gather"],
-                granularity=options["gather_granularity"],
-                bucket_mb=bucket_mb,
-                copy_engines=options["copy_engines"],
-            )
-            finish_when_dropped(optimizer, gather)
-            state_type = MainParamsState if options["main_params_in_fp32"] else ElementwiseState
-            return ShardedOptimizer(optimizer, gather, state_type, _leave_stock, quiet=kind is Kind.ELEMENT_WISE)
-        broadcast = ParamBroadcast(min(bucket_mb, _BROADCAST_MB))
-        owned = OwnedState if kind is Kind.PER_PARAMETER else NamedOwnedState
-        return ShardedOptimizer(optimizer, broadcast, owned, _leave_stock)
-
-
-def find_sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
-    """Return what divides an optimizer's steps; None if it is stock."""
-    return kept_values(optimizer).get(_SHARDED)
-
-
-def release_all() -> None:
-    """Make every optimizer in this process stock again, its state whole."""
-    for _, one in find_owners(_SHARDED):
-        if one is not None:
-            one.release()
-    for name in (_SHARDED, _SEEN, BESIDE):
-        for optimizer, _ in find_owners(name):
-            del kept_values(optimizer)[name]
-    _note_sharded(lazy=False)
-    finish_orphans()
-
-
-def note_choice(text: str) -> None:
-    """Report whether a model is sharded."""
-    if _remark(text):
-        _log.info("%s", text)
-
-
-def remarks() -> list[str]:
-    """Return which models are sharded, if that is chosen, and which optimizers are stock or had nothing to divide."""
-    found = list(_remarks)
-    if _strangers and not (_remarks or COUNTERS.optimizers):
-        names = ", ".join(sorted(_strangers))
-        found.append(f"{names} had nothing to divide: no parameter of a model whose gradients feature ddp reduces")
-    return found
-
-
-@torch._disable_dynamo
-def _make_whole(optimizer: Optimizer) -> None:
-    """Make an optimizer stock whose step is compiled; a graph reads memory, and lazy tensors have none."""
-    sharded = find_sharded(optimizer)
-    if sharded is not None:
-        sharded.release()
-        _leave_stock(optimizer, COMPILED)
-    with torch._C.DisableTorchFunctionSubclass():
-        grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
-    lazy = [grad for grad in grads if isinstance(grad, LazyTensor)]
-    lazy_tensor.materialize(lazy)  # until all ranks know that no rank wants sharded gradients any more
-    _note_sharded(lazy=sharded is not None or bool(lazy))
-
-
-def _note_sharded(*, lazy: bool) -> None:
-    """Note whether compiled steps have something to make whole: sharded optimizers, or lazy gradients."""
-    global _any_sharded
-    _any_sharded = lazy or any(one is not None for _, one in find_owners(_SHARDED))
-
-
-def _has_sharded_grads(optimizer: Optimizer) -> bool:
-    return any(sharded_grads.find(param) is not None for group in optimizer.param_groups for param in group["params"])
-
-
-def _leave_stock(optimizer: Optimizer, reason: str) -> None:
-    kept_values(optimizer)[_SHARDED] = None
-    COUNTERS.stock_optimizers += 1
-    text = f"{type(optimizer).__name__} stays stock: {reason}"
-    if _remark(text):
-        _log.warning("%s", text)
-
-
-def _remark(text: str) -> bool:
-    """Keep a remark, each once; return whether it is new."""
-    new = text not in _remarks
-    if new:
-        _remarks.append(text)
-    return new
+    @torch._disable_dynamo
+    def _make_whole(self, optimizer: Optimizer) -> None:
+        if self.divider is not None:
+            self.divider.make_whole(optimizer)

@@ -14,7 +14,7 @@ from ovpatch.overlap.comm import step_flags
 from ovpatch.overlap.peer_rpc import versioned
 from ovpatch.overlap.peer_rpc.versioned import VersionedTensors
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch_plugins.dist_optimizer import sharded_grads, takeover
+from ovpatch_plugins.dist_optimizer import optimizers, sharded_grads, takeover
 from ovpatch_plugins.dist_optimizer import sharded_optimizer as divided
 from tests.plugins.ddp.arms import Record, data, device, seen
 from tests.plugins.ddp.test_gpu_options import Mixed, loop_graphed
@@ -137,7 +137,7 @@ def loop_of_two_captures() -> list[Any]:
             if captured:
                 assert not any(isinstance(grad, LazyTensor) for grad in grads.values())
                 records.append({name: grad.clone() for name, grad in grads.items()})
-                if takeover.find_sharded(optimizer) is not None:
+                if optimizers.find_sharded(optimizer) is not None:
                     sharded = True
                     with pytest.raises(RuntimeError, match="AdamW would be captured into a CUDA graph"):
                         optimizer.step()

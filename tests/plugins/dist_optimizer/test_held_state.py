@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from ovpatch.overlap.comm.kept_state import group_values
 from ovpatch.overlap.peer_rpc import rpc
-from ovpatch_plugins.dist_optimizer.takeover import wrap_destroy
+from ovpatch_plugins.dist_optimizer.optimizers import wrap_destroy
 from tests.plugins.ddp.arms import Record, all_both, data, table
 from tests.plugins.dist_optimizer.arms import apply, both
 from tests.plugins.dist_optimizer.checks import check_all, params

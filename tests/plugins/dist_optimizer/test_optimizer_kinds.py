@@ -216,7 +216,7 @@ def test_other_optimizers_stay_stock(ranks):
 def reported() -> list[str]:
     with apply():
         train("own step")
-        from ovpatch_plugins.dist_optimizer.takeover import remarks
+        from ovpatch_plugins.dist_optimizer.report import remarks
 
         return remarks()
 
@@ -229,14 +229,14 @@ def test_the_report_says_which_and_why(ranks):
 def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
     """Train with an optimizer that has nothing to divide; return what the feature says of it."""
     import ovpatch
-    from ovpatch_plugins.dist_optimizer import report, sharded_optimizer, takeover
+    from ovpatch_plugins.dist_optimizer import optimizers, report, sharded_optimizer
 
     fresh = report.Counters()
     with contextlib.ExitStack() as stack:
-        for module in (report, takeover, sharded_optimizer):
+        for module in (report, optimizers, sharded_optimizer):
             stack.enter_context(mock.patch.object(module, "COUNTERS", fresh))
-        stack.enter_context(mock.patch.object(takeover, "_remarks", []))
-        stack.enter_context(mock.patch.object(takeover, "_strangers", set()))
+        stack.enter_context(mock.patch.object(report, "_remarks", []))
+        stack.enter_context(mock.patch.object(report, "_strangers", set()))
         stack.enter_context(ovpatch.applied("ddp", "dist_optimizer"))
         model: nn.Module = ddp(net()) if wrapped else net()
         opt = torch.optim.RMSprop(model.parameters(), 0.01)

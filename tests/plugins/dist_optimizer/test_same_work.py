@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch_plugins.dist_optimizer import step_log
+from ovpatch_plugins.dist_optimizer.optimizers import find_sharded
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.takeover import find_sharded
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer.arms import SMALL, apply, both
 from tests.plugins.dist_optimizer.checks import all_cases, ddp, params, train_step, train_steps
@@ -335,7 +335,7 @@ def over_two_groups() -> tuple[list[Record], int]:
             opt.step()
             records += [params(model) for model in mine]
         dist.barrier()
-        from ovpatch_plugins.dist_optimizer.takeover import find_sharded
+        from ovpatch_plugins.dist_optimizer.optimizers import find_sharded
 
         return records, find_sharded(opt) is not None
 

@@ -1,0 +1,142 @@
+"""The feature as a plain ``apply()`` has it: on, and its patches and modules are there once a model is sharded."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import ovpatch
+from ovpatch.patching import PatchError, PatchManager
+from tests.plugins.ddp.arms import Record
+from tests.plugins.ddp.arms import both as run_both
+from tests.plugins.dist_optimizer.checks import check, ddp, params, train_step
+from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+from tests.plugins.dist_optimizer.test_sharding_choice import SPARED, border
+
+STEPS = 6
+FEATURE = "dist_optimizer"
+WORK = {"torch.optim.optimizer.Optimizer.zero_grad", "torch.nn.utils.clip_grad._get_total_norm", "optimizer step"}
+
+
+def plain() -> Any:
+    """A plain ``apply()``, with tests' small models in mind."""
+    return ovpatch.applied(options={FEATURE: {"min_param_numel": 8}})
+
+
+def patched() -> set[str]:
+    return {
+        status.target for status in ovpatch.report().patches if status.feature == FEATURE and status.state == "applied"
+    }
+
+
+def shard_option() -> Any:
+    return ovpatch.report()[FEATURE].options["shard"].value
+
+
+# --- which option value holds ---
+
+
+def test_by_default_each_models_choice_and_by_name_all():
+    with ovpatch.applied():
+        assert shard_option() == "auto"
+    with ovpatch.applied("ddp", FEATURE):
+        assert shard_option() == "always"
+    with ovpatch.applied(options={FEATURE: {"shard": "always"}}):
+        assert shard_option() == "always"
+
+
+@pytest.mark.parametrize("variable", [("OVPATCH", "+dist_optimizer"), ("OVPATCH_DIST_OPTIMIZER", "1")])
+def test_the_environment_names_it(monkeypatch, variable):
+    monkeypatch.setenv(*variable)
+    with ovpatch.applied():
+        assert shard_option() == "always"
+
+
+def test_a_plain_call_does_not_take_a_name_back():
+    with ovpatch.applied("ddp", FEATURE):
+        ovpatch.apply()
+        assert shard_option() == "always"
+        ovpatch.apply("ddp")
+        assert shard_option() == "always"
+
+
+# --- what is patched, and when ---
+
+
+def test_until_a_model_is_sharded_only_steps_are_patched(ranks):
+    for at_first, whole, sharded, another, left in ranks(2)(patches_by_time):
+        assert {name.rpartition(".")[2] for name in at_first} == {"step"}
+        assert whole == at_first
+        assert sharded > whole | WORK
+        assert another == sharded
+        assert left == set()
+
+
+def patches_by_time() -> list[set[str]]:
+    with plain():
+        found = [patched()]
+        for least in (SPARED + 1, SPARED, SPARED):
+            with border(least):
+                ddp(net())
+            found.append(patched())
+    return [*found, patched()]
+
+
+# --- training ---
+
+
+def train(scheduled: bool = False) -> list[Record]:
+    """Train; the optimizer, and a scheduler that keeps its step, may be there before the model is wrapped."""
+    inner = net()
+    opt = OPTIMIZERS["adamw"](inner.parameters())
+    scheduler = LambdaLR(opt, lambda epoch: 1.0 / (1 + epoch)) if scheduled else None
+    model, records = ddp(inner), []
+    for step in range(STEPS):
+        train_step(model, opt, step)
+        records.append(params(model))
+        if scheduler is not None:
+            scheduler.step()
+    return records
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("least", [SPARED, SPARED + 1])
+def test_a_plain_apply_has_stocks_bits(ranks, scheduled, least):
+    results = ranks(2)(both_plain, least, scheduled)
+    check(results, steps=STEPS if least == SPARED else 0)
+
+
+def both_plain(least: int, scheduled: bool) -> dict[str, Any]:
+    with border(least):
+        return run_both(functools.partial(train, scheduled), apply=plain)
+
+
+def test_where_a_patch_cannot_be_applied_on_one_rank_no_rank_shards(ranks):
+    results = ranks(2)(both_without_patches)
+    check([result for result, _ in results], steps=0)
+    for _, remarks in results:
+        assert any("(shard=auto): off: no room for it" in text for text in remarks)
+
+
+def both_without_patches() -> tuple[dict[str, Any], list[str]]:
+    remarks: list[str] = []
+    apply = PatchManager.apply
+
+    def refuse(manager: PatchManager, *names: str) -> None:
+        if names == (FEATURE,) and torch.distributed.get_rank() == 1:
+            raise PatchError("no room for it")
+        apply(manager, *names)
+
+    def loop() -> list[Record]:
+        with mock.patch.object(PatchManager, "apply", refuse):
+            records = train()
+        remarks[:] = ovpatch.report()[FEATURE].remarks
+        return records
+
+    with border(SPARED):
+        return run_both(loop, apply=plain), remarks
