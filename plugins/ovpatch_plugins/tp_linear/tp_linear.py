@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModu
 from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.tensors.linear_ops import autocast_dtype
 from ovpatch_plugins.tp_linear import operators, tp_group
-from ovpatch_plugins.tp_linear.autograd import run_operator
-from ovpatch_plugins.tp_linear.config import STATE, OpContext, TPConfig
+from ovpatch_plugins.tp_linear.autograd import OpContext, TPConfig, run_operator
 from ovpatch_plugins.tp_linear.layout import find_sequence_dim, get_local, is_traced
-from ovpatch_plugins.tp_linear.operators import OPERATORS
+from ovpatch_plugins.tp_linear.operators import OPERATORS, accumulate_weight_grad, multiply_weight_grad
+from ovpatch_plugins.tp_linear.options import DEFAULT
 from ovpatch_plugins.tp_linear.precomputed import (
     PRECOMPUTED,
     GatherGuard,
@@ -33,6 +33,7 @@ from ovpatch_plugins.tp_linear.precomputed import (
     claim_output,
 )
 from ovpatch_plugins.tp_linear.report import COUNTERS
+from ovpatch_plugins.tp_linear.schedules import find_schedule
 from ovpatch_plugins.tp_linear.schedules.autotuned import Auto
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
@@ -46,6 +47,30 @@ _REMEDY = (
     "same arguments on every rank before parallelize_module, and give every rank the same OVPATCH variables; "
     "OVPATCH_TP_LINEAR=0 on all ranks leaves linears to stock."
 )
+
+
+@dataclasses.dataclass
+class State:
+    """Settings that modules look up at every call."""
+
+    on: bool = False  # whether the feature is on; if not, modules and their copies compute as stock
+    config: TPConfig = dataclasses.field(
+        default_factory=lambda: TPConfig(find_schedule(DEFAULT, 4))
+    )  # how operators are computed
+    shares: bool = True  # whether one gather for several linears is computed with their products
+    compiles: bool = False  # whether compiled graphs contain the feature's operators
+    terms: dict[str, Any] = dataclasses.field(default_factory=dict)  # all options, which must be the same on all ranks
+
+    def turn_on(self, options: Mapping[str, Any]) -> None:
+        """Set everything by the feature's options."""
+        schedule = find_schedule(options["schedule"], options["chunks"], anew=options["regather"])
+        fuse = options["gradient_accumulation_fusion"]
+        self.config = TPConfig(schedule, accumulate_weight_grad if fuse else multiply_weight_grad, options["regather"])
+        self.terms = dict(options)
+        self.shares, self.compiles, self.on = options["shared_gather"], options["compiled"], True
+
+
+STATE = State()
 
 
 def agree_on_terms(group: dist.ProcessGroup) -> None:
