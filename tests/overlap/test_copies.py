@@ -280,7 +280,7 @@ def added(known: bool) -> list[tuple[Tensor, Tensor]]:
         places = [sum(sizes[:i]) for i in range(len(sizes))]
         own = [span(torch.randn(numel).to(dtype), i % 3) for i, numel in enumerate(sizes)]
         ours, expected = ([span(torch.zeros(numel, dtype=wide), 2) for numel in sizes] for _ in range(2))
-        sum_kernel.add_slots(slots, [*map(Addend, own, ours, places)], 1 / 4, 0)
+        sum_kernel.launch_sum(slots, [*map(Addend, own, ours, places)], 1 / 4, 0)
         collectives.add_slots(slots, [*map(Addend, own, expected, places)], 1 / 4, 0)
         found += [(one.memory, other.memory) for one, other in zip(ours, expected, strict=True)]
     if known:

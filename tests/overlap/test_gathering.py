@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from ovpatch.overlap.tensors import pending_param
 from ovpatch.overlap.tensors.memory import flat_view, shard_range
-from ovpatch.overlap.tensors.pending_param import any_pending, is_pending, unsupported_reason, wait_for_all
+from ovpatch.overlap.tensors.pending_param import any_pending, find_reason_against, is_pending, wait_for_all
 from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
 from tests.overlap.reading import READERS
 from tests.overlap.stale import GARBAGE, entrances, same, tensors
@@ -41,7 +41,7 @@ def forget_the_others(params: list[nn.Parameter]) -> None:
 def quiet(params: list[nn.Parameter]) -> None:
     """Wait until gloo's thread has let go of the last collective's tensors; a program's next step comes later."""
     deadline = time.monotonic() + 1
-    while "other tensors share its memory" in map(unsupported_reason, params) and time.monotonic() < deadline:
+    while "other tensors share its memory" in map(find_reason_against, params) and time.monotonic() < deadline:
         time.sleep(0.0005)
 
 

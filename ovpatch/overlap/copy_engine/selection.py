@@ -28,7 +28,7 @@ from ovpatch.overlap.comm.kept_state import (
 )
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.copy_engine.collectives import Engine
-from ovpatch.overlap.copy_engine.window import Allocate, allocate
+from ovpatch.overlap.copy_engine.window import AllocateWindow, allocate_window
 from ovpatch.overlap.symm_mem import memory
 from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
 
@@ -163,7 +163,7 @@ def choose(
     *,
     feature: str,
     directory: Path | None,
-    allocate: Allocate = allocate,
+    allocate: AllocateWindow = allocate_window,
     communicator: dist.ProcessGroup | None = None,
 ) -> None:
     """Choose what moves a group's tensors from now on; a collective, unless the choice is final.

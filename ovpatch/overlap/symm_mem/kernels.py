@@ -52,7 +52,7 @@ def half_of(peers, rank, sequence, half_bytes, like):
 
 
 @triton.jit
-def wait_for_all(signals, value, WORLD: tl.constexpr):
+def wait_for_signals(signals, value, WORLD: tl.constexpr):
     """Wait until all ranks have signalled ``value`` or more."""
     ranks = tl.arange(0, RANKS)
     least = value - 1

@@ -134,7 +134,7 @@ def any_dtensors() -> bool:
     return _DTensors.seen
 
 
-def unsupported_reason(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
+def find_reason_against(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
     """Return why a parameter cannot be pending, or "".
 
     It cannot where its memory can be read without a call that sees its class: through another tensor (a ``detach()``, a
@@ -176,7 +176,7 @@ def mark_pending(params: Sequence[Tensor], wait: Callable[[], None], *, aliases:
         params: The parameters.
         wait: Waits for the values and calls :func:`mark_ready`. Several threads may call it, several times, in any
             mode that a reader can be in.
-        aliases: See :func:`unsupported_reason`.
+        aliases: See :func:`find_reason_against`.
         owners: Likewise.
 
     Returns:

@@ -233,7 +233,7 @@ class GradReducer(BackwardReducer, StockOnly):
         self._arm([ANY] * len(self.params) if self.learns_graph else self._static_counts)
 
     def _arm(self, expected: Sequence[int] | None = None) -> None:
-        self._flags_raised = self._is_plain = False
+        self._flags_raised = self._only_counts = False
         if not self._is_late:  # a late backward is armed by a thread of the engine, maybe
             self._thread = weakref.ref(threading.current_thread())
         self._choose_mode()
@@ -296,7 +296,8 @@ class GradReducer(BackwardReducer, StockOnly):
         if self.sharder.is_active:
             self.sharder.on_backward_start(staged=self._stages, counts=self._static_counts)
         self._records_order = not (self.has_rebuilt_buckets or self._is_late)
-        self._is_plain = not (self._stages or self._records_order or self._tracks_usage)
+        # A gradient that comes has only to be counted.
+        self._only_counts = not (self._stages or self._records_order or self._tracks_usage)
         if self._records_order:
             self._assignment.ready_order.clear()
         if self._searches:
@@ -331,7 +332,7 @@ class GradReducer(BackwardReducer, StockOnly):
     def on_grad_accumulated(self, index: int, node_grad: Tensor | None) -> None:
         """The gradient ``node_grad`` has been added to ``grad`` of parameter ``index``; called on an engine thread."""
         with self._lock:
-            if self._is_plain and (missing := self._sync.count_once(index)) is not None:
+            if self._only_counts and (missing := self._sync.count_once(index)) is not None:
                 if not missing:
                     self._start_ready_buckets(node_grad)
                 return
@@ -377,7 +378,7 @@ class GradReducer(BackwardReducer, StockOnly):
     # ---------------------------------------------------------------- the end of a backward
 
     def _backward_ended(self) -> None:
-        self._is_revisited = self._is_plain = False
+        self._is_revisited = self._only_counts = False
         super()._backward_ended()
 
     def _is_complete(self) -> bool:
@@ -488,7 +489,7 @@ class GradReducer(BackwardReducer, StockOnly):
         self._nested: set[int] = set()  # parameters whose gradients a backward inside the backward makes
         self.state = ReducerState.IDLE
         self._task.queued = self._has_order = self._is_late = self._is_revisited = self.quiet = False
-        self._stages = self._records_order = self._is_plain = False
+        self._stages = self._records_order = self._only_counts = False
         self.has_rebuilt_buckets = False
         self._choose_mode()
         self._budgeted = None

@@ -24,7 +24,7 @@ from ovpatch.overlap.symm_mem.kernels import (
     signals_of,
     tell_all,
     wait_for,
-    wait_for_all,
+    wait_for_signals,
     wait_here,
 )
 
@@ -109,7 +109,7 @@ def stage_kernel(
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     sequence = tl.load(state + SEQUENCE)
-    wait_for_all(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
+    wait_for_signals(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
     staged = half_of(peers, rank, sequence, half_bytes, x)
     own = whole + tl.cast(rank, tl.int64) * size
     for block in range(pid, tl.cdiv(size, BLOCK), programs):
@@ -248,7 +248,7 @@ def gemm_scatter_kernel(
         a2_d = tl.make_tensor_descriptor(x2, [WORLD, m, K2], [tl.cast(m, tl.int64) * K2, K2, 1], [1, BM, BK])
         b2_d = weight_descriptor(w2, n, K2, KN, BN, BK)
     blocks, across = tl.cdiv(m, BM), tl.cdiv(n, BN)
-    wait_for_all(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
+    wait_for_signals(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
     for t in tl.range(tl.program_id(0), WORLD * blocks * across, tl.num_programs(0)):
         owner, i, j = tile_by_owner(t, rank, blocks, across, GROUP, WORLD)
         acc = add_tile(tl.zeros((BM, BN), tl.float32), a0_d, b0_d, owner, i * BM, j * BN, K0, KN, BM, BN, BK)
@@ -271,7 +271,7 @@ def scatter_kernel(x, peers, state, rank, size, half_bytes, WORLD: tl.constexpr,
     ``x`` has ``world * size`` numbers, by owner, of which a program copies ``BLOCK`` at a time.
     """
     sequence = tl.load(state + SEQUENCE)
-    wait_for_all(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
+    wait_for_signals(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
     for step in range(WORLD):
         owner = (rank + 1 + step) % WORLD
         rows = x + tl.cast(owner, tl.int64) * size
@@ -293,7 +293,7 @@ def reduce_kernel(
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     sequence = tl.load(state + SEQUENCE)
-    wait_for_all(signals_of(peers, rank) + READY, sequence, WORLD)
+    wait_for_signals(signals_of(peers, rank) + READY, sequence, WORLD)
     slots = half_of(peers, rank, sequence, half_bytes, out)
     for block in range(pid, tl.cdiv(size, BLOCK), programs):
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
