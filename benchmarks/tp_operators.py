@@ -67,7 +67,7 @@ class Linear:
         """Compute by the kernels of ``fused``, with tiles as given."""
         from ovpatch.overlap.symm_mem import memory
 
-        found = self.launch(memory.workspace_for(self.group, device()), tiles)
+        found = self.launch(memory.get_workspace(self.group, device()), tiles)
         if found is None:
             raise RuntimeError("the workspace cannot be made")
         return found

@@ -14,8 +14,8 @@ from torch import nn
 
 from ovpatch.overlap.tensors import pending_param
 from ovpatch.overlap.tensors.pending_param import (
+    PENDING,
     PendingParameter,
-    any_pending,
     find_reason_against,
     is_pending,
     mark_pending,
@@ -30,7 +30,7 @@ from tests.overlap.stale import GARBAGE, Stale, entrances, stale
 @pytest.fixture(autouse=True)
 def _nothing_stays_pending():
     yield
-    assert not any_pending()
+    assert not PENDING
 
 
 @pytest.fixture
@@ -164,11 +164,11 @@ def test_an_interrupt_leaves_none_pending(param, monkeypatch):
     def interrupted() -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pending_param, "references_of_one", interrupted)
+    monkeypatch.setattr(pending_param, "count_references_of_one", interrupted)
     with pytest.raises(KeyboardInterrupt):
         mark_pending([param], wait_for_all)
     assert type(param) is nn.Parameter
-    assert not pending_param.any_pending()
+    assert not pending_param.PENDING
 
 
 ALIASES = {

@@ -25,7 +25,7 @@ from torch import Tensor
 from ovpatch.overlap.comm.collectives import Collectives, Work, WorkWithEpilogue
 from ovpatch.overlap.comm.kept_state import find_param_state, param_state
 from ovpatch.overlap.comm.streams import ProducerStreams, profiler_label, profiler_span
-from ovpatch.overlap.data_parallel.bucket import Bucket, GradBucket, grad_of
+from ovpatch.overlap.data_parallel.bucket import Bucket, GradBucket, get_grad
 
 
 class SurplusGradientError(RuntimeError):
@@ -404,7 +404,7 @@ class GradSync:
         return self._skip_absent and self.absent.issuperset(bucket.indices)
 
     def _wait_for_producers(self, bucket: Bucket) -> None:
-        grads = map(grad_of, bucket.params)
+        grads = map(get_grad, bucket.params)
         dense = (grad for grad in grads if grad is not None and not grad.is_sparse)
         self._producers.wait_for_producers(bucket.device, dense)
 

@@ -65,7 +65,7 @@ def refuse_method(name: str) -> Callable[..., NoReturn]:
     """Return a method for which ``DistributedDataParallel`` brings the stock reducer back first; its error says so."""
 
     def method(_self: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise RuntimeError(report.needs_stock(name))
+        raise RuntimeError(report.say_needs_stock(name))
 
     method.__name__ = method.__qualname__ = name
     return method
@@ -77,7 +77,7 @@ class StockFace:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(report.unknown_to_reducer(name))
+            raise AttributeError(report.say_unknown_to_reducer(name))
 
 
 class StockOnly(StockFace):

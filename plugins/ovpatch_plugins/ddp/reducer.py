@@ -77,7 +77,7 @@ def check_budget(group: dist.ProcessGroup, device: torch.device, max_ctas: int |
         raise ValueError(report.needs_nccl("max_ctas", backend_name(group, device)))
 
 
-def budgeted_group(group: dist.ProcessGroup, max_ctas: int | None) -> dist.ProcessGroup:
+def get_budgeted_group(group: dist.ProcessGroup, max_ctas: int | None) -> dist.ProcessGroup:
     """Return a communicator over the ranks of ``group`` that takes at most ``max_ctas`` thread blocks.
 
     All ranks of ``group`` call this together the first time; ``group`` itself comes back if there is no budget.
@@ -192,7 +192,7 @@ class GradReducer(BackwardReducer, StockOnly):
         self.times.begin_forward()
         self._finish_previous()
         if self._device.type == "cuda":  # elsewhere the backward has looked
-            self._flags.raise_for_failures(report.peer_lost_backward)
+            self._flags.raise_for_failures(report.say_peer_lost_backward)
         if self._hooks.are_lost():
             self._attach_anew()
         sharder = self.sharder
@@ -310,7 +310,7 @@ class GradReducer(BackwardReducer, StockOnly):
             self.on_first_use()
             self.on_first_use = None
         if self._budgeted is None:
-            self._budgeted = budgeted_group(self._group, self.config.max_ctas)
+            self._budgeted = get_budgeted_group(self._group, self.config.max_ctas)
             if self._budgeted is not self._group:
                 self._make_sync()
 
@@ -354,14 +354,14 @@ class GradReducer(BackwardReducer, StockOnly):
             if self._tracks_usage:
                 self._usage.record(index)  # work without autograd is not seen to add anything
             if not self._sync.expect_marks(index, count):
-                raise self._log_error(report.late_declaration(self.names[index]))
+                raise self._log_error(report.say_late_declaration(self.names[index]))
 
     def _grad_complete(self, index: int, node_grad: Tensor | None) -> None:
         sync = self._sync
         if index in sync.absent:
             self._nested.add(index)
         if not sync.register_grad_ready(index):
-            raise self._log_error(report.late(self.names[index]))
+            raise self._log_error(report.say_late(self.names[index]))
         if self._records_order:
             self._assignment.ready_order.append(index)
         if self._stages:
@@ -409,7 +409,7 @@ class GradReducer(BackwardReducer, StockOnly):
             torch.futures.wait_all(futures)
         COUNTERS.backwards += 1
         if self._device.type != "cuda":
-            self._flags.raise_for_failures(report.peer_lost_backward)
+            self._flags.raise_for_failures(report.say_peer_lost_backward)
 
     def _reduce_rest(self) -> None:
         sync, sharder = self._sync, self.sharder
@@ -469,8 +469,8 @@ class GradReducer(BackwardReducer, StockOnly):
     def _describe_unfinished(self) -> str:
         missing = {i: self.names[i] for i in self._sync.missing_params()}
         if self.static_graph:
-            return report.static_graph_lacks(missing, self._group.rank())
-        return report.unfinished(missing, self._group.rank(), searched=self.config.find_unused_parameters)
+            return report.say_static_graph_lacks(missing, self._group.rank())
+        return report.say_unfinished(missing, self._group.rank(), searched=self.config.find_unused_parameters)
 
     def _log_error(self, text: str) -> RuntimeError:
         """Return an error of which the logger knows."""

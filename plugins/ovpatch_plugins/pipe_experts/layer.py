@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from ovpatch.hookspecs import cache_dir
-from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, autotuner_for
+from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, get_autotuner
 from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.comm.kept_state import group_state
 from ovpatch.overlap.tensors.linear_ops import autocast_dtype
@@ -263,7 +263,7 @@ class MeasuredPlans(PlanCandidates):
     def _tune(self, group: dist.ProcessGroup, tokens: int, trains: bool) -> tuple[ChunkPlan, bool]:
         """Choose for both directions: a checkpoint calls a layer without gradients, and recomputes it with them."""
         layer = self._layer
-        autotuner, choices = autotuner_for(group, layer.device, "pipe_experts", cache_dir()), []
+        autotuner, choices = get_autotuner(group, layer.device, "pipe_experts", cache_dir()), []
         for backward, direction in ((False, "forward"), (True, "forward and backward")):
             make = functools.partial(self._make_candidates, group, tokens, backward)
             key, needs = f"{direction}, {layer.describe(tokens)}", layer.estimate_bytes(tokens)

@@ -108,7 +108,7 @@ _generation = 0
 _world: dist.ProcessGroup | None = None  # the default group of that generation
 
 
-def generation() -> int:
+def get_generation() -> int:
     """Return a number that changes when settings may have changed, or process groups were made again."""
     global _generation, _world
     if distributed_c10d.GroupMember.WORLD is not _world:

@@ -74,12 +74,12 @@ STATE = State()
 
 
 def agree_on_terms(group: dist.ProcessGroup) -> None:
-    """Have the ranks of a group agree on how linears compute, once per :func:`.tp_group.generation`.
+    """Have the ranks of a group agree on how linears compute, once per :func:`.tp_group.get_generation`.
 
     They do so when ``parallelize_module`` first cuts a linear over the group, where stock, too, needs all ranks; for
     models that were made parallel before ``ovpatch.apply()``, in the first forward. RankMismatchError if ranks differ.
     """
-    check_consistent_once(group, "tp_linear", tp_group.generation(), lambda: STATE.terms, remedy=_REMEDY)
+    check_consistent_once(group, "tp_linear", tp_group.get_generation(), lambda: STATE.terms, remedy=_REMEDY)
 
 
 @dataclasses.dataclass(slots=True)
@@ -123,7 +123,7 @@ class TPLinear:
 
     def set_group(self, group: dist.ProcessGroup) -> None:
         """Set the process group, whose ranks have agreed."""
-        self._group, self._era = group, tp_group.generation()
+        self._group, self._era = group, tp_group.get_generation()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TPLinear:
         return self  # it is never changed, and a mesh is not copied either
@@ -137,7 +137,7 @@ class TPLinear:
         if torch.compiler.is_compiling():
             # The ranks agree when the linear is cut, or in an eager forward. A graph would write the generation.
             return self.mesh.get_group() if self._group is None else self._group
-        if self._group is None or self._era != tp_group.generation():
+        if self._group is None or self._era != tp_group.get_generation():
             group = self.mesh.get_group()
             agree_on_terms(group)
             self.set_group(group)
@@ -161,7 +161,7 @@ class TPLinear:
         """Return the output; None if stock has to compute it."""
         if (claimed := claim_output(x, linear)) is not None:
             return self._claimed(linear, claimed)
-        if self._era != tp_group.generation():
+        if self._era != tp_group.get_generation():
             self._clear_plans()
         weight, bias = _params(linear)
         plan = self._find_plan(x) if isinstance(x, Tensor) and not is_traced() and self.matches(weight, bias) else None

@@ -36,7 +36,7 @@ def in_files() -> Iterator[None]:
     """Have ranks on CPUs copy through files that they share."""
 
     def choose(group: Any, device: torch.device, mode: str, **_: Any) -> None:
-        chosen = selection.chosen_for(group, device)
+        chosen = selection.get_choice(group, device)
         if mode == "on" and chosen.engine is None:
             chosen.engine = Engine(group, device, allocate=windows.allocate, slot_bytes=512)
             chosen.gathers = chosen.scatters = True
