@@ -410,10 +410,10 @@ class ParamAllGather:
 
     def _end_copies(self) -> None:
         """Count what copy engines carry, and have the backend's watchdog see it."""
-        from ovpatch.overlap.copy_engine.selection import attend, gathering
+        from ovpatch.overlap.copy_engine.selection import attend, find_gatherer
 
         for group, device in self._copied:
-            if gathering(group, device) is not None:
+            if find_gatherer(group, device) is not None:
                 COUNTERS.gathers_copied += sum(b._group is group and b._device == device for b in self._buckets)
             attend(group, device, step_communicator(group, device))
 
