@@ -74,7 +74,9 @@ def attended() -> list[Any]:
         if communicator is None:
             return  # at the end of a backward
         beside = communicator is step_communicator(group, device) is not group
-        calls.append((group is dist.group.WORLD, str(device), selection.find_gatherer(group, device) is not None, beside))
+        calls.append(
+            (group is dist.group.WORLD, str(device), selection.find_gatherer(group, device) is not None, beside)
+        )
 
     with mock.patch.object(selection, "attend", attend):
         on_cpus(test_loops.train, {"adamw": {"optimizer": "adamw", "steps": 3}}, options=BY_COPIES)
