@@ -18,7 +18,7 @@ from triton.compiler import make_backend
 from triton.runtime import _allocation
 from triton.runtime.jit import create_function_from_signature
 
-from ovpatch.overlap.symm_mem.kernels import Prepared
+from ovpatch.overlap.symm_mem import kernels as prepared
 from ovpatch.overlap.symm_mem.memory import Memory, Scratch, Workspace
 from ovpatch_plugins.tp_linear import triton_launch as launch
 from ovpatch_plugins.tp_linear.triton_launch import Tiles
@@ -172,7 +172,7 @@ class Recorder:
 
 def test_tensors_are_launched_again_by_address():
     kernel, x, state = Recorder(), torch.empty(4), torch.empty(2)
-    launched = Prepared(kernel, 3, None, (state, 7, None), num_warps=8)
+    launched = prepared.Prepared(kernel, 3, None, (state, 7, None), num_warps=8)
     launched(x, None)
     y = torch.empty(5)
     launched(y, None)
@@ -197,7 +197,7 @@ def test_memory_for_descriptors_is_asked_of_the_workspace_alone():
         return torch.empty(size)
 
     before = _allocation._allocator.get()
-    launched = Prepared(Kernel(), 3, scratch, ())
+    launched = prepared.Prepared(Kernel(), 3, scratch, ())
     launched()
     launched()
     assert asked == [(640, 128, None)] * 2
