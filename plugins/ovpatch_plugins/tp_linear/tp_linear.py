@@ -22,7 +22,7 @@ from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.tensors.linear_ops import autocast_dtype
 from ovpatch_plugins.tp_linear import operators, tp_group
 from ovpatch_plugins.tp_linear.autograd import OpContext, TPConfig, run_operator
-from ovpatch_plugins.tp_linear.layout import find_sequence_dim, get_local, is_traced
+from ovpatch_plugins.tp_linear.layout import PLAIN, find_sequence_dim, get_local, is_traced
 from ovpatch_plugins.tp_linear.operators import OPERATORS, accumulate_weight_grad, multiply_weight_grad
 from ovpatch_plugins.tp_linear.options import DEFAULT
 from ovpatch_plugins.tp_linear.precomputed import (
@@ -40,7 +40,6 @@ from ovpatch_plugins.tp_linear.tp_group import TPGroup
 Style = ColwiseParallel | RowwiseParallel
 
 _FEATURES = Shard(-1)
-_PLAIN = (Tensor, nn.Parameter)
 
 _REMEDY = (
     "Either ovpatch is not active there, or that rank does not build the same model. Call ovpatch.apply() with the "
@@ -245,7 +244,7 @@ class TPLinear:
             if self._last[0] is not x._spec:
                 self._last = x._spec, self._plan_for_dtensor(x)
             return self._last[1]
-        if type(x) not in _PLAIN:
+        if type(x) not in PLAIN:
             return None
         dims = x.dim()
         if dims not in self._plans:
