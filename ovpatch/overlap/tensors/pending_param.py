@@ -192,7 +192,7 @@ def mark_pending(params: Sequence[Tensor], wait: Callable[[], None], *, aliases:
             param.__class__ = PendingParameter
         # Once they are marked: an alias that another thread makes from now on waits.
         reason = _mark_dtensors(params, wait, aliases, owners)
-    except BaseException:  # a KeyboardInterrupt, too: nobody would wait for them
+    except BaseException:  # a KeyboardInterrupt, too: nothing would wait for them
         mark_ready(params)
         raise
     if reason:
