@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.runs import CUDA, add_timing, alternate, device, running, start, timed
+from benchmarks.runs import CUDA, add_timing, alternate, device, get_world, running, start, timed
 from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter, Work
 from ovpatch.overlap.copy_engine.collectives import Engine
 
@@ -69,8 +69,8 @@ class Race:
     def make_collective(self, way: str, operation: str) -> Callable[[], Sequence[Work]]:
         """Return a function that starts a collective of one of :data:`WAYS`."""
         if way == "copy engines":
-            engine = Engine(_world(), device())
-            full, shard = self._tensors(_world(), registered=False)
+            engine = Engine(get_world(), device())
+            full, shard = self._tensors(get_world(), registered=False)
             if operation == "all-gather":
                 return lambda: engine.gather([full], [shard])
             return lambda: engine.scatter([shard], [full], average=False)
@@ -91,7 +91,7 @@ class Race:
 
         if not registered:
             return draw()
-        backend = group._get_backend(device())
+        backend: Any = group._get_backend(device())
         pool = torch.cuda.MemPool(backend.mem_allocator)
         with torch.cuda.use_mem_pool(pool):
             tensors = draw()
@@ -105,19 +105,14 @@ class Race:
         self._pools.clear()
 
 
-def _world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 def _communicator(*, zero_cta: bool) -> dist.ProcessGroup:
     """Return a communicator of all ranks, connected."""
     if not CUDA:
-        return _world()
-    options = dist.ProcessGroupNCCL.Options()
+        return get_world()
+    nccl: Any = dist.ProcessGroupNCCL  # torch's stubs lack the policies
+    options = nccl.Options()
     if zero_cta:
-        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+        options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
     group = dist.new_group(pg_options=options, device_id=device())
     dist.all_reduce(torch.zeros(1, device=device()), group=group)
     return group

@@ -122,7 +122,11 @@ FIGURES = {"steps": steps, "memory-and-time": memory_and_time, "timeline-3.8b-4-
 
 def draw(name: str, folder: Path) -> Path:
     """Draw one picture into a folder, and return its file."""
-    sizes = {"font.size": 11, "axes.titlesize": 11, "figure.titlesize": 12}  # another font of the browser must fit, too
+    sizes: Any = {
+        "font.size": 11,
+        "axes.titlesize": 11,
+        "figure.titlesize": 12,
+    }  # another font of the browser must fit, too
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, **sizes}):
         figure = FIGURES[name]()
         for axes in figure.axes:

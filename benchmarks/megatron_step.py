@@ -48,7 +48,7 @@ def load_example() -> Any:
     spec = importlib.util.spec_from_file_location("train_megatron", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     del os.environ["OVPATCH"]
     module.TransformerConfig = functools.partial(module.TransformerConfig, perform_initialization=False)
@@ -165,9 +165,10 @@ def count_calls(function: Callable[[], None]) -> Counter[str]:
 def measure_linears(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each kind of linear and each arm."""
     for kind in ("column", "row"):
-        for arm in [
-            one for one in args.arms if "pipeline_schedule" not in (ARMS[one] or {}) or "schedule" in ARMS[one]
-        ]:
+        for arm in args.arms:
+            options = ARMS[arm] or {}
+            if "pipeline_schedule" in options and "schedule" not in options:
+                continue
             apply(arm)
             run, times = make_linear(kind, args), []
             for _ in range(args.rounds + args.warmup):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, start, timed
+from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, get_world, start, timed
 from ovpatch_plugins.pipe_experts import MoEConfig, expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.all_to_all import get_transport, list_unsupported_reasons
 from ovpatch_plugins.pipe_experts.experts import swiglu
@@ -88,7 +89,7 @@ class Problem:
             favoured = torch.rand(tokens, generator=generator, device=device()) < args.skew * top_k / self.experts
             chances[:, 0] = torch.where(favoured, 2.0, -1.0)
         self.index = chances.topk(top_k, dim=-1).indices
-        self.group = dist.group.WORLD
+        self.group = get_world()
 
     def ours(self, config: MoEConfig) -> Tensor:
         """Compute by the feature."""
@@ -194,18 +195,23 @@ def transformers_layer(problem: Problem) -> Layer:
     return lambda: layer(problem.x, problem.index, problem.weights)
 
 
+def defer(compute: Callable[..., Tensor], *args: Any) -> Callable[[], Layer]:
+    """Return what makes an arm that calls a function with arguments."""
+    return lambda: functools.partial(compute, *args)
+
+
 def arms(problem: Problem) -> dict[str, Callable[[], Layer]]:
     """Return the arms, each to be made when it is run."""
     return {
         "experts": lambda: problem.experts_alone,
         "all-to-alls": lambda: problem.all_to_alls,
         "in sequence": lambda: problem.in_sequence,
-        "naive, 2 chunks": lambda: lambda: problem.naive(2),
-        "naive, 4 chunks": lambda: lambda: problem.naive(4),
+        "naive, 2 chunks": defer(problem.naive, 2),
+        "naive, 4 chunks": defer(problem.naive, 4),
         "transformers": lambda: transformers_layer(problem),
-        **{name: (lambda config=config: lambda: problem.ours(config)) for name, config in OURS.items()},
+        **{name: defer(problem.ours, config) for name, config in OURS.items()},
         **{
-            name: (lambda config=config, programs=programs: lambda: problem.over_symmetric(config, programs))
+            name: defer(problem.over_symmetric, config, programs)
             for name, (config, programs) in OVER_SYMMETRIC.items()
             if CUDA
         },

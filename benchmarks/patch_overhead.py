@@ -96,8 +96,8 @@ def measure_first_steps(rounds: int) -> dict[str, Any]:
             program = _PROGRAM.format(before=_STEP_SETUP.format(apply=apply), body=_STEP)
             with tempfile.TemporaryDirectory() as folder:
                 ranks = [_start(program, str(rank), folder) for rank in range(2)]
-                found = [_finish(rank) for rank in ranks]
-                times[features].append((max(wall for wall, _ in found), max(cpu for _, cpu in found)))
+                clocks = [_finish(rank) for rank in ranks]
+                times[features].append((max(wall for wall, _ in clocks), max(cpu for _, cpu in clocks)))
     found: dict[str, Any] = {"rounds": rounds}
     for number, clock in enumerate(("wall_ms", "cpu_ms")):
         found[clock] = least = {features: min(run[number] for run in runs[1:]) for features, runs in times.items()}

@@ -213,8 +213,8 @@ def predict(schedule: Any, arm: tuple[str, int, str | None], send: float) -> flo
     times, stages = list_schedules()[-1].times, list_stages(schedule)
     mine = {}
     for stage in times.stages():
-        backward = times.mean(stage, Kind.B) or times.mean(stage, Kind.BW)
-        mine[stage] = (times.mean(stage, Kind.F), backward, times.mean(stage, Kind.W))
+        input_grad = times.mean(stage, Kind.B) or times.mean(stage, Kind.BW)
+        mine[stage] = (times.mean(stage, Kind.F), input_grad, times.mean(stage, Kind.W))
     shared: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shared, (mine, times.overhead))
     costs = dict(sorted((stage, cost) for part, _ in shared for stage, cost in part.items()))

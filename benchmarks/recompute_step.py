@@ -48,7 +48,7 @@ def checkpoint_blocks(model: GPT, *, selective: bool) -> None:
     if selective:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     for block in model.blocks:
-        block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]  # as scripts do
+        block.forward = functools.partial(checkpoint, block.forward, **options)  # as scripts do
 
 
 class Watch(TorchDispatchMode):
@@ -59,7 +59,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # not typed in torch
         self.now = self.peak = 0
         self._seen: dict[int, int] = {}
 

@@ -39,6 +39,13 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
 
 
+def get_world() -> dist.ProcessGroup:
+    """Return the default group."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def timed(step: Callable[[], object], steps: int) -> list[float]:
     """Return the times of ``steps`` steps in ms, each from standstill to standstill; those of the slowest rank."""
     times = []

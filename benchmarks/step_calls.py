@@ -59,7 +59,8 @@ class Calls:
         name = frame.f_code.co_filename
         if event != "call" or not name.startswith(self._folders):
             return
-        self.functions[f"{Path(name).relative_to(Path(self._folders[0]).parent)}:{frame.f_code.co_qualname}"] += 1
+        function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # Python 3.10 has names only
+        self.functions[f"{Path(name).relative_to(Path(self._folders[0]).parent)}:{function}"] += 1
         self.changes += name != self._last
         self._last = name
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import statistics
 import time
@@ -25,14 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import ovpatch
 from benchmarks.runs import CUDA, described, device, start
+from ovpatch.overlap.comm.collectives import WorkGroup
 
 WIDTH, ROWS = 256, 16
 
-KINDS = {
+KINDS: dict[str, tuple[Callable[..., ParallelStyle], dict[str, Any]]] = {
     "column, gathers": (ColwiseParallel, {"input_layouts": Shard(0)}),
     "column, replicated": (ColwiseParallel, {}),
     "row, scatters": (RowwiseParallel, {"output_layouts": Shard(0)}),
@@ -72,7 +74,7 @@ def not_launched() -> Iterator[None]:
     """Let the feature's collectives do nothing."""
     from ovpatch_plugins.tp_linear import tp_group
 
-    done = tp_group.WorkGroup(())
+    done = WorkGroup(())
 
     def all_gather(self: Any, rows: Tensor) -> Any:
         return rows.new_empty((self.world * rows.shape[0], rows.shape[1])), done
@@ -99,17 +101,17 @@ def measured(mesh: DeviceMesh, rounds: int) -> Iterator[dict[str, Any]]:
         for grads in (True, False):
             row: dict[str, Any] = {"kind": kind, "grad": grads}
             with torch.set_grad_enabled(grads):
-                row["F.linear"] = per_call(lambda x=x, weight=weight: F.linear(x, weight), rounds)
+                row["F.linear"] = per_call(functools.partial(F.linear, x, weight), rounds)
                 cut, given = linear(kind, mesh)
-                row["stock"] = per_call(lambda cut=cut, given=given: cut(given), rounds)
+                row["stock"] = per_call(functools.partial(cut, given), rounds)
                 with ovpatch.applied("tp_linear"):
                     cut, given = linear(kind, mesh)
-                    row["ovpatch"] = per_call(lambda cut=cut, given=given: cut(given), rounds)
+                    row["ovpatch"] = per_call(functools.partial(cut, given), rounds)
                     with not_launched():
-                        row["bare"] = per_call(lambda cut=cut, given=given: cut(given), rounds)
+                        row["bare"] = per_call(functools.partial(cut, given), rounds)
                 with ovpatch.applied("tp_linear", options={"tp_linear": {"schedule": "fused"}}):
                     cut, given = linear(kind, mesh)
-                    row["fused"] = per_call(lambda cut=cut, given=given: cut(given), rounds)
+                    row["fused"] = per_call(functools.partial(cut, given), rounds)
             row["over"] = row["bare"] - row["F.linear"]
             yield {name: round(value, 1) if isinstance(value, float) else value for name, value in row.items()}
 

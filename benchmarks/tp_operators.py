@@ -27,7 +27,7 @@ from torch.distributed import _symmetric_memory  # without which torch.ops.symm_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, graphed, start, timed
+from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, get_world, graphed, start, timed
 from ovpatch_plugins.tp_linear import tp_group
 from ovpatch_plugins.tp_linear.schedules import SCHEDULES
 
@@ -54,7 +54,7 @@ class Linear:
     """A tensor-parallel linear; those that follow have ``product``, ``collective``, ``in_sequence`` and so on."""
 
     def __init__(self) -> None:
-        self.group, self.world = dist.group.WORLD, dist.get_world_size()
+        self.group, self.world = get_world(), dist.get_world_size()
         self.mesh = DeviceMesh.from_group(self.group, device().type)
         self.ranks = tp_group.get_tp_group(self.group, device())
         self.draw = functools.partial(torch.randn, dtype=torch.bfloat16 if CUDA else torch.float32, device=device())
@@ -67,10 +67,14 @@ class Linear:
         """Compute by the kernels of ``fused``, with tiles as given."""
         from ovpatch.overlap.symm_mem import memory
 
-        found = self.launch(memory.workspace_for(self.group, device()), tiles)
+        found = self.launch(memory.get_workspace(self.group, device()), tiles)
         if found is None:
             raise RuntimeError("the workspace cannot be made")
         return found
+
+    def launch(self, workspace: Any, tiles: Any) -> Tensor | None:
+        """Launch the kernels of ``fused``; None where the workspace cannot be made."""
+        raise NotImplementedError
 
 
 class Gather(Linear):
@@ -104,7 +108,9 @@ class Gather(Linear):
 
     def stock(self) -> Tensor:
         """Compute as a linear under ``ColwiseParallel`` does."""
-        return F.linear(self.sharded(self.x, 0).redistribute(placements=(Replicate(),)), self.cut).to_local()
+        whole = self.sharded(self.x, 0).redistribute(placements=(Replicate(),))
+        product: Any = F.linear(whole, self.cut)  # a DTensor, which torch's stubs do not know
+        return product.to_local()
 
     def torch_fused(self) -> Tensor:
         """Compute by torch's operator on symmetric memory."""
@@ -159,7 +165,8 @@ class Scatter(Linear):
 
     def stock(self) -> Tensor:
         """Compute as a linear under ``RowwiseParallel`` does."""
-        return F.linear(self.sharded(self.x, 1), self.cut).redistribute(placements=(Shard(0),)).to_local()
+        terms: Any = F.linear(self.sharded(self.x, 1), self.cut)  # a DTensor
+        return terms.redistribute(placements=(Shard(0),)).to_local()
 
     def torch_fused(self) -> Tensor:
         """Compute by torch's operator on symmetric memory."""

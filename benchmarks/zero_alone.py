@@ -109,7 +109,8 @@ def _own(whole: Tensor) -> Tensor:
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     if pairs:
         with torch.no_grad():
-            torch._foreach_copy_(*zip(*pairs, strict=True))
+            targets, sources = zip(*pairs, strict=True)
+            torch._foreach_copy_(targets, sources)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ class _Where(logging.Filter):
         return True
 
 
-def stderr_handler() -> logging.Handler:
+def make_stderr_handler() -> logging.Handler:
     """Return a handler that writes to stderr and names the rank."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(_FORMAT))
@@ -36,7 +36,7 @@ def log_to_stderr(level: str) -> None:
     if not level:
         return
     if all(handler.get_name() != "ovpatch-stderr" for handler in logger.handlers):
-        logger.addHandler(stderr_handler())
+        logger.addHandler(make_stderr_handler())
     logger.setLevel(level.upper())
 
 
@@ -46,7 +46,7 @@ def log_visibly(message: str, level: int = logging.ERROR) -> None:
     if heard or logging.getLogger().handlers:
         logger.log(level, "%s", message)
         return
-    handler = stderr_handler()
+    handler = make_stderr_handler()
     logger.addHandler(handler)
     try:
         logger.log(level, "%s", message)

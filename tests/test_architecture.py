@@ -228,6 +228,35 @@ def test_files_stay_small():
     assert not long
 
 
+MOST_FILES = {"": 200, "ovpatch.insight": 25, "ovpatch.patching": 8}
+
+
+def test_files_are_few():
+    counts = {package: len(of(package) if package else FILES) for package in MOST_FILES}
+    assert all(count <= MOST_FILES[package] for package, count in counts.items()), counts
+
+
+# --- names ---
+
+# Functions that another module finds by their name, in each of several modules.
+BY_NAME = {"main", "configure", "start_worker", "__getattr__"}
+
+
+def layer(name: str) -> str:
+    """Return the package below ``ovpatch``, or the plugin, that a module belongs to."""
+    return ".".join(name.split(".")[:2])
+
+
+def test_public_functions_have_a_name_of_their_own_in_a_layer():
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, path in FILES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name not in BY_NAME:
+                found.setdefault((layer(name), node.name), []).append(name)
+    assert len(found) > 500
+    assert {key: names for key, names in found.items() if len(names) > 1} == {}
+
+
 # --- tables ---
 
 # Module-level containers that are filled while the process runs. What is kept for a process group, a parameter or

@@ -11,8 +11,7 @@ from torch import Tensor
 from ovpatch.overlap.data_parallel.fp32_accumulation import refresh_fp32
 from ovpatch_plugins.dist_optimizer import triton_main_params
 from ovpatch_plugins.pipe_experts import routing, triton_kernels
-from ovpatch_plugins.pipe_experts.chunks import Splits, make_plan
-from ovpatch_plugins.pipe_experts.routing import Route
+from ovpatch_plugins.pipe_experts.routing import Route, Splits, make_plan
 from tests.support.interpreter import interpreted
 
 CASES = [

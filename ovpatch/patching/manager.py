@@ -21,9 +21,9 @@ from ovpatch.patching.patch import (
     Wrap,
     find_location,
 )
-from ovpatch.patching.plan import PatchPlan, PatchRecord, SlotPlan, find_chain, make_plan
+from ovpatch.patching.plan import PatchPlan, PatchRecord, SlotPlan, make_plan
 from ovpatch.patching.references import find_references, keeps_original, list_author_packages, match_packages
-from ovpatch.patching.slot import WRITE_LOCK, SlotWrite, unwrap_descriptor, write_reversibly
+from ovpatch.patching.slot import WRITE_LOCK, SlotWrite, write_reversibly
 from ovpatch.patching.target import Slot, call_after_import, get_namespace, is_module, resolve_target
 from ovpatch.patching.wrapper_chain import Wrapper, WrapperChain, watch_for_torch
 
@@ -177,27 +177,6 @@ class PatchManager:
         """Return the status of every patch and hook, in order of registration."""
         with WRITE_LOCK:
             return tuple(record.get_status() for record in self._records)
-
-    def get_original(self, target: str) -> Any:
-        """Return the stock function of a target, given by its dotted path, patched or not.
-
-        Raises:
-            TargetNotFoundError: It does not exist or is not imported yet.
-        """
-        slot = _find_slot(target)
-        with WRITE_LOCK:
-            chain = find_chain(self._chains, slot)
-        return chain.original if chain else unwrap_descriptor(slot.raw)
-
-    def is_patched(self, target: str) -> bool:
-        """Return whether calls of a target go through a patch of this manager; False for a missing target."""
-        try:
-            slot = _find_slot(target)
-        except TargetNotFoundError:
-            return False
-        with WRITE_LOCK:
-            chain = find_chain(self._chains, slot)
-            return chain is not None and bool(chain.wrappers)
 
     # --- how apply() works ---
 
@@ -383,13 +362,6 @@ class PatchManager:
             record.shadowed_chains = [chain for chain in record.shadowed_chains if chain not in restored]
             if record.state is PatchState.SHADOWED and not record.shadowed_chains:
                 record.set_state(PatchState.REVERTED)
-
-
-def _find_slot(target: str) -> Slot:
-    found = resolve_target(target)
-    if not isinstance(found, Slot):
-        raise TargetNotFoundError(f"{target}: {found.reason}")
-    return found if found.inherited_from is None else Slot(found.inherited_from, found.name, found.raw)
 
 
 def _remove_wrapper(record: PatchRecord, chain: WrapperChain, wrapper: Wrapper) -> None:

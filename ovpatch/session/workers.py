@@ -257,7 +257,7 @@ def start_reporting(make_report: Callable[[], Report]) -> None:
     if _reporter is None:
         _reporter = _Reporter(Path(directory), make_report)
         os.register_at_fork(before=_reporter.keep_counts, after_in_child=_reporter.subtract_parent)
-        run_at_exit(_reporter.write_at_exit)
+        write_at_exit(_reporter.write_at_exit)
         util.register_after_fork(_reporter, _Reporter.write_at_exit)
     if may_train():
         _reporter.write()
@@ -277,18 +277,19 @@ def write_report_now() -> None:
 _exit_actions: list[Callable[[], None]] = []
 
 
-def run_at_exit(act: Callable[[], None]) -> None:
-    """Call a function when this process, or a forked child of multiprocessing, ends by itself.
+def write_at_exit(write: Callable[[], None]) -> None:
+    """Call what writes results when this process, or a forked child of multiprocessing, ends by itself.
 
-    Children of :mod:`multiprocessing` drop inherited finalizers, and until Python 3.12 skip :mod:`atexit`, so each
-    registers its own finalizer.
+    An observed child has results of its own. What ranks do at their exit, by ``register_at_exit`` of ``overlap``,
+    leaves forks out, which are no ranks. Children of :mod:`multiprocessing` drop inherited finalizers, and until Python
+    3.12 skip :mod:`atexit`, so each registers its own finalizer.
     """
     if not _exit_actions:
         atexit.register(_run_exit_actions)
         util.register_after_fork(_run_exit_actions, lambda run: util.Finalize(None, run, exitpriority=100))
         if parent_process() is not None:
             util.Finalize(None, _run_exit_actions, exitpriority=100)
-    _exit_actions.append(act)
+    _exit_actions.append(write)
 
 
 def _run_exit_actions() -> None:

@@ -23,7 +23,7 @@ from ovpatch.overlap.autotune.autotuner import (
     Tuning,
     TuningBudget,
     TuningCache,
-    autotuner_for,
+    get_autotuner,
     pick_fastest,
     report_lines,
     run_in_own_thread,
@@ -71,9 +71,9 @@ def test_copy_engines_gather_only_where_that_saves_more_than_their_host_time(cop
     times = {selection.BACKEND: 4.0, selection.COPIES: copies_ms}
     tuner.tune.side_effect = lambda _group, tuning, _communicator: Choice(tuning.pick(times), "", times)
     with (
-        mock.patch.object(selection, "chosen_for", return_value=chosen),
+        mock.patch.object(selection, "get_choice", return_value=chosen),
         mock.patch.object(selection, "is_capturing", return_value=False),
-        mock.patch.object(selection, "autotuner_for", return_value=tuner),
+        mock.patch.object(selection, "get_autotuner", return_value=tuner),
         mock.patch.object(selection.memory, "unsupported_reason", return_value=""),
         mock.patch.object(dist, "get_backend", return_value="nccl"),
     ):
@@ -348,7 +348,7 @@ def not_measured() -> dict[str, Any]:
     found["of them"] = tuner.tune(group(), candidates.tuning("two", usable=lambda name: name != "third")).times
     found["others"] = tuner.tune(group(), Sleepers({"first": 1e-3, "another": 0.0}).tuning("two")).candidate
     ask("at last")
-    found["same"] = autotuner_for(group(), CPU, "f", None) is autotuner_for(group(), CPU, "f", None)
+    found["same"] = get_autotuner(group(), CPU, "f", None) is get_autotuner(group(), CPU, "f", None)
     return found
 
 

@@ -121,8 +121,8 @@ def test_what_does_not_lie_as_addresses_say_is_refused(ranks):
 
 def instead_of_the_backend() -> dict[str, Any]:
     group, rank = dist.group.WORLD, dist.get_rank()
-    before = selection.gathering(group, CPU), selection.scattering(group, CPU)
-    chosen = selection.chosen_for(group, CPU)
+    before = selection.find_gatherer(group, CPU), selection.find_scatterer(group, CPU)
+    chosen = selection.get_choice(group, CPU)
     chosen.engine = Engine(group, CPU, allocate=windows.allocate, slot_bytes=SLOT)
     chosen.gathers = chosen.scatters = True
     whole, part = torch.zeros(6), torch.empty(3, dtype=torch.complex64)
@@ -136,7 +136,7 @@ def instead_of_the_backend() -> dict[str, Any]:
     for work in ReduceScatter(group, CPU)([integers], [torch.tensor([1, 2], dtype=torch.int32)]):
         work.wait()
     selection.forget()
-    after = selection.gathering(group, CPU), selection.scattering(group, CPU)
+    after = selection.find_gatherer(group, CPU), selection.find_scatterer(group, CPU)
     return {"whole": whole, "part": part, "integers": integers.tolist(), "none": [*before, *after]}
 
 
@@ -206,7 +206,7 @@ def choices() -> list[Any]:
             choose(group, CPU, mode, feature="test", directory=None, allocate=allocate)
         finally:
             memory.memory_unsupported_reason = before
-        chosen = selection.chosen_for(group, CPU)
+        chosen = selection.get_choice(group, CPU)
         found.append((chosen.gathers, chosen.scatters, chosen.final, report_lines("test")))
     selection.forget()
     autotuner._report_lines.pop("test", None)
@@ -280,7 +280,7 @@ def added(known: bool) -> list[tuple[Tensor, Tensor]]:
         places = [sum(sizes[:i]) for i in range(len(sizes))]
         own = [span(torch.randn(numel).to(dtype), i % 3) for i, numel in enumerate(sizes)]
         ours, expected = ([span(torch.zeros(numel, dtype=wide), 2) for numel in sizes] for _ in range(2))
-        sum_kernel.add_slots(slots, [*map(Addend, own, ours, places)], 1 / 4, 0)
+        sum_kernel.launch_sum(slots, [*map(Addend, own, ours, places)], 1 / 4, 0)
         collectives.add_slots(slots, [*map(Addend, own, expected, places)], 1 / 4, 0)
         found += [(one.memory, other.memory) for one, other in zip(ours, expected, strict=True)]
     if known:
@@ -318,21 +318,21 @@ def test_one_group_is_forgotten_and_memory_that_is_in_use_is_kept(monkeypatch, c
     one, other = Group(), Group()
     engines = Lasting(False), Lasting(True)
     for group, engine in zip((one, other), engines, strict=True):
-        selection.chosen_for(group, CPU).engine = engine
-        selection.chosen_for(group, CPU).gathers = True
+        selection.get_choice(group, CPU).engine = engine
+        selection.get_choice(group, CPU).gathers = True
     selection.forget(one)
     assert "one of which may have died" in caplog.text
     assert selection._stuck == [engines[0]]
-    assert selection.gathering(one, CPU) is None
-    assert selection.gathering(other, CPU) is engines[1]
+    assert selection.find_gatherer(one, CPU) is None
+    assert selection.find_gatherer(other, CPU) is engines[1]
     assert engines[1].asked == 0
     selection.forget()
-    assert (selection.gathering(other, CPU), engines[1].asked, selection._stuck) == (None, 1, [engines[0]])
+    assert (selection.find_gatherer(other, CPU), engines[1].asked, selection._stuck) == (None, 1, [engines[0]])
 
 
 def ends(pipe: Any, error: bool) -> None:
     group = Group()
-    engine = selection.chosen_for(group, CPU).engine = Lasting(True)
+    engine = selection.get_choice(group, CPU).engine = Lasting(True)
     engine.drain = lambda timeout_s: pipe.send("drained") or True
     multiprocessing.util.Finalize(None, pipe.send, args=("end",), exitpriority=-1)
     multiprocessing.util.Finalize(None, lambda kept: None, args=(group,), exitpriority=-1)

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.overlap.tensors import pending_param
-from ovpatch.overlap.tensors.memory import flat_view, shard_range
-from ovpatch.overlap.tensors.pending_param import any_pending, is_pending, unsupported_reason, wait_for_all
+from ovpatch.overlap.tensors.memory import shard_range, view_flat
+from ovpatch.overlap.tensors.pending_param import PENDING, find_reason_against, is_pending, wait_for_all
 from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
 from tests.overlap.reading import READERS
 from tests.overlap.stale import GARBAGE, entrances, same, tensors
@@ -33,7 +33,7 @@ def forget_the_others(params: list[nn.Parameter]) -> None:
     """Keep what this rank owns of each parameter, and write garbage elsewhere."""
     for param in params:
         part = shard_range(param.numel(), dist.get_world_size(), dist.get_rank())
-        elements = flat_view(param.data)
+        elements = view_flat(param.data)
         elements[: part.begin] = GARBAGE
         elements[part.end :] = GARBAGE
 
@@ -41,7 +41,7 @@ def forget_the_others(params: list[nn.Parameter]) -> None:
 def quiet(params: list[nn.Parameter]) -> None:
     """Wait until gloo's thread has let go of the last collective's tensors; a program's next step comes later."""
     deadline = time.monotonic() + 1
-    while "other tensors share its memory" in map(unsupported_reason, params) and time.monotonic() < deadline:
+    while "other tensors share its memory" in map(find_reason_against, params) and time.monotonic() < deadline:
         time.sleep(0.0005)
 
 
@@ -60,7 +60,7 @@ def gathered(sizes: list[tuple[int, ...]], dtype: torch.dtype, memory_format: to
         pending = [is_pending(p) for p in params]
         gather.finish_all_gather()
         values = [torch.equal(p, w) for p, w in zip(params, wanted, strict=True)]
-        outcome.append((reason, all(pending), all(values), any_pending(), gather.is_pending))
+        outcome.append((reason, all(pending), all(values), bool(PENDING), gather.is_pending))
     after = [(p.data_ptr(), p.stride(), p.dtype, p.shape, p._version) for p in params]
     plain = all(type(p) is nn.Parameter and p.requires_grad and p.is_leaf and p.grad is None for p in params)
     return {"outcome": outcome, "same": before == after, "plain": plain}
@@ -101,7 +101,7 @@ def read_after_a_gather(model: nn.Module, read: Any, expected: list[Any]) -> boo
         time.sleep(LATE)
     assert gather.start_all_gather() == ""
     right = same(tensors(read(model)), expected)
-    return right and not any_pending()
+    return right and not PENDING
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -265,7 +265,7 @@ def refused() -> list[Any]:
     alias = model.weight.detach() if dist.get_rank() == 0 else None
     forget_the_others([model.weight])
     reason = gather.start_all_gather()
-    found = [reason, is_pending(model.weight), alias is None or torch.equal(alias, expected), any_pending()]
+    found = [reason, is_pending(model.weight), alias is None or torch.equal(alias, expected), bool(PENDING)]
     gather.finish_all_gather()  # or the next case in this process would have a pending parameter
     return found
 
@@ -277,15 +277,15 @@ def let_go_at_once() -> list[Any]:
     gather = AllGatherBucket(list(model.parameters()), group())
     quiet(gather._params)
     forget_the_others(gather._params)
-    counted, extra = pending_param.references_of_one, [1]
-    pending_param.references_of_one = lambda: counted() - (extra.pop() if extra else 0)
+    counted, extra = pending_param.count_references_of_one, [1]
+    pending_param.count_references_of_one = lambda: counted() - (extra.pop() if extra else 0)
     try:
         if dist.get_rank() == 0:
             time.sleep(LATE)
         reason = gather.start_all_gather()
     finally:
-        pending_param.references_of_one = counted
-    return [reason, torch.equal(model.weight.data, expected), any_pending()]
+        pending_param.count_references_of_one = counted
+    return [reason, torch.equal(model.weight.data, expected), bool(PENDING)]
 
 
 def test_who_lets_go_of_a_parameter_in_a_moment_is_still_waited_for(ranks):

@@ -13,11 +13,11 @@ from torch import nn
 from ovpatch.overlap.data_parallel.bucket import GradBucket
 from ovpatch.overlap.data_parallel.reducer import accumulate_products
 from ovpatch.overlap.tensors.memory import (
-    contiguous_strides,
+    compute_contiguous_strides,
+    count_references_of_one,
+    count_storage_references,
+    has_same_layout,
     is_dense,
-    references_of_one,
-    same_layout,
-    storage_references,
 )
 from tests.overlap.gradients import ALONE, address, params
 
@@ -26,26 +26,26 @@ SHAPE = (30, 40)
 
 def test_every_alias_counts_and_is_forgotten_with_its_last_user():
     tensor = torch.zeros(SHAPE)
-    assert storage_references(tensor) == references_of_one()
+    assert count_storage_references(tensor) == count_references_of_one()
     same_object = tensor
-    assert storage_references(same_object) == references_of_one()
+    assert count_storage_references(same_object) == count_references_of_one()
     aliases = [tensor.detach(), tensor.view(-1), tensor[1:2]]
-    assert storage_references(tensor) == references_of_one() + 3
-    assert storage_references(aliases[2]) == references_of_one() + 3
+    assert count_storage_references(tensor) == count_references_of_one() + 3
+    assert count_storage_references(aliases[2]) == count_references_of_one() + 3
     aliases.clear()
-    assert storage_references(tensor) == references_of_one()
+    assert count_storage_references(tensor) == count_references_of_one()
     storage = tensor.untyped_storage()
-    assert storage_references(tensor) > references_of_one()
+    assert count_storage_references(tensor) > count_references_of_one()
     del storage
-    assert storage_references(tensor) == references_of_one()
+    assert count_storage_references(tensor) == count_references_of_one()
 
 
 def test_the_yardstick_does_not_depend_on_where_it_is_taken():
-    references_of_one.cache_clear()
+    count_references_of_one.cache_clear()
     with torch.inference_mode():
-        inside = references_of_one()
-    references_of_one.cache_clear()
-    assert references_of_one() == inside
+        inside = count_references_of_one()
+    count_references_of_one.cache_clear()
+    assert count_references_of_one() == inside
 
 
 LAYOUTS = {
@@ -69,10 +69,10 @@ def test_dense_means_each_place_once(name):
 
 def test_layouts_differ_where_memory_does():
     for shape in [(3, 4), (2, 0, 3), (), (5, 1)]:
-        assert contiguous_strides(torch.Size(shape)) == torch.empty(shape).stride()
-    assert same_layout(torch.zeros(3, 4), (4, 1))
-    assert not same_layout(torch.zeros(3, 4).t(), (3, 1))
-    assert same_layout(torch.empty_strided((3, 1), (1, 77)), (1, 1))
+        assert compute_contiguous_strides(torch.Size(shape)) == torch.empty(shape).stride()
+    assert has_same_layout(torch.zeros(3, 4), (4, 1))
+    assert not has_same_layout(torch.zeros(3, 4).t(), (3, 1))
+    assert has_same_layout(torch.empty_strided((3, 1), (1, 77)), (1, 1))
 
 
 class Packer:

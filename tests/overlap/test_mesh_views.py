@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ddp as over_meshes
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ovpatch.overlap.tensors.pending_param import (
-    dtensor_of,
+    find_dtensor,
     is_pending,
     mark_lost,
     mark_pending,
@@ -188,7 +188,7 @@ def refused() -> list[str]:
     with entrances():  # whose views nobody has noted
         _, weight, view = trained()
         reasons.append(mark_pending([weight], nothing, owners=3))
-        return [*reasons, str(dtensor_of(weight))]
+        return [*reasons, str(find_dtensor(weight))]
 
 
 def test_a_view_that_others_hold_cannot_be_pending(ranks):
@@ -207,7 +207,7 @@ def noted_again() -> list[bool]:
         let_go(weight)
         stale = Stale([weight]).mark()
         other = over_meshes._unflatten_tensor(weight, view._spec)
-        found = [type(view) is DTensor, stale.settled == 1, dtensor_of(weight) is other]
+        found = [type(view) is DTensor, stale.settled == 1, find_dtensor(weight) is other]
     return found
 
 

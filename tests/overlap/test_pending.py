@@ -14,12 +14,12 @@ from torch import nn
 
 from ovpatch.overlap.tensors import pending_param
 from ovpatch.overlap.tensors.pending_param import (
+    PENDING,
     PendingParameter,
-    any_pending,
+    find_reason_against,
     is_pending,
     mark_pending,
     mark_ready,
-    unsupported_reason,
     wait_for_all,
     wait_for_module,
     wait_for_param,
@@ -30,7 +30,7 @@ from tests.overlap.stale import GARBAGE, Stale, entrances, stale
 @pytest.fixture(autouse=True)
 def _nothing_stays_pending():
     yield
-    assert not any_pending()
+    assert not PENDING
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_foreign_types_are_refused():
     buffer = nn.Buffer(torch.zeros(2))
     for tensor in (Own(torch.zeros(2)), torch.zeros(2), nn.UninitializedParameter(), buffer):
         assert mark_pending([tensor], wait_for_all)
-        assert unsupported_reason(tensor).startswith("it is a ")
+        assert find_reason_against(tensor).startswith("it is a ")
 
 
 def test_a_pending_one_is_refused(param):
@@ -164,11 +164,11 @@ def test_an_interrupt_leaves_none_pending(param, monkeypatch):
     def interrupted() -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pending_param, "references_of_one", interrupted)
+    monkeypatch.setattr(pending_param, "count_references_of_one", interrupted)
     with pytest.raises(KeyboardInterrupt):
         mark_pending([param], wait_for_all)
     assert type(param) is nn.Parameter
-    assert not pending_param.any_pending()
+    assert not pending_param.PENDING
 
 
 ALIASES = {
@@ -185,11 +185,11 @@ ALIASES = {
 @pytest.mark.parametrize("name", ALIASES)
 def test_shared_memory_is_refused_while_it_is_shared(param, name):
     alias = ALIASES[name](param)
-    assert unsupported_reason(param) == "other tensors share its memory"
+    assert find_reason_against(param) == "other tensors share its memory"
     assert mark_pending([param], wait_for_all)
     assert type(param) is nn.Parameter
     del alias
-    assert unsupported_reason(param) == ""
+    assert find_reason_against(param) == ""
 
 
 SHARING = {
@@ -202,10 +202,10 @@ SHARING = {
 @pytest.mark.parametrize("name", SHARING)
 def test_memory_that_other_processes_share_is_refused(param, name):
     SHARING[name](param)
-    assert unsupported_reason(param) == "other processes share its memory"
+    assert find_reason_against(param) == "other processes share its memory"
     assert mark_pending([param], wait_for_all)
     param.data = param.data.clone()
-    assert unsupported_reason(param) == ""
+    assert find_reason_against(param) == ""
 
 
 def test_the_callers_own_aliases_are_told(param):
@@ -221,10 +221,10 @@ def test_a_graph_that_can_still_be_run_backward_is_refused():
     x = torch.ones(2, 3, requires_grad=True)
     nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
     loss = model(x).sum() + (model[0].bias * x).sum()
-    assert unsupported_reason(model[1].weight) != ""
-    assert unsupported_reason(model[0].bias) != ""
+    assert find_reason_against(model[1].weight) != ""
+    assert find_reason_against(model[0].bias) != ""
     loss.backward()
-    assert [unsupported_reason(param) for param in model.parameters()] == [""] * 4
+    assert [find_reason_against(param) for param in model.parameters()] == [""] * 4
     del nodes
 
 

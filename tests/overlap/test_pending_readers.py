@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from ovpatch.overlap.tensors.pending_param import any_pending, wait_for_all
+from ovpatch.overlap.tensors.pending_param import PENDING, wait_for_all
 from tests.overlap.reading import READERS
 from tests.overlap.stale import entrances, same, stale, tensors
 
@@ -28,4 +28,4 @@ def test_a_reader_finds_the_values(name):
     holder = stale(model)
     assert same(tensors(read(model)), expected)
     assert holder.settled == 1
-    assert not any_pending()
+    assert not PENDING

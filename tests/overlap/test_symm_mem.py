@@ -108,11 +108,11 @@ def test_groups_that_are_gone_are_forgotten(ranks):
 
 def regrouped() -> bool:
     first = dist.new_group([0, 1])
-    one = memory.workspace_for(first, CPU)
-    again = memory.workspace_for(first, CPU) is one
+    one = memory.get_workspace(first, CPU)
+    again = memory.get_workspace(first, CPU) is one
     dist.destroy_process_group(first)
     second = dist.new_group([0, 1])
-    other = memory.workspace_for(second, CPU)
+    other = memory.get_workspace(second, CPU)
     kept = [found for _, found in group_values(memory.Workspace)]
     drop_values(memory.Workspace)
     return again and other is not one and kept == [other] and not group_values(memory.Workspace)

@@ -97,9 +97,7 @@ def test_apply_imports_nothing_of_the_target(pm: PatchManager, package: WritePac
     pm.register_patch("heavy.part.f", wrap=tag("w"))
     pm.apply()
     pm.statuses()
-    assert not pm.is_patched("heavy.part.f")
-    with pytest.raises(TargetNotFoundError, match="not imported yet"):
-        pm.get_original("heavy.part.f")
+    assert "heavy" not in sys.modules
     importlib.import_module("heavy")
     pm.apply()
     assert (states(pm), "heavy.part" in sys.modules) == (["pending"], False)

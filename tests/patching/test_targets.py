@@ -295,24 +295,6 @@ def test_resolution_runs_no_lazy_attributes(pm: PatchManager, make: MakeModule) 
     assert "makes its attributes on demand" in pm.statuses()[1].reason
 
 
-def test_original_and_is_patched(pm: PatchManager, make: MakeModule) -> None:
-    m = make(CLASSES)
-    target = f"{m.__name__}.Base.make"
-    stock = vars(m.Base)["make"].__func__
-    assert pm.get_original(target) is stock
-    pm.register_patch(target, wrap=tag("w"))
-    assert not pm.is_patched(target)
-    pm.apply()
-    assert pm.is_patched(target)
-    assert pm.is_patched(f"{m.__name__}.Heir.make")
-    assert pm.get_original(target) is stock
-    assert not pm.is_patched(f"{m.__name__}.nothing")
-    with pytest.raises(TargetNotFoundError):
-        pm.get_original(f"{m.__name__}.nothing")
-    pm.revert()
-    assert not pm.is_patched(target)
-
-
 def test_installed_function_names_its_patches(pm: PatchManager, make: MakeModule) -> None:
     m = make("def f(): return 'f'")
     patch(pm, m, "f", wrap=tag("w"), feature="mine")

@@ -354,14 +354,14 @@ def test_patched_functions_pickle_by_name(pm: PatchManager, target: str) -> None
 
 
 def test_signature_of_a_patched_forward_is_the_stock_one(pm: PatchManager) -> None:
-    stock = inspect.signature(torch.nn.Linear.forward)
+    original, stock = torch.nn.Linear.forward, inspect.signature(torch.nn.Linear.forward)
     pm.register_patch(LINEAR, wrap=lambda original: lambda *args, **kwargs: original(*args, **kwargs))
     pm.apply()
     linear = torch.nn.Linear(1, 1)
     assert inspect.signature(torch.nn.Linear.forward) == stock
     assert list(inspect.signature(linear.forward).parameters) == ["input"]
     assert linear.forward.__func__ is torch.nn.Linear.forward
-    assert torch.nn.Linear.forward.__wrapped__ is pm.get_original(LINEAR)
+    assert torch.nn.Linear.forward.__wrapped__ is original
     assert torch.fx.symbolic_trace(torch.nn.Sequential(linear)).graph is not None
 
 

@@ -17,7 +17,7 @@ from ovpatch.overlap.copy_engine.window import Batch, Window
 
 
 def allocate(size: int, group: Any, device: torch.device) -> Window:
-    """Stand for :func:`ovpatch.overlap.copy_engine.window.allocate` among processes on one CPU."""
+    """Stand for :func:`ovpatch.overlap.copy_engine.window.allocate_window` among processes on one CPU."""
     folder = [tempfile.mkdtemp(prefix="window") if group.rank() == 0 else ""]
     dist.broadcast_object_list(folder, group=group, group_src=0)
     paths = [Path(folder[0], str(rank)) for rank in range(group.size())]

@@ -73,10 +73,10 @@ def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float
         raise ValueError(f"{len(first)} and {len(second)} runs make no pairs")
     pairs = [median(a) / median(b) for a, b in zip(first, second, strict=True)]
     if len(pairs) == 1:
-        low, high = bootstrap_interval(first, second, 0.99)
+        low, high = compute_interval(first, second, 0.99)
         verdict = _verdict(pairs[0], not low <= 1 <= high)
         return Judgement(verdict, pairs[0], pairs, None, (high - low) / 2, (low, high))
-    low, high = bootstrap_interval(first, second, 0.95)
+    low, high = compute_interval(first, second, 0.95)
     noise = max(measure_run_noise(first), measure_run_noise(second))
     by_runs, by_pairs = _COUNTS.get(len(pairs), (1.0, 1.0))
     among_pairs = by_pairs * (max(pairs) - min(pairs)) if math.isfinite(by_pairs) else math.inf
@@ -98,7 +98,7 @@ def measure_run_noise(runs: Sequence[Sequence[float]]) -> float:
     return max(medians) / min(medians) - 1
 
 
-def bootstrap_interval(
+def compute_interval(
     first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], level: float
 ) -> tuple[float, float]:
     """Return the bootstrap interval of the median ratio over pairs; slow steps come in groups, so blocks are drawn."""

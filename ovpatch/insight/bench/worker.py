@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from ovpatch.insight import steps
 from ovpatch.insight.steps import find_root_modules, list_children
 from ovpatch.session import workers
-from ovpatch.session.workers import Orders, run_at_exit
+from ovpatch.session.workers import Orders, write_at_exit
 
 
 class BorderClock:
@@ -114,7 +114,7 @@ def start_worker(orders: Orders) -> None:
     """Start to measure this process; the orders' details are ``warmup`` (at least 3), ``steps`` and ``count_flops``."""
     worker = _Worker(orders.directory, **orders.details)
     worker.start()
-    run_at_exit(worker.write_results)
+    write_at_exit(worker.write_results)
 
 
 class _Worker:

@@ -17,7 +17,7 @@ from ovpatch.insight import steps
 from ovpatch.logs import logger
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.patching import PatchManager
-from ovpatch.session.workers import Orders, run_at_exit, write_json
+from ovpatch.session.workers import Orders, write_at_exit, write_json
 
 #: Name of the mark at the end of step n, without its number; it is inside the optimizer's own range.
 BORDER: Final = profiler_label("timeline", "border")
@@ -161,7 +161,7 @@ def start_worker(orders: Orders) -> None:
     """Start to count the steps of this process; called at the end of ``import torch``."""
     session = _Session(orders)
     session.steps.start_counting()
-    run_at_exit(session.finish_at_exit)
+    write_at_exit(session.finish_at_exit)
 
 
 class _Session:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ovpatch.insight import steps
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.session.workers import run_at_exit
+from ovpatch.session.workers import write_at_exit
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class EventRecorder:
 
     def flush_at_exit(self) -> None:
         """Write the rest when the process ends, and give forked children their own record."""
-        run_at_exit(self.flush_events)
+        write_at_exit(self.flush_events)
         os.register_at_fork(after_in_child=self._reset)
 
 

@@ -1,6 +1,6 @@
 """The autotuner of a process group: measures candidates once per key; all ranks take the same one.
 
-A feature describes its candidates as a :class:`Tuning`; :func:`autotuner_for` returns the group's :class:`Autotuner`.
+A feature describes its candidates as a :class:`Tuning`; :func:`get_autotuner` returns the group's :class:`Autotuner`.
 The time of a candidate is that of the slowest rank. Times are kept in a file for one feature and environment. Only a
 group's first rank reads and writes it; a measurement that it cannot read is made again. Of several writers the last
 one's entries stay, which include those that it found.
@@ -434,7 +434,7 @@ class Autotuner:
         }
 
 
-def autotuner_for(group: dist.ProcessGroup, device: torch.device, feature: str, directory: Path | None) -> Autotuner:
+def get_autotuner(group: dist.ProcessGroup, device: torch.device, feature: str, directory: Path | None) -> Autotuner:
     """Return the autotuner of a feature on a group; made once."""
     key = (Autotuner, feature, device)
     return group_state(group).get_or_create(key, lambda: Autotuner(device, feature, directory, BUDGET))

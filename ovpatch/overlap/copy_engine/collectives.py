@@ -16,13 +16,13 @@ from ovpatch.overlap.comm.collectives import Work
 from ovpatch.overlap.copy_engine.window import (
     SLOT_BYTES,
     Addend,
-    Allocate,
+    AllocateWindow,
     Batch,
     CopyStreams,
     Piece,
     Span,
     Window,
-    allocate,
+    allocate_window,
     rounds,
 )
 
@@ -38,7 +38,7 @@ def add_slots(slots: Sequence[Span | None], addends: Sequence[Addend], scale: fl
     if addends[0].out.memory.is_cuda:
         from ovpatch.overlap.copy_engine import sum_kernel
 
-        sum_kernel.add_slots(slots, addends, scale, stream)
+        sum_kernel.launch_sum(slots, addends, scale, stream)
         return
     for own, out, at in addends:
         terms = [own.tensor() if slot is None else slot.tensor().narrow(0, at, own.numel) for slot in slots]
@@ -69,7 +69,7 @@ class Engine:
         group: dist.ProcessGroup,
         device: torch.device,
         *,
-        allocate: Allocate = allocate,
+        allocate: AllocateWindow = allocate_window,
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
         self._world, self._rank = group.size(), group.rank()

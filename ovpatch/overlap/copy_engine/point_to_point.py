@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import Work, WorkGroup
-from ovpatch.overlap.copy_engine.window import Allocate, Batch, Window, allocate, rounds, tell
+from ovpatch.overlap.copy_engine.window import AllocateWindow, Batch, Window, allocate_window, rounds, tell
 
 _GRAIN: Final = 128  # bytes; pieces begin at multiples, and numbers are as far apart
 _WRAP: Final = 0xFFFFFFFF
@@ -61,7 +61,7 @@ class PointToPoint:
         slots: int,
         slot_bytes: int,
         timeout_s: float,
-        allocate: Allocate = allocate,
+        allocate: AllocateWindow = allocate_window,
     ) -> None:
         self.slots, self.slot_bytes = slots, max(round_up(slot_bytes), _GRAIN)
         self.timeout_s, self.failure = timeout_s, ""

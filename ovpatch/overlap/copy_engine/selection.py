@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, add_report_line, autotuner_for
+from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, add_report_line, get_autotuner
 from ovpatch.overlap.comm import collectives
 from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter, Work
 from ovpatch.overlap.comm.consensus import check_consistent, wait_limit_s
@@ -28,7 +28,7 @@ from ovpatch.overlap.comm.kept_state import (
 )
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.copy_engine.collectives import Engine
-from ovpatch.overlap.copy_engine.window import Allocate, allocate
+from ovpatch.overlap.copy_engine.window import AllocateWindow, allocate_window
 from ovpatch.overlap.symm_mem import memory
 from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
 
@@ -51,20 +51,20 @@ class Chosen:
 _NONE: Final = Chosen()
 
 
-def chosen_for(group: dist.ProcessGroup, device: torch.device) -> Chosen:
+def get_choice(group: dist.ProcessGroup, device: torch.device) -> Chosen:
     """Return the choice for a group on a device, which may not have been made yet."""
     register_at_exit(_at_exit)
-    collectives.set_transports(collectives.Transports(gathering, scattering, attend, abort))
+    collectives.set_transports(collectives.Transports(find_gatherer, find_scatterer, attend, abort))
     return group_state(group).get_or_create((Chosen, device), Chosen)
 
 
-def gathering(group: dist.ProcessGroup, device: torch.device) -> Engine | None:
+def find_gatherer(group: dist.ProcessGroup, device: torch.device) -> Engine | None:
     """Return the engine that runs all-gathers instead of the group's backend, if any."""
     found = _found(group, device)
     return found.engine if found.gathers else None
 
 
-def scattering(group: dist.ProcessGroup, device: torch.device) -> Engine | None:
+def find_scatterer(group: dist.ProcessGroup, device: torch.device) -> Engine | None:
     """Return the engine that runs reduce-scatters instead of the group's backend, if any."""
     found = _found(group, device)
     return found.engine if found.scatters else None
@@ -127,7 +127,7 @@ def attend(group: dist.ProcessGroup, device: torch.device, communicator: dist.Pr
     For a collective that does not complete it does. All ranks call this. It runs on the communicator, by default on the
     copies' group.
     """
-    engine = scattering(group, device) or gathering(group, device)
+    engine = find_scatterer(group, device) or find_gatherer(group, device)
     if engine is None:
         return
     with engine.behind():
@@ -163,7 +163,7 @@ def choose(
     *,
     feature: str,
     directory: Path | None,
-    allocate: Allocate = allocate,
+    allocate: AllocateWindow = allocate_window,
     communicator: dist.ProcessGroup | None = None,
 ) -> None:
     """Choose what moves a group's tensors from now on; a collective, unless the choice is final.
@@ -173,7 +173,7 @@ def choose(
     """
     if mode == "off":
         return
-    chosen = chosen_for(group, device)
+    chosen = get_choice(group, device)
     if chosen.final or group.size() == 1 or dist.get_backend(group) == "fake":
         return
     if is_capturing(device):
@@ -199,7 +199,7 @@ def choose(
     choices = {}
     for what, host_ms in ({"gather": _GATHER_HOST_MS} | ({} if sums else {"reduce-scatter": 0.0})).items():
         tuning = _tuning(what, host_ms, communicator or group, engine)
-        choices[what] = autotuner_for(group, device, feature, directory).tune(group, tuning, communicator or group)
+        choices[what] = get_autotuner(group, device, feature, directory).tune(group, tuning, communicator or group)
         engine.failed_everywhere()  # a candidate may have failed; on some ranks only, it would have raised
     taken = [what for what, choice in choices.items() if choice.candidate == COPIES]
     chosen.gathers, chosen.scatters = "gather" in taken, "reduce-scatter" in taken

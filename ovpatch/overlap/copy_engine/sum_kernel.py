@@ -71,7 +71,7 @@ _TOGETHER: Final = 8  # sums of a launch
 _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
-def add_slots(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
+def launch_sum(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
     """See :func:`.collectives.add_slots`; at most :data:`MOST` ranks, on the current device."""
     first = addends[0]
     dtypes, device = (first.own.memory.dtype, first.out.memory.dtype), first.out.memory.device

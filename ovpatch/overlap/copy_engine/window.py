@@ -177,10 +177,10 @@ class Window:
     driver: Any = None  # a Driver, which makes a stream write a number, or wait for one
 
 
-Allocate = Callable[[int, dist.ProcessGroup, torch.device], Window]
+AllocateWindow = Callable[[int, dist.ProcessGroup, torch.device], Window]
 
 
-def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> Window:
+def allocate_window(size: int, group: dist.ProcessGroup, device: torch.device) -> Window:
     """Allocate the same number of bytes of symmetric memory on all ranks, which call this together.
 
     RuntimeError if memory cannot be shared, or if streams cannot wait for it.

@@ -18,7 +18,7 @@ from ovpatch.overlap.comm.streams import record_streams
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
-from ovpatch.overlap.tensors.memory import contiguous_strides, is_dense, is_sole_owner, same_layout
+from ovpatch.overlap.tensors.memory import compute_contiguous_strides, has_same_layout, is_dense, is_sole_owner
 
 # Gradients below this number of elements go through the flat tensor: the launch of a collective takes as long as
 # several hundred kilobytes of traffic on a GPU, and longer with gloo.
@@ -77,7 +77,7 @@ class GradBucket:
         self._large = [i for i, is_small in enumerate(small) if not is_small]
         self._small_params = [params[i] for i in self._small]
         self._view_of = {i: v for v, i in enumerate(self._small)}
-        self._strides = [p.stride() if is_dense(p) else contiguous_strides(p.shape) for p in params]
+        self._strides = [p.stride() if is_dense(p) else compute_contiguous_strides(p.shape) for p in params]
         self._offsets, self._flat_numel = _offsets(self._small_params, self.dtype)
         self.nbytes = (self._flat_numel + sum(params[i].numel() for i in self._large)) * self.dtype.itemsize
         self._flat: Tensor | None = None
@@ -268,7 +268,7 @@ class GradBucket:
             and grad.layout is torch.strided
             and grad.dtype == self._dtype(i)
             and not grad.requires_grad
-            and same_layout(grad, self._strides[i])
+            and has_same_layout(grad, self._strides[i])
             and not (grad.is_conj() or grad.is_neg())
             and is_sole_owner(grad, node_grad)
         )
@@ -296,7 +296,7 @@ class GradBucket:
                 _multiply(self._divided(targets), scale)
 
 
-def grad_of(param: Tensor) -> Tensor | None:
+def get_grad(param: Tensor) -> Tensor | None:
     """Return ``param.grad``; ten times as fast where the parameter is pending, whose class answers by Python."""
     with torch._C.DisableTorchFunctionSubclass():
         return param.grad

@@ -195,7 +195,7 @@ def unregister_grad_sharder() -> None:
     _Registration.factory, _Registration.choice, _Registration.terms = None, None, {}
 
 
-def registered_terms() -> Mapping[str, Any]:
+def get_registered_terms() -> Mapping[str, Any]:
     """Return the terms of the registered factory; empty if there is none."""
     return _Registration.terms
 

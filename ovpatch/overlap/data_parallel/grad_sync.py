@@ -25,7 +25,7 @@ from torch import Tensor
 from ovpatch.overlap.comm.collectives import Collectives, Work, WorkWithEpilogue
 from ovpatch.overlap.comm.kept_state import find_param_state, param_state
 from ovpatch.overlap.comm.streams import ProducerStreams, profiler_label, profiler_span
-from ovpatch.overlap.data_parallel.bucket import Bucket, GradBucket, grad_of
+from ovpatch.overlap.data_parallel.bucket import Bucket, GradBucket, get_grad
 
 
 class SurplusGradientError(RuntimeError):
@@ -178,7 +178,7 @@ class GradSync:
         self.absent: set[int] = set()
         self.launched = self.reduced = self.reduced_early = self.nbytes = 0
         self._is_started = self._is_ended = False
-        self._is_plain = expected is None  # each parameter gets one contribution, and none is left out
+        self._expects_one_each = expected is None  # and no parameter is left out
         self._waiting, self.has_ready_bucket = list(self._sizes), False
         self._works: list[Work] = []
         self._staged: set[int] = set()
@@ -194,7 +194,7 @@ class GradSync:
     def skip_param(self, index: int) -> None:
         """Do not wait for a parameter: this backward adds nothing to its gradient."""
         if index not in self.absent:
-            self._is_plain = False
+            self._expects_one_each = False
             self.absent.add(index)
             self._waiting[self._bucket_of[index]] -= 1
 
@@ -224,7 +224,7 @@ class GradSync:
         before = self._expected[index] if index in self._marked else 0
         if self._seen[index] >= max(before, 1):
             raise self._surplus(index, "declared after the others", before + count)
-        self._is_plain = False
+        self._expects_one_each = False
         self._marked.add(index)
         self._expected[index] = before + count
         bucket = self._bucket_of[index]
@@ -239,7 +239,7 @@ class GradSync:
         Returns:
             How many gradients its bucket lacks; None, and nothing is counted, where it is not the usual case.
         """
-        if self._seen[index] or not self._is_plain:
+        if self._seen[index] or not self._expects_one_each:
             return None
         if index in self._cuda:
             self._producers.record_current(self._cuda[index])
@@ -404,7 +404,7 @@ class GradSync:
         return self._skip_absent and self.absent.issuperset(bucket.indices)
 
     def _wait_for_producers(self, bucket: Bucket) -> None:
-        grads = map(grad_of, bucket.params)
+        grads = map(get_grad, bucket.params)
         dense = (grad for grad in grads if grad is not None and not grad.is_sparse)
         self._producers.wait_for_producers(bucket.device, dense)
 
@@ -443,7 +443,7 @@ class GradSync:
 
     def end_backward(self) -> None:
         """Count nothing until the next backward."""
-        self.is_open = self._is_plain = False
+        self.is_open = self._expects_one_each = False
 
     def detach_grads(self) -> None:
         """Remove gradients that are being reduced in place from their parameters; the backward has failed."""

@@ -341,6 +341,6 @@ def _is_capturing(stream: torch.cuda.Stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def workspace_for(group: dist.ProcessGroup, device: torch.device) -> Workspace:
+def get_workspace(group: dist.ProcessGroup, device: torch.device) -> Workspace:
     """Return the workspace of a group on a device; made once, and dropped when the group is destroyed."""
     return group_state(group).get_or_create((Workspace, device), lambda: Workspace(group, device), keeps_group=True)

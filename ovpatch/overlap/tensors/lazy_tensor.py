@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.comm.kept_state import renew_in_children
-from ovpatch.overlap.tensors.memory import contiguous_strides, is_dense, outside_inference
+from ovpatch.overlap.tensors.memory import compute_contiguous_strides, is_dense, outside_inference
 
 _READ: Final = """
     shape ndim dtype device layout names name is_leaf grad_fn output_nr itemsize nbytes retains_grad _version _cdata
@@ -95,7 +95,7 @@ class TensorMeta:
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
         """Return a tensor's metadata; of one that is not dense, that of a contiguous copy."""
-        strides = tensor.stride() if is_dense(tensor) else contiguous_strides(tensor.shape)
+        strides = tensor.stride() if is_dense(tensor) else compute_contiguous_strides(tensor.shape)
         return cls(tensor.shape, strides, tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
@@ -152,7 +152,7 @@ def materialize(tensors: Iterable[Tensor | None]) -> None:
     """Put the content of all lazy tensors among these in place, fetched together where the source is the same."""
     lazy_ones = [tensor for tensor in tensors if isinstance(tensor, LazyTensor)]
     with ExitStack() as guards:
-        for source in {id(source): source for source, _ in map(source_of, lazy_ones)}.values():
+        for source in {id(source): source for source, _ in map(get_source, lazy_ones)}.values():
             if isinstance(source, GuardedSource):
                 guards.enter_context(source.reading())
         _materialize(lazy_ones)
@@ -201,21 +201,21 @@ def make_lazy_(tensor: Tensor, source: Source, key: Any) -> LazyTensor:
 
 
 def make_lazy_from(tensor: Tensor, zero: Tensor, source: Source, key: Any) -> None:
-    """Make a plain tensor lazy and free its memory, with one of :func:`expanded_zeros` in its place."""
+    """Make a plain tensor lazy and free its memory, with one of :func:`expand_zeros` in its place."""
     tensor.data = zero  # its memory alone
     attributes = tensor.__dict__
     attributes["source"], attributes["key"] = source, key
     tensor.__class__ = LazyTensor
 
 
-def expanded_zeros(likes: Iterable[Tensor]) -> list[Tensor]:
+def expand_zeros(likes: Iterable[Tensor]) -> list[Tensor]:
     """Return a zero expanded to the shape of each of some tensors; one of the same kind is the same object."""
     kinds = [(like.shape, like.dtype, like.device) for like in likes]
     made = {kind: _expanded_zero(*kind) for kind in dict.fromkeys(kinds)}
     return [made[kind] for kind in kinds]
 
 
-def source_of(tensor: Tensor | None) -> tuple[Source | None, Any]:
+def get_source(tensor: Tensor | None) -> tuple[Source | None, Any]:
     """Return a lazy tensor's source and key, without the lock; None for other tensors."""
     if not isinstance(tensor, LazyTensor):
         return None, None

@@ -23,20 +23,20 @@ from torch import Tensor
 use_count: Final[Callable[[Any], int]] = torch.Tensor._use_count  # type: ignore[attr-defined]  # no stub
 
 
-def storage_references(tensor: Tensor) -> int:
+def count_storage_references(tensor: Tensor) -> int:
     """Return how many tensors and Python storage objects share this one's memory, plus a constant."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 @functools.cache
-def references_of_one() -> int:
-    """Return :func:`storage_references` of memory that one tensor alone owns.
+def count_references_of_one() -> int:
+    """Return :func:`count_storage_references` of memory that one tensor alone owns.
 
     Measured, because the counts that Python and torch add differ between their versions.
     """
     with _measuring():
-        return storage_references(torch.zeros(1))
+        return count_storage_references(torch.zeros(1))
 
 
 def is_shared(tensor: Tensor) -> bool:
@@ -52,12 +52,12 @@ def is_sole_owner(grad: Tensor, given: Tensor | None = None) -> bool:
         given: In a hook of an AccumulateGrad node, the gradient that the node was given. The node still holds it, which
             does not count if ``grad`` was made of it.
     """
-    if use_count(grad) != owners_of_a_grad():
+    if use_count(grad) != count_grad_owners():
         return False  # two parameters have the same tensor, or a DLPack capsule holds it
     held = 0
     if given is not None and given.layout is torch.strided and given.data_ptr() == grad.data_ptr():
         held = 1 + _holds_its_base(given)
-    return storage_references(grad) == references_of_one() + held
+    return count_storage_references(grad) == count_references_of_one() + held
 
 
 def is_unshared(tensor: Tensor) -> bool:
@@ -67,7 +67,7 @@ def is_unshared(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
         and use_count(tensor) == 1
-        and storage_references(tensor) == references_of_one()
+        and count_storage_references(tensor) == count_references_of_one()
     )
 
 
@@ -82,7 +82,7 @@ def _holds_its_base(view: Tensor) -> bool:
 
 
 @functools.cache
-def owners_of_a_grad() -> int:
+def count_grad_owners() -> int:
     """Return :data:`use_count` of a gradient that only its parameter and one Python object know."""
     with _measuring():
         param = torch.nn.Parameter(torch.zeros(1))
@@ -124,7 +124,7 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+def compute_contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of this shape."""
     strides, step = [0] * len(shape), 1
     for i in reversed(range(len(shape))):
@@ -133,7 +133,7 @@ def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def same_layout(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+def has_same_layout(tensor: Tensor, strides: tuple[int, ...]) -> bool:
     """Return whether the tensor has these strides; those of dimensions of size 1 do not matter."""
     return tensor.stride() == strides or all(
         size == 1 or mine == theirs for size, mine, theirs in zip(tensor.shape, tensor.stride(), strides, strict=True)
@@ -186,7 +186,7 @@ def shard_view(tensor: Tensor, own: Shard) -> Tensor:
     return tensor.as_strided((own.numel,), (1,), tensor.storage_offset() + own.begin)
 
 
-def flat_view(tensor: Tensor) -> Tensor:
+def view_flat(tensor: Tensor) -> Tensor:
     """Return a dense tensor's elements in memory order, as a one-dimensional view.
 
     Shape ``[*]`` -> ``[numel]``.

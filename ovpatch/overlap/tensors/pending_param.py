@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from ovpatch.overlap.comm.kept_state import find_param_state, param_state, weak_key
 from ovpatch.overlap.comm.streams import record_numbered_switches, record_switches
 from ovpatch.overlap.tensors.lazy_tensor import METADATA, leaves
-from ovpatch.overlap.tensors.memory import references_of_one, use_count
+from ovpatch.overlap.tensors.memory import count_references_of_one, use_count
 
 #: By ``id()`` of a pending parameter, or of the DTensor over it: a function that returns the tensor of an ``id()``, and
 #: the one that waits for its values. The entry keeps the tensor alive unless the values are lost.
@@ -123,7 +123,7 @@ class _DTensors:
     seen = False
 
 
-def dtensor_of(param: Tensor) -> Any:
+def find_dtensor(param: Tensor) -> Any:
     """Return the DTensor that stands in a parameter's place, or None."""
     state = find_param_state(param) if _DTensors.seen else None
     return state.dtensor() if state is not None else None
@@ -134,7 +134,7 @@ def any_dtensors() -> bool:
     return _DTensors.seen
 
 
-def unsupported_reason(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
+def find_reason_against(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
     """Return why a parameter cannot be pending, or "".
 
     It cannot where its memory can be read without a call that sees its class: through another tensor (a ``detach()``, a
@@ -155,7 +155,7 @@ def _reason_of_type(params: Iterable[Tensor]) -> str:
 
 
 def _reason_of_memory(params: Iterable[Tensor], aliases: int, owners: int) -> str:
-    references = references_of_one() + aliases
+    references = count_references_of_one() + aliases
     count_references, count, count_owners = torch._C._storage_Use_Count, sys.getrefcount, use_count
     with torch._C.DisableTorchFunctionSubclass():
         for param in params:  # one loop, since there may be thousands
@@ -176,7 +176,7 @@ def mark_pending(params: Sequence[Tensor], wait: Callable[[], None], *, aliases:
         params: The parameters.
         wait: Waits for the values and calls :func:`mark_ready`. Several threads may call it, several times, in any
             mode that a reader can be in.
-        aliases: See :func:`unsupported_reason`.
+        aliases: See :func:`find_reason_against`.
         owners: Likewise.
 
     Returns:
@@ -192,7 +192,7 @@ def mark_pending(params: Sequence[Tensor], wait: Callable[[], None], *, aliases:
             param.__class__ = PendingParameter
         # Once they are marked: an alias that another thread makes from now on waits.
         reason = _mark_dtensors(params, wait, aliases, owners)
-    except BaseException:  # a KeyboardInterrupt, too: nobody would wait for them
+    except BaseException:  # a KeyboardInterrupt, too: nothing would wait for them
         mark_ready(params)
         raise
     if reason:
@@ -207,7 +207,7 @@ def _add_entries(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
 
 def _mark_dtensors(params: Sequence[Tensor], wait: Callable[[], None], aliases: int, owners: int) -> str:
     """Return why marked parameters cannot be pending; if they can, mark the DTensors over them as well."""
-    over = [(dtensor_of(param), param) for param in params] if _DTensors.seen else []
+    over = [(find_dtensor(param), param) for param in params] if _DTensors.seen else []
     seen = {id(param): dtensor for dtensor, param in over if dtensor is not None}
     if not all(_is_sole_dtensor(dtensor, param) for dtensor, param in over if dtensor is not None):
         return "a graph holds the DTensor in its place"
@@ -227,7 +227,7 @@ def mark_ready(params: Iterable[Tensor]) -> None:
         if type(param) is PendingParameter:
             param.__class__ = Parameter  # type: ignore[assignment]  # which is narrowed to PendingParameter here
         PENDING.pop(id(param), None)
-        dtensor = dtensor_of(param) if _DTensors.seen else None
+        dtensor = find_dtensor(param) if _DTensors.seen else None
         if dtensor is not None and type(dtensor) is _pending_dtensor():
             dtensor.__class__ = _dtensor()
             PENDING.pop(id(dtensor), None)
@@ -252,7 +252,7 @@ def mark_lost(params: Iterable[Tensor], wait: Callable[[], None], error: Excepti
         again()
 
     for param in params:
-        for tensor in (param, dtensor_of(param)) if type(param) is PendingParameter else ():
+        for tensor in (param, find_dtensor(param)) if type(param) is PendingParameter else ():
             if tensor is not None:
                 PENDING[id(tensor)] = (functools.partial(_find, weak_key(tensor, PENDING)), wait_or_fail)
 
@@ -270,11 +270,6 @@ def _find(reference: weakref.ref[Tensor], _key: int) -> Tensor | None:
 def is_pending(param: Tensor) -> bool:
     """Return whether the parameter's all-gather is in flight."""
     return type(param) is PendingParameter
-
-
-def any_pending() -> bool:
-    """Return whether any parameter is pending."""
-    return bool(PENDING)
 
 
 def wait_for_param(param: Tensor) -> None:

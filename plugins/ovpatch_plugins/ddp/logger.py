@@ -61,11 +61,11 @@ class StepTimes:
         return all(phase in self.at for phase in phases)
 
 
-def needs_stock(name: str) -> Callable[..., NoReturn]:
+def refuse_method(name: str) -> Callable[..., NoReturn]:
     """Return a method for which ``DistributedDataParallel`` brings the stock reducer back first; its error says so."""
 
     def method(_self: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise RuntimeError(report.needs_stock(name))
+        raise RuntimeError(report.say_needs_stock(name))
 
     method.__name__ = method.__qualname__ = name
     return method
@@ -77,24 +77,24 @@ class StockFace:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(report.unknown_to_reducer(name))
+            raise AttributeError(report.say_unknown_to_reducer(name))
 
 
 class StockOnly(StockFace):
     """The methods that only torch's C++ reducer has."""
 
-    _autograd_hook = needs_stock("_autograd_hook")
-    _finalize_backward_manual = needs_stock("_finalize_backward_manual")
-    _get_zeros_like_grad_buckets = needs_stock("_get_zeros_like_grad_buckets")
-    _push_all_rebuilt_params = needs_stock("_push_all_rebuilt_params")
-    _run_allreduce_hook = needs_stock("_run_allreduce_hook")
-    _run_comm_hook = needs_stock("_run_comm_hook")
-    _set_forward_pass_work_handle = needs_stock("_set_forward_pass_work_handle")
-    _set_mixed_precision_param_dtype = needs_stock("_set_mixed_precision_param_dtype")
-    _set_optimizer_in_backward = needs_stock("_set_optimizer_in_backward")
-    _set_sparse_metadata = needs_stock("_set_sparse_metadata")
-    _should_finalize_after_backward = needs_stock("_should_finalize_after_backward")
-    get_backward_stats = needs_stock("get_backward_stats")
+    _autograd_hook = refuse_method("_autograd_hook")
+    _finalize_backward_manual = refuse_method("_finalize_backward_manual")
+    _get_zeros_like_grad_buckets = refuse_method("_get_zeros_like_grad_buckets")
+    _push_all_rebuilt_params = refuse_method("_push_all_rebuilt_params")
+    _run_allreduce_hook = refuse_method("_run_allreduce_hook")
+    _run_comm_hook = refuse_method("_run_comm_hook")
+    _set_forward_pass_work_handle = refuse_method("_set_forward_pass_work_handle")
+    _set_mixed_precision_param_dtype = refuse_method("_set_mixed_precision_param_dtype")
+    _set_optimizer_in_backward = refuse_method("_set_optimizer_in_backward")
+    _set_sparse_metadata = refuse_method("_set_sparse_metadata")
+    _should_finalize_after_backward = refuse_method("_should_finalize_after_backward")
+    get_backward_stats = refuse_method("get_backward_stats")
 
     def _set_manual_finalization_required(self, _required: bool) -> None:
         """Stay with backwards that finalize themselves: before others, the wrapper brings the C++ reducer back."""
@@ -258,7 +258,7 @@ class ReducerLogger(StockFace):
         sizes = (sum(params[i].numel() * params[i].element_size() for i in b.indices) for b in self._reducer.buckets)
         return ", ".join(map(str, sizes))
 
-    _set_uneven_input_join = needs_stock("_set_uneven_input_join")
+    _set_uneven_input_join = refuse_method("_set_uneven_input_join")
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -123,7 +123,7 @@ def ovpatch_remarks() -> Sequence[str]:
     if "ovpatch_plugins.ddp.takeover" not in sys.modules:
         return []
     if not (COUNTERS.models or COUNTERS.stock_models):
-        text = report.other_reducers_remark()
+        text = report.describe_other_reducers()
         return [text] if text else []
     return list(report.REMARKS)
 

@@ -77,7 +77,7 @@ def check_budget(group: dist.ProcessGroup, device: torch.device, max_ctas: int |
         raise ValueError(report.needs_nccl("max_ctas", backend_name(group, device)))
 
 
-def budgeted_group(group: dist.ProcessGroup, max_ctas: int | None) -> dist.ProcessGroup:
+def get_budgeted_group(group: dist.ProcessGroup, max_ctas: int | None) -> dist.ProcessGroup:
     """Return a communicator over the ranks of ``group`` that takes at most ``max_ctas`` thread blocks.
 
     All ranks of ``group`` call this together the first time; ``group`` itself comes back if there is no budget.
@@ -192,7 +192,7 @@ class GradReducer(BackwardReducer, StockOnly):
         self.times.begin_forward()
         self._finish_previous()
         if self._device.type == "cuda":  # elsewhere the backward has looked
-            self._flags.raise_for_failures(report.peer_lost_backward)
+            self._flags.raise_for_failures(report.say_peer_lost_backward)
         if self._hooks.are_lost():
             self._attach_anew()
         sharder = self.sharder
@@ -233,7 +233,7 @@ class GradReducer(BackwardReducer, StockOnly):
         self._arm([ANY] * len(self.params) if self.learns_graph else self._static_counts)
 
     def _arm(self, expected: Sequence[int] | None = None) -> None:
-        self._flags_raised = self._is_plain = False
+        self._flags_raised = self._only_counts = False
         if not self._is_late:  # a late backward is armed by a thread of the engine, maybe
             self._thread = weakref.ref(threading.current_thread())
         self._choose_mode()
@@ -296,7 +296,8 @@ class GradReducer(BackwardReducer, StockOnly):
         if self.sharder.is_active:
             self.sharder.on_backward_start(staged=self._stages, counts=self._static_counts)
         self._records_order = not (self.has_rebuilt_buckets or self._is_late)
-        self._is_plain = not (self._stages or self._records_order or self._tracks_usage)
+        # A gradient that comes has only to be counted.
+        self._only_counts = not (self._stages or self._records_order or self._tracks_usage)
         if self._records_order:
             self._assignment.ready_order.clear()
         if self._searches:
@@ -309,7 +310,7 @@ class GradReducer(BackwardReducer, StockOnly):
             self.on_first_use()
             self.on_first_use = None
         if self._budgeted is None:
-            self._budgeted = budgeted_group(self._group, self.config.max_ctas)
+            self._budgeted = get_budgeted_group(self._group, self.config.max_ctas)
             if self._budgeted is not self._group:
                 self._make_sync()
 
@@ -331,7 +332,7 @@ class GradReducer(BackwardReducer, StockOnly):
     def on_grad_accumulated(self, index: int, node_grad: Tensor | None) -> None:
         """The gradient ``node_grad`` has been added to ``grad`` of parameter ``index``; called on an engine thread."""
         with self._lock:
-            if self._is_plain and (missing := self._sync.count_once(index)) is not None:
+            if self._only_counts and (missing := self._sync.count_once(index)) is not None:
                 if not missing:
                     self._start_ready_buckets(node_grad)
                 return
@@ -353,14 +354,14 @@ class GradReducer(BackwardReducer, StockOnly):
             if self._tracks_usage:
                 self._usage.record(index)  # work without autograd is not seen to add anything
             if not self._sync.expect_marks(index, count):
-                raise self._log_error(report.late_declaration(self.names[index]))
+                raise self._log_error(report.say_late_declaration(self.names[index]))
 
     def _grad_complete(self, index: int, node_grad: Tensor | None) -> None:
         sync = self._sync
         if index in sync.absent:
             self._nested.add(index)
         if not sync.register_grad_ready(index):
-            raise self._log_error(report.late(self.names[index]))
+            raise self._log_error(report.say_late(self.names[index]))
         if self._records_order:
             self._assignment.ready_order.append(index)
         if self._stages:
@@ -377,7 +378,7 @@ class GradReducer(BackwardReducer, StockOnly):
     # ---------------------------------------------------------------- the end of a backward
 
     def _backward_ended(self) -> None:
-        self._is_revisited = self._is_plain = False
+        self._is_revisited = self._only_counts = False
         super()._backward_ended()
 
     def _is_complete(self) -> bool:
@@ -408,7 +409,7 @@ class GradReducer(BackwardReducer, StockOnly):
             torch.futures.wait_all(futures)
         COUNTERS.backwards += 1
         if self._device.type != "cuda":
-            self._flags.raise_for_failures(report.peer_lost_backward)
+            self._flags.raise_for_failures(report.say_peer_lost_backward)
 
     def _reduce_rest(self) -> None:
         sync, sharder = self._sync, self.sharder
@@ -468,8 +469,8 @@ class GradReducer(BackwardReducer, StockOnly):
     def _describe_unfinished(self) -> str:
         missing = {i: self.names[i] for i in self._sync.missing_params()}
         if self.static_graph:
-            return report.static_graph_lacks(missing, self._group.rank())
-        return report.unfinished(missing, self._group.rank(), searched=self.config.find_unused_parameters)
+            return report.say_static_graph_lacks(missing, self._group.rank())
+        return report.say_unfinished(missing, self._group.rank(), searched=self.config.find_unused_parameters)
 
     def _log_error(self, text: str) -> RuntimeError:
         """Return an error of which the logger knows."""
@@ -488,7 +489,7 @@ class GradReducer(BackwardReducer, StockOnly):
         self._nested: set[int] = set()  # parameters whose gradients a backward inside the backward makes
         self.state = ReducerState.IDLE
         self._task.queued = self._has_order = self._is_late = self._is_revisited = self.quiet = False
-        self._stages = self._records_order = self._is_plain = False
+        self._stages = self._records_order = self._only_counts = False
         self.has_rebuilt_buckets = False
         self._choose_mode()
         self._budgeted = None

@@ -34,7 +34,7 @@ _USES_OUTPUTS = (
 )
 
 
-def unfinished(missing: Mapping[int, str], rank: int, *, searched: bool) -> str:
+def say_unfinished(missing: Mapping[int, str], rank: int, *, searched: bool) -> str:
     """Say which parameters got no gradient, first in stock's words, which scripts and people look for.
 
     Args:
@@ -75,7 +75,7 @@ def _which(missing: Mapping[int, str], rank: int) -> str:
     return f"\nParameters which did not receive grad for rank {rank}: {', '.join(missing.values())}{indices}"
 
 
-def static_graph_lacks(missing: Mapping[int, str], rank: int) -> str:
+def say_static_graph_lacks(missing: Mapping[int, str], rank: int) -> str:
     """Say which parameters of a static graph got fewer gradients than in its first backward; in stock's words first.
 
     Args:
@@ -96,7 +96,7 @@ _NOT_STATIC = (
 )
 
 
-def needs_stock(name: str) -> str:
+def say_needs_stock(name: str) -> str:
     """Say that a method works on the C++ reducer only."""
     return (
         f"ovpatch: {name}() of the reducer or logger inside DistributedDataParallel works on torch's C++ reducer only. "
@@ -105,7 +105,7 @@ def needs_stock(name: str) -> str:
     )
 
 
-def unknown_to_reducer(name: str) -> str:
+def say_unknown_to_reducer(name: str) -> str:
     """Say that this version of torch uses something of the reducer or logger that ours lacks."""
     return (
         f"ovpatch: this version of torch uses {name} of the reducer or logger inside DistributedDataParallel, which "
@@ -124,7 +124,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def late(name: str) -> str:
+def say_late(name: str) -> str:
     """Say that a parameter's gradient came after its bucket was reduced."""
     return (
         f"ovpatch: parameter '{name}' got a gradient after its bucket had been reduced: it is used only inside a "
@@ -133,7 +133,7 @@ def late(name: str) -> str:
     )
 
 
-def late_declaration(name: str) -> str:
+def say_late_declaration(name: str) -> str:
     """Say that contributions were declared for a parameter whose bucket was reduced without waiting for them."""
     return (
         f"ovpatch: contributions to parameter '{name}' were declared after its bucket had been reduced: it takes part "
@@ -143,7 +143,7 @@ def late_declaration(name: str) -> str:
     )
 
 
-def peer_lost_backward(steps: range) -> str:
+def say_peer_lost_backward(steps: range) -> str:
     """Say that another rank's part is missing in this rank's gradients."""
     when = f"step {steps[0]}" if len(steps) == 1 else f"a step from {steps[0]} to {steps[-1]}"
     return (
@@ -169,7 +169,7 @@ STATIC_GRAPH_UNSYNCHRONISED = (
 )
 
 
-def inside_backward(model: str) -> str:
+def say_inside_backward(model: str) -> str:
     """Say that the stock reducer was asked for while gradients are being reduced."""
     return (
         f"ovpatch: a backward that is still running reduces the gradients of {model}, which therefore cannot get its "
@@ -225,7 +225,7 @@ _ENGINES = {"deepspeed.runtime.engine": "DeepSpeed", "megatron.core.distributed"
 _PERHAPS = ("torch.distributed.fsdp", "torch.distributed.tensor")
 
 
-def other_reducers_remark() -> str:
+def describe_other_reducers() -> str:
     """Return what reduces gradients in place of this feature, or "" if nothing is known to."""
     used = [called for module, called in _ENGINES.items() if module in sys.modules]
     if _shards_modules():

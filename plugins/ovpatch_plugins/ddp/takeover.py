@@ -311,10 +311,10 @@ def _kept_values(ddp: Wrapper) -> dict[Hashable, Any]:
 
 def _refuse_inside_backward(ddp: Wrapper) -> None:
     if ddp.reducer.in_backward():
-        raise RuntimeError(report.inside_backward(model_name(ddp)))
+        raise RuntimeError(report.say_inside_backward(get_model_name(ddp)))
 
 
-def model_name(ddp: Wrapper) -> str:
+def get_model_name(ddp: Wrapper) -> str:
     """Return the model's name for messages: that of its class."""
     if isinstance(ddp.module, torch.nn.ParameterList):
         return "a model under replicate()"  # which wraps a list of the model's parameters
@@ -385,14 +385,14 @@ def _identify(ddp: Wrapper) -> None:
     from ovpatch.overlap.comm.kept_state import group_state
 
     number = next(group_state(ddp.process_group).get_or_create("models", functools.partial(itertools.count, 1)))
-    ddp.reducer.set_name(f"{model_name(ddp)}, model {number} of its process group")
+    ddp.reducer.set_name(f"{get_model_name(ddp)}, model {number} of its process group")
 
 
 def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, static_graph: bool) -> dict[str, Any]:
     """Return what must be the same on all ranks, or their collectives would not match."""
     from importlib.metadata import version
 
-    from ovpatch.overlap.data_parallel.grad_sharder import registered_terms
+    from ovpatch.overlap.data_parallel.grad_sharder import get_registered_terms
 
     return {
         "version of ovpatch": version("ovpatch"),
@@ -410,7 +410,7 @@ def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, stat
         "max_ctas": config.max_ctas,
         "reduce_late_gradients": config.late,
         "static_graph": bool(static_graph),
-        **{f"dist_optimizer.{name}": value for name, value in registered_terms().items()},
+        **{f"dist_optimizer.{name}": value for name, value in get_registered_terms().items()},
     }
 
 
@@ -418,4 +418,4 @@ def _report_stock(ddp: Wrapper, reason: str) -> None:
     from ovpatch_plugins.ddp.report import remark
 
     COUNTERS.stock_models += 1
-    remark(f"{model_name(ddp)} keeps the stock reducer: {reason}")
+    remark(f"{get_model_name(ddp)} keeps the stock reducer: {reason}")

@@ -22,7 +22,7 @@ from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.versioned import copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
-from ovpatch.overlap.tensors.memory import Shard, flat_view, is_unshared
+from ovpatch.overlap.tensors.memory import Shard, is_unshared, view_flat
 from ovpatch.overlap.tensors.pending_param import without_modes
 from ovpatch_plugins.dist_optimizer.param_all_gather import MIB, group_alike, split_by_size
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
@@ -272,7 +272,7 @@ class BroadcastBucket:
                 torch._foreach_copy_(elements, received.split([len(one) for one in elements]))
 
     def _elements(self) -> list[Tensor]:
-        return [flat_view(param.data) for param in self._params]
+        return [view_flat(param.data) for param in self._params]
 
 
 class ParamBroadcast:

@@ -185,7 +185,7 @@ class AllGatherBucket:
     def start_all_gather(self) -> str:
         """Start the collective, which all ranks of the group must call in the same order.
 
-        It reads this rank's shards as the current stream leaves them.
+        It reads this rank's shards as the current stream leaves them. No dispatch mode may be on.
 
         Returns:
             "" if the parameters are pending now, else the reason; then they are complete, in stream order.
@@ -193,10 +193,6 @@ class AllGatherBucket:
         Raises:
             RuntimeError: The last all-gather has not been waited for, so its results would mix with the shards of now.
         """
-        with without_modes():
-            return self._start()
-
-    def _start(self) -> str:
         if self._world == 1:
             return ""
         with self._lock:
@@ -383,7 +379,7 @@ class ParamAllGather:
             self._choose_transport()
         with without_modes():
             for bucket in self._buckets:
-                bucket._start()
+                bucket.start_all_gather()
                 COUNTERS.gathers_overlapped += self._overlap and bool(bucket._works)
         if self._copied:
             self._end_copies()
@@ -414,10 +410,10 @@ class ParamAllGather:
 
     def _end_copies(self) -> None:
         """Count what copy engines carry, and have the backend's watchdog see it."""
-        from ovpatch.overlap.copy_engine.selection import attend, gathering
+        from ovpatch.overlap.copy_engine.selection import attend, find_gatherer
 
         for group, device in self._copied:
-            if gathering(group, device) is not None:
+            if find_gatherer(group, device) is not None:
                 COUNTERS.gathers_copied += sum(b._group is group and b._device == device for b in self._buckets)
             attend(group, device, step_communicator(group, device))
 

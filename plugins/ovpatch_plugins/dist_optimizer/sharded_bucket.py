@@ -19,19 +19,19 @@ from ovpatch.overlap.comm.collectives import Collectives, Work
 from ovpatch.overlap.comm.kept_state import group_state, weak_method
 from ovpatch.overlap.comm.streams import record_streams, side_streams
 from ovpatch.overlap.data_parallel import fp32_accumulation
-from ovpatch.overlap.data_parallel.bucket import SMALL, GradBucket, grad_of, make_sparse_error
+from ovpatch.overlap.data_parallel.bucket import SMALL, GradBucket, get_grad, make_sparse_error
 from ovpatch.overlap.peer_rpc.rpc import KeepAlive, PeerRpc
 from ovpatch.overlap.peer_rpc.versioned import TornReadError, VersionedTensors, copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, Source
 from ovpatch.overlap.tensors.memory import (
-    contiguous_strides,
-    flat_view,
+    compute_contiguous_strides,
+    count_grad_owners,
+    count_references_of_one,
     is_shared,
-    owners_of_a_grad,
-    references_of_one,
     shard_range,
     use_count,
+    view_flat,
 )
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 
@@ -124,14 +124,14 @@ class ShardedGradBucket(GradBucket):
         self._large = [i for i in self._large if i not in coalesced]
         # Whose chunks along the first dimension are the ranks' shards, as a contiguous gradient lies in memory.
         self._is_chunked = [
-            self._strides[i] == contiguous_strides(params[i].shape)
+            self._strides[i] == compute_contiguous_strides(params[i].shape)
             and params[i].dim() > 0
             and len(params[i]) % world == 0
             for i in self._coalesced
         ]
         self._row = sum(self._sizes[i] for i in self._coalesced)
         self._freeable_nbytes = sum(numels[i] for i in self._sharded) * self.dtype.itemsize
-        self._zeros = lazy_tensor.expanded_zeros(self._sharded_params)
+        self._zeros = lazy_tensor.expand_zeros(self._sharded_params)
         self._is_started = self._is_published = False
         self._rows: dict[int, Tensor] = {}  # copies of coalesced gradients that were staged
         self._freed: dict[int, weakref.ref[Tensor]] = {}
@@ -202,7 +202,7 @@ class ShardedGradBucket(GradBucket):
         if type(source) is not Tensor or source.stride() != self._strides[i]:
             shape, strides = self.params[i].shape, self._strides[i]
             source = torch.empty_strided(shape, strides, dtype=source.dtype, device=self.device).copy_(source)
-        return self._pad(i, flat_view(source)).view(self._world, -1)
+        return self._pad(i, view_flat(source)).view(self._world, -1)
 
     def _pad(self, i: int, elements: Tensor) -> Tensor:
         """Return elements, one-dimensional, that can be divided evenly, one shard per rank."""
@@ -230,7 +230,7 @@ class ShardedGradBucket(GradBucket):
             full = inputs[:first]
             for i, grad in zip(self._large, inputs[first:], strict=True):
                 if i in self._alone:
-                    alone.append(self._pad(i, flat_view(grad)))
+                    alone.append(self._pad(i, view_flat(grad)))
                 else:
                     full.append(grad)
             self._copies = [padded for i, padded in zip(self._alone, alone, strict=True) if not self._is_even[i]]
@@ -305,7 +305,7 @@ class ShardedGradBucket(GradBucket):
                 if is_early:
                     continue
                 grad = self.params[i].grad = lazy_tensor.make_lazy(self.params[i], source, index)
-            elif lazy_tensor.source_of(grad)[0] is not source:
+            elif lazy_tensor.get_source(grad)[0] is not source:
                 if not is_early:
                     states[index], left[index] = GradState.HELD, grad
                 continue
@@ -325,7 +325,7 @@ class ShardedGradBucket(GradBucket):
         for i in list(self._freed):
             self._lose_other(i, None)
             self._grads.states[self.indices[i]] = GradState.FULL
-            if isinstance(grad_of(self.params[i]), LazyTensor):
+            if isinstance(get_grad(self.params[i]), LazyTensor):
                 self.params[i].grad = None
         for i in self._coalesced if self._is_started else ():
             if i not in self._rows:  # else the script's hooks may have changed it since
@@ -341,7 +341,7 @@ class ShardedGradBucket(GradBucket):
     def _keep_memory(self) -> None:
         """Have the memory of inputs outlive the collectives, which have been waited for; see :func:`record_streams`."""
         if self.device.type == "cuda" and side_streams.is_used(self.device):
-            grads = (grad_of(self.params[i]) for i in self._sharded)
+            grads = (get_grad(self.params[i]) for i in self._sharded)
             alone = (self._inputs.get(i) for i in self._alone)
             record_streams((self._input, *self._copies, *alone, *grads), self.device)
 
@@ -368,7 +368,7 @@ class _Lost:
 
 def _find_freeable(grads: Sequence[Tensor | None]) -> list[bool]:
     """Return of each gradient of a parameter whether its memory may be freed: in this process and in others."""
-    owners, references, strided, plain = owners_of_a_grad(), references_of_one(), torch.strided, Tensor
+    owners, references, strided, plain = count_grad_owners(), count_references_of_one(), torch.strided, Tensor
     count_references, count_owners, count = torch._C._storage_Use_Count, use_count, sys.getrefcount
     found = []
     for grad in grads:  # one loop, since there may be thousands

@@ -29,7 +29,7 @@ from ovpatch.overlap.comm.kept_state import (
 )
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import fp32_accumulation
-from ovpatch.overlap.data_parallel.bucket import GradBucket, grad_of
+from ovpatch.overlap.data_parallel.bucket import GradBucket, get_grad
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 from ovpatch.overlap.data_parallel.grad_sync import GradSync
@@ -351,7 +351,7 @@ class ShardedGrads(GradSharder):
             index: The parameter.
             grad: Its ``p.grad``, if that is known.
         """
-        grad = grad_of(self.params[index]) if grad is None else grad
+        grad = get_grad(self.params[index]) if grad is None else grad
         assert grad is not None
         if self._is_own(grad):
             return self.reduced_shard(index)
@@ -377,14 +377,14 @@ class ShardedGrads(GradSharder):
 
     def is_lazy(self, index: int) -> bool:
         """Return whether ``p.grad`` has not been materialized, so that its shards are what counts."""
-        return self._is_own(grad_of(self.params[index]))
+        return self._is_own(get_grad(self.params[index]))
 
     def _is_own(self, grad: Tensor | None) -> bool:
         return type(grad) is LazyTensor and grad.__dict__.get("source") is self
 
     def has_grad(self, index: int) -> bool:
         """Return whether a parameter has a gradient, lazy or not."""
-        return grad_of(self.params[index]) is not None
+        return get_grad(self.params[index]) is not None
 
     def was_sharded(self, index: int) -> bool:
         """Return whether the last reduced backward left shards of a gradient, whatever ``p.grad`` is now.

@@ -278,7 +278,7 @@ class ShardedOptimizer:
             entry = sharded_grads.find(param)
             if entry is not None and entry[0].group.size() > 1:
                 names.setdefault(entry[0], []).append(entry[0].names[entry[1]])
-        terms = {shards: step_log.terms_of(optimizer, of_model) for shards, of_model in names.items()}
+        terms = {shards: step_log.list_terms(optimizer, of_model) for shards, of_model in names.items()}
         self._turns = {shards: shards.step_log.propose(terms[shards]) for shards in names}
         if any(shards.local for shards in names):  # it waits for no other rank
             for shards in names:
@@ -400,7 +400,7 @@ class ShardedOptimizer:
         log = shards.step_log
         turn = self._turns.get(shards)
         if turn is None:  # the model is wrapped again
-            turn = log.propose(step_log.terms_of(optimizer, [shards.names[one.index] for one in params]))
+            turn = log.propose(step_log.list_terms(optimizer, [shards.names[one.index] for one in params]))
         log.adopt(turn)
         shards.optimizers.add(self)
         state = self._states[shards] = self._state_type(shards, turn)

@@ -26,7 +26,7 @@ from ovpatch.overlap.peer_rpc.rpc import KeepAlive, PeerRpc
 from ovpatch.overlap.peer_rpc.versioned import TornReadError, VersionedTensors, copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
-from ovpatch.overlap.tensors.memory import Shard, flat_view, is_dense, is_unshared, shard_view
+from ovpatch.overlap.tensors.memory import Shard, is_dense, is_unshared, shard_view, view_flat
 from ovpatch.overlap.tensors.pending_param import without_modes
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
@@ -475,7 +475,7 @@ class ShardedState(abc.ABC):
         def copy(source: Mapping[Key, Tensor]) -> tuple[list[int], list[Tensor]]:
             positions = [position for position, key in enumerate(keys) if key in source]
             local = [source[keys[position]] for position in positions]
-            return positions, [copy_to_host(flat_view(one if is_dense(one) else one.contiguous())) for one in local]
+            return positions, [copy_to_host(view_flat(one if is_dense(one) else one.contiguous())) for one in local]
 
         self._versions.wait_for_version(number, PATIENCE_S)
         local = self._local  # of this version or, if that is among the earlier ones by now, of a later one

@@ -215,7 +215,7 @@ class StateDictSource:
 
     def _unread(self, positions: Sequence[int]) -> list[LazyTensor]:
         lazy = [self._entries[position][2]() for position in positions]
-        return [one for one in lazy if one is not None and lazy_tensor.source_of(one)[0] is self]
+        return [one for one in lazy if one is not None and lazy_tensor.get_source(one)[0] is self]
 
     def _fetch(self, keys: Sequence[int]) -> list[Tensor]:
         found: dict[int, Tensor] = {}
@@ -225,7 +225,7 @@ class StateDictSource:
             value = state.get(name)
             if not isinstance(value, Tensor):
                 raise RuntimeError(_GONE.format(name))
-            source, _ = lazy_tensor.source_of(value)
+            source, _ = lazy_tensor.get_source(value)
             if isinstance(value, LazyTensor) and isinstance(source, ShardedState):
                 by_source.setdefault(source, []).append((key, value))
             else:

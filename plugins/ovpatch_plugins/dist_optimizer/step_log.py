@@ -144,7 +144,7 @@ class StepLog:
         return Turn("", "it has no such step") if self._left >= backwards or self._after > backwards else None
 
 
-def terms_of(optimizer: Optimizer, names: Iterable[str]) -> str:
+def list_terms(optimizer: Optimizer, names: Iterable[str]) -> str:
     """Return an optimizer's class and its parameters of one model, which are to be the same on all ranks."""
     known = sorted(names)
     digest = hashlib.sha256("\n".join(known).encode()).hexdigest()[:12]

@@ -164,7 +164,7 @@ def _start(optimizer: Any, groups: Sequence[Any]) -> None:
             started.wait()
 
 
-def wrap_start(original: Callable[..., None]) -> Callable[..., None]:
+def wrap_start_param_sync(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``start_param_sync``: a gather that a step has started is not started again, unless it is forced."""
 
     @functools.wraps(original)
@@ -179,7 +179,7 @@ def wrap_start(original: Callable[..., None]) -> Callable[..., None]:
     return start_param_sync
 
 
-def wrap_finish(original: Callable[..., None]) -> Callable[..., None]:
+def wrap_finish_param_sync(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``finish_param_sync``, which Megatron's forward pre-hooks call: readers pass from then on."""
 
     @functools.wraps(original)

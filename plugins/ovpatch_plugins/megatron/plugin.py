@@ -130,10 +130,10 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         patch(
             f"{_GROUP}.start_grad_sync",
             "takeover",
-            "wrap_start",
+            "wrap_start_grad_sync",
             "starts the reduction of a group, whose place in the order is known by then",
         )
-        patch(f"{_GROUP}.finish_grad_sync", "takeover", "wrap_finish", "is where a step's reductions end")
+        patch(f"{_GROUP}.finish_grad_sync", "takeover", "wrap_finish_grad_sync", "is where a step's reductions end")
         patch(f"{_GROUP}.reset", "takeover", "wrap_reset", "is where a step begins, also after a backward that failed")
     if options["early_param_gather"]:
         patch(
@@ -142,8 +142,18 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             "wrap_step",
             "is where parameters have changed, of each of a chain of optimizers",
         )
-        patch(f"{_GROUP}.start_param_sync", "param_sync", "wrap_start", "starts a gather that the step has started")
-        patch(f"{_GROUP}.finish_param_sync", "param_sync", "wrap_finish", "is where Megatron's hooks wait for a gather")
+        patch(
+            f"{_GROUP}.start_param_sync",
+            "param_sync",
+            "wrap_start_param_sync",
+            "starts a gather that the step has started",
+        )
+        patch(
+            f"{_GROUP}.finish_param_sync",
+            "param_sync",
+            "wrap_finish_param_sync",
+            "is where Megatron's hooks wait for a gather",
+        )
         patch(f"{_GROUP}.finish_grad_sync", "param_sync", "wrap_finish_grads", "is where a gather loses its validity")
 
 

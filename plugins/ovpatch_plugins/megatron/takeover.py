@@ -158,7 +158,7 @@ def wrap_register(original: Callable[..., None]) -> Callable[..., None]:
     return register_grad_ready
 
 
-def wrap_start(original: Callable[..., None]) -> Callable[..., None]:
+def wrap_start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``start_grad_sync``: a group that is complete in backward starts behind those before it."""
 
     @functools.wraps(original)
@@ -172,7 +172,7 @@ def wrap_start(original: Callable[..., None]) -> Callable[..., None]:
     return start_grad_sync
 
 
-def wrap_finish(original: Callable[..., None]) -> Callable[..., None]:
+def wrap_finish_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``finish_grad_sync``: the next backward begins with the first group."""
 
     @functools.wraps(original)

@@ -27,7 +27,7 @@ from ovpatch_plugins.pipe_experts.options import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 
 if TYPE_CHECKING:
-    from ovpatch.overlap.symm_mem.launch import Prepared
+    from ovpatch.overlap.symm_mem.kernels import Prepared
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class SymmAllToAll:
         depth: int = _DEPTH,
         block: int = _BLOCK,
     ) -> None:
-        from ovpatch.overlap.symm_mem.signals import RANKS
+        from ovpatch.overlap.symm_mem.kernels import RANKS
         from ovpatch_plugins.pipe_experts.triton_kernels import HEADER
 
         self._world, self._rank, self._device = group.size(), group.rank(), device
@@ -332,14 +332,14 @@ class SymmAllToAll:
         return WorkGroup((work,))
 
     def _make_kernel(self, word: torch.dtype, aligned: bool) -> Prepared:
-        from ovpatch.overlap.symm_mem import launch
+        from ovpatch.overlap.symm_mem.kernels import Prepared
         from ovpatch_plugins.pipe_experts.triton_kernels import symm_all_to_all_kernel
 
         fixed = (
             self._peers, self._state, self._rank,
             self._world, self.channels, self._slot // word.itemsize, self._depth, self._block, aligned,
         )  # fmt: skip
-        kernel = launch.Prepared(symm_all_to_all_kernel, self.channels, None, fixed, num_warps=_WARPS)
+        kernel = Prepared(symm_all_to_all_kernel, self.channels, None, fixed, num_warps=_WARPS)
         self._kernels[word, aligned, self.channels] = kernel
         return kernel
 

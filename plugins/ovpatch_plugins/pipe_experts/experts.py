@@ -25,9 +25,8 @@ from ovpatch_plugins.pipe_experts.all_to_all import (
     join_rows,
     split_rows,
 )
-from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, Splits
 from ovpatch_plugins.pipe_experts.grouped_gemm import DelayedWeightGrads, GroupSizes
-from ovpatch_plugins.pipe_experts.routing import route_tokens
+from ovpatch_plugins.pipe_experts.routing import ChunkPlan, PlanCandidates, Splits, route_tokens
 
 Activation = Callable[[Tensor], Tensor]
 """The function between an expert's two products: ``[rows, n]`` -> ``[rows, k]``, row by row."""

@@ -61,7 +61,7 @@ OPTIONS: Final = (
 class MoEConfig:
     """How a layer is computed; the same on all ranks."""
 
-    cut: str = "auto"  # how rows are cut into chunks; see :func:`ovpatch_plugins.pipe_experts.chunks.make_plan`
+    cut: str = "auto"  # how rows are cut into chunks; see :func:`ovpatch_plugins.pipe_experts.routing.make_plan`
     parts: int = 0  # number of chunks; 0 for the default of ``cut``
     delay_wgrad: bool = True  # compute weight gradients while a chunk's rows are on their way back
     multi_stream: bool = False  # combine on a second communicator

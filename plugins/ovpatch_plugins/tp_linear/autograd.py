@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from ovpatch.overlap.data_parallel.reducer import will_execute
 from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD
-from ovpatch_plugins.tp_linear.config import OpContext
 from ovpatch_plugins.tp_linear.layout import (
     PLAIN,
     from_rows,
@@ -28,8 +28,46 @@ from ovpatch_plugins.tp_linear.layout import (
     wait_for,
     wrap_local,
 )
-from ovpatch_plugins.tp_linear.operators import GATHER_LINEAR, OPERATORS, ParamGrads, cast_operands
+from ovpatch_plugins.tp_linear.operators import (
+    GATHER_LINEAR,
+    OPERATORS,
+    LocalLinear,
+    ParamGrads,
+    WeightGrad,
+    cast_operands,
+    multiply_weight_grad,
+)
+from ovpatch_plugins.tp_linear.schedules import Schedule
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, linear
+from ovpatch_plugins.tp_linear.tp_group import TPGroup
+
+
+@dataclass(frozen=True)
+class TPConfig:
+    """How an operator is computed."""
+
+    schedule: Schedule  # the order of products and collectives
+    weight_grad: WeightGrad = multiply_weight_grad  # how a weight's gradient is computed
+    regather: bool = False  # gather an input anew for backward; else it is kept gathered
+
+
+@dataclass(frozen=True, slots=True)
+class OpContext:
+    """The non-tensor arguments of an operator; a linear's calls with inputs of one layout share them."""
+
+    config: TPConfig  # how it is computed
+    ranks: TPGroup
+    operator: LocalLinear = GATHER_LINEAR
+    dim: int = 0  # the input dimension that comes first in rows: the sequence, if that is cut
+    count: int = 1  # the number of weights
+    constant: bool = False  # whether the input needs no gradient; it is kept gathered then
+    mesh: Any = None  # the mesh of DTensors that are given or returned
+    given: Any = None  # the placement of the input's gradient if the input is a DTensor, else None
+    returned: Any = None  # the placement of the outputs if they are DTensors, else None
+    whole: Any = None  # the placement of the gathered input if it is returned as well, as a DTensor, else None
+    check: Callable[[], None] | None = None  # called before backward
+    later: list[tuple[Tensor, Sequence[Tensor]]] | None = None  # gets rows and outputs' memory, if these come later
+    trains: bool = False  # whether any linear that reads the gathered input, in this call or not, has a weight to train
 
 
 def _once(backward: Callable[..., Any]) -> Any:

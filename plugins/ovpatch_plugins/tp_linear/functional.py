@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch_plugins.tp_linear import tp_group
-from ovpatch_plugins.tp_linear.autograd import run_operator
-from ovpatch_plugins.tp_linear.config import OpContext, TPConfig
+from ovpatch_plugins.tp_linear.autograd import OpContext, TPConfig, run_operator
 from ovpatch_plugins.tp_linear.operators import OPERATORS, WeightGrad, multiply_weight_grad
 from ovpatch_plugins.tp_linear.options import DEFAULT, SCHEDULES
 from ovpatch_plugins.tp_linear.schedules import Schedule, find_schedule

@@ -120,7 +120,7 @@ def _has_cut_modules() -> bool:
 def _load_takeover() -> Any:
     """Return :mod:`.takeover`; the first call after ``apply()`` sets the options."""
     from ovpatch_plugins.tp_linear import takeover
-    from ovpatch_plugins.tp_linear.config import STATE
+    from ovpatch_plugins.tp_linear.tp_linear import STATE
 
     if not STATE.on:
         STATE.turn_on(_settings)

@@ -14,10 +14,17 @@ from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModu
 
 from ovpatch.overlap.comm.kept_state import find_owners, kept_values
 from ovpatch_plugins.tp_linear import layout, tp_group
-from ovpatch_plugins.tp_linear.config import STATE
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules import fused
-from ovpatch_plugins.tp_linear.tp_linear import Linear, SharedAllGather, Style, TPLinear, agree_on_terms, is_gather
+from ovpatch_plugins.tp_linear.tp_linear import (
+    STATE,
+    Linear,
+    SharedAllGather,
+    Style,
+    TPLinear,
+    agree_on_terms,
+    is_gather,
+)
 
 _OURS = ("_prepare_input_fn", "_prepare_output_fn", "_partition_linear_fn")
 

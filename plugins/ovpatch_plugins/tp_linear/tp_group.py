@@ -22,7 +22,7 @@ from ovpatch.overlap.comm.kept_state import drop_values, group_state
 # Where a backend tells messages apart by tags (gloo), ours must not be taken for the script's, nor for each other.
 _TAGS = range(1 << 20, 1 << 21)
 
-_watched = torch._C._len_torch_dispatch_stack  # see [Note: what a mode sees]; 30 ns
+_watched = torch._C._len_torch_dispatch_stack  # see [Note: what a mode sees]
 
 
 class TPGroup:
@@ -108,7 +108,7 @@ _generation = 0
 _world: dist.ProcessGroup | None = None  # the default group of that generation
 
 
-def generation() -> int:
+def get_generation() -> int:
     """Return a number that changes when settings may have changed, or process groups were made again."""
     global _generation, _world
     if distributed_c10d.GroupMember.WORLD is not _world:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModu
 from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.tensors.linear_ops import autocast_dtype
 from ovpatch_plugins.tp_linear import operators, tp_group
-from ovpatch_plugins.tp_linear.autograd import run_operator
-from ovpatch_plugins.tp_linear.config import STATE, OpContext, TPConfig
-from ovpatch_plugins.tp_linear.layout import find_sequence_dim, get_local, is_traced
-from ovpatch_plugins.tp_linear.operators import OPERATORS
+from ovpatch_plugins.tp_linear.autograd import OpContext, TPConfig, run_operator
+from ovpatch_plugins.tp_linear.layout import PLAIN, find_sequence_dim, get_local, is_traced
+from ovpatch_plugins.tp_linear.operators import OPERATORS, accumulate_weight_grad, multiply_weight_grad
+from ovpatch_plugins.tp_linear.options import DEFAULT
 from ovpatch_plugins.tp_linear.precomputed import (
     PRECOMPUTED,
     GatherGuard,
@@ -33,13 +33,13 @@ from ovpatch_plugins.tp_linear.precomputed import (
     claim_output,
 )
 from ovpatch_plugins.tp_linear.report import COUNTERS
+from ovpatch_plugins.tp_linear.schedules import find_schedule
 from ovpatch_plugins.tp_linear.schedules.autotuned import Auto
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 Style = ColwiseParallel | RowwiseParallel
 
 _FEATURES = Shard(-1)
-_PLAIN = (Tensor, nn.Parameter)
 
 _REMEDY = (
     "Either ovpatch is not active there, or that rank does not build the same model. Call ovpatch.apply() with the "
@@ -48,13 +48,37 @@ _REMEDY = (
 )
 
 
+@dataclasses.dataclass
+class State:
+    """Settings that modules look up at every call."""
+
+    on: bool = False  # whether the feature is on; if not, modules and their copies compute as stock
+    config: TPConfig = dataclasses.field(
+        default_factory=lambda: TPConfig(find_schedule(DEFAULT, 4))
+    )  # how operators are computed
+    shares: bool = True  # whether one gather for several linears is computed with their products
+    compiles: bool = False  # whether compiled graphs contain the feature's operators
+    terms: dict[str, Any] = dataclasses.field(default_factory=dict)  # all options, which must be the same on all ranks
+
+    def turn_on(self, options: Mapping[str, Any]) -> None:
+        """Set everything by the feature's options."""
+        schedule = find_schedule(options["schedule"], options["chunks"], anew=options["regather"])
+        fuse = options["gradient_accumulation_fusion"]
+        self.config = TPConfig(schedule, accumulate_weight_grad if fuse else multiply_weight_grad, options["regather"])
+        self.terms = dict(options)
+        self.shares, self.compiles, self.on = options["shared_gather"], options["compiled"], True
+
+
+STATE = State()
+
+
 def agree_on_terms(group: dist.ProcessGroup) -> None:
-    """Have the ranks of a group agree on how linears compute, once per :func:`.tp_group.generation`.
+    """Have the ranks of a group agree on how linears compute, once per :func:`.tp_group.get_generation`.
 
     They do so when ``parallelize_module`` first cuts a linear over the group, where stock, too, needs all ranks; for
     models that were made parallel before ``ovpatch.apply()``, in the first forward. RankMismatchError if ranks differ.
     """
-    check_consistent_once(group, "tp_linear", tp_group.generation(), lambda: STATE.terms, remedy=_REMEDY)
+    check_consistent_once(group, "tp_linear", tp_group.get_generation(), lambda: STATE.terms, remedy=_REMEDY)
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,7 +122,7 @@ class TPLinear:
 
     def set_group(self, group: dist.ProcessGroup) -> None:
         """Set the process group, whose ranks have agreed."""
-        self._group, self._era = group, tp_group.generation()
+        self._group, self._era = group, tp_group.get_generation()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TPLinear:
         return self  # it is never changed, and a mesh is not copied either
@@ -112,7 +136,7 @@ class TPLinear:
         if torch.compiler.is_compiling():
             # The ranks agree when the linear is cut, or in an eager forward. A graph would write the generation.
             return self.mesh.get_group() if self._group is None else self._group
-        if self._group is None or self._era != tp_group.generation():
+        if self._group is None or self._era != tp_group.get_generation():
             group = self.mesh.get_group()
             agree_on_terms(group)
             self.set_group(group)
@@ -136,7 +160,7 @@ class TPLinear:
         """Return the output; None if stock has to compute it."""
         if (claimed := claim_output(x, linear)) is not None:
             return self._claimed(linear, claimed)
-        if self._era != tp_group.generation():
+        if self._era != tp_group.get_generation():
             self._clear_plans()
         weight, bias = _params(linear)
         plan = self._find_plan(x) if isinstance(x, Tensor) and not is_traced() and self.matches(weight, bias) else None
@@ -220,7 +244,7 @@ class TPLinear:
             if self._last[0] is not x._spec:
                 self._last = x._spec, self._plan_for_dtensor(x)
             return self._last[1]
-        if type(x) not in _PLAIN:
+        if type(x) not in PLAIN:
             return None
         dims = x.dim()
         if dims not in self._plans:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ovpatch.overlap.symm_mem.signals import (
+from ovpatch.overlap.symm_mem.kernels import (
     DONE,
     FIRST_OUT,
     READY,
@@ -24,7 +24,7 @@ from ovpatch.overlap.symm_mem.signals import (
     signals_of,
     tell_all,
     wait_for,
-    wait_for_all,
+    wait_for_signals,
     wait_here,
 )
 
@@ -104,12 +104,12 @@ def stage_kernel(
     """Stage a rank's rows for the other ranks, and copy them to their place among the gathered rows.
 
     ``x`` has ``size`` numbers, ``whole`` has ``world * size``. ``peers``, ``state`` and ``half_bytes``: see
-    :mod:`ovpatch.overlap.symm_mem.signals`. ``counts`` counts of arrived rows are set back to 0. A program copies
+    :mod:`ovpatch.overlap.symm_mem.kernels`. ``counts`` counts of arrived rows are set back to 0. A program copies
     ``BLOCK`` numbers at a time.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     sequence = tl.load(state + SEQUENCE)
-    wait_for_all(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
+    wait_for_signals(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
     staged = half_of(peers, rank, sequence, half_bytes, x)
     own = whole + tl.cast(rank, tl.int64) * size
     for block in range(pid, tl.cdiv(size, BLOCK), programs):
@@ -160,7 +160,7 @@ def gather_gemm_kernel(
     - ``whole``: all rows, ``[world * m, K]``, of which this rank's are there.
     - ``w``, ``bias``, ``out``: ``COUNT`` weights ``[n, K]`` (``[K, n]`` if ``KN``), biases ``[n]`` or all None, and
       products ``[world * m, n]``; the others are None and their ``n`` is 0. K and n are multiples of 8.
-    - ``peers``, ``state``, ``half_bytes``: see :mod:`ovpatch.overlap.symm_mem.signals`.
+    - ``peers``, ``state``, ``half_bytes``: see :mod:`ovpatch.overlap.symm_mem.kernels`.
     - ``arrived``: counts of blocks that have arrived, ``[world, blocks of BM rows]``, all 0.
     - ``pullers`` programs fetch rows, ``PC`` columns at a time.
     - A tile has ``BM`` rows and ``BN`` columns, and multiplies ``BK`` features at a time; ``GROUP`` blocks of rows take
@@ -234,7 +234,7 @@ def gemm_scatter_kernel(
     - ``x``, ``w``: ``COUNT`` inputs ``[world * m, K]`` and weights ``[n, K]`` (``[K, n]`` if ``KN``),
       whose products are added; the others are None and their ``K`` is 0. K and n are multiples of 8.
     - ``peers``: addresses of all ranks' buffers, of which a half holds ``[world, m, n]``, by the rank it comes from.
-    - ``state``, ``half_bytes``: see :mod:`ovpatch.overlap.symm_mem.signals`.
+    - ``state``, ``half_bytes``: see :mod:`ovpatch.overlap.symm_mem.kernels`.
     - A tile has ``BM`` rows and ``BN`` columns, and multiplies ``BK`` features at a time; ``GROUP`` blocks of rows take
       turns. With ``SPLIT`` tiles are stored in halves, for which less memory is kept.
     """
@@ -248,7 +248,7 @@ def gemm_scatter_kernel(
         a2_d = tl.make_tensor_descriptor(x2, [WORLD, m, K2], [tl.cast(m, tl.int64) * K2, K2, 1], [1, BM, BK])
         b2_d = weight_descriptor(w2, n, K2, KN, BN, BK)
     blocks, across = tl.cdiv(m, BM), tl.cdiv(n, BN)
-    wait_for_all(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
+    wait_for_signals(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
     for t in tl.range(tl.program_id(0), WORLD * blocks * across, tl.num_programs(0)):
         owner, i, j = tile_by_owner(t, rank, blocks, across, GROUP, WORLD)
         acc = add_tile(tl.zeros((BM, BN), tl.float32), a0_d, b0_d, owner, i * BM, j * BN, K0, KN, BM, BN, BK)
@@ -271,7 +271,7 @@ def scatter_kernel(x, peers, state, rank, size, half_bytes, WORLD: tl.constexpr,
     ``x`` has ``world * size`` numbers, by owner, of which a program copies ``BLOCK`` at a time.
     """
     sequence = tl.load(state + SEQUENCE)
-    wait_for_all(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
+    wait_for_signals(signals_of(peers, rank) + DONE, sequence - 2, WORLD)
     for step in range(WORLD):
         owner = (rank + 1 + step) % WORLD
         rows = x + tl.cast(owner, tl.int64) * size
@@ -293,7 +293,7 @@ def reduce_kernel(
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     sequence = tl.load(state + SEQUENCE)
-    wait_for_all(signals_of(peers, rank) + READY, sequence, WORLD)
+    wait_for_signals(signals_of(peers, rank) + READY, sequence, WORLD)
     slots = half_of(peers, rank, sequence, half_bytes, out)
     for block in range(pid, tl.cdiv(size, BLOCK), programs):
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.symm_mem.launch import Prepared
+from ovpatch.overlap.symm_mem.kernels import Prepared
 from ovpatch.overlap.symm_mem.memory import Workspace
 from ovpatch_plugins.tp_linear.triton_gemm import (
     gather_gemm_kernel,

@@ -44,14 +44,14 @@ def fsdp_module():
 
 
 def test_a_plain_script_hears_nothing():
-    assert report.other_reducers_remark() == ""
+    assert report.describe_other_reducers() == ""
 
 
 @pytest.mark.parametrize("name", [FSDP, DTENSOR])
 def test_what_other_libraries_import_too_is_no_evidence(imported, name):
     base, _replicate = fsdp_module()
     imported(name, FSDPModule=base)
-    assert report.other_reducers_remark() == PERHAPS
+    assert report.describe_other_reducers() == PERHAPS
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -60,14 +60,14 @@ def test_a_class_that_fsdp2_made_is_evidence(imported, which):
     imported(FSDP, FSDPModule=bases[0])
     imported(DTENSOR)
     made = type("FSDPLinear", (bases[which], nn.Linear), {})
-    assert "FSDP2 (fully_shard): no model is wrapped" in report.other_reducers_remark(), made
+    assert "FSDP2 (fully_shard): no model is wrapped" in report.describe_other_reducers(), made
 
 
 def test_engines_are_named(imported):
     imported(DEEPSPEED)
     assert (
-        report.other_reducers_remark()
+        report.describe_other_reducers()
         == "gradients are left to DeepSpeed: no model is wrapped in DistributedDataParallel"
     )
     imported(MEGATRON)
-    assert "left to DeepSpeed and Megatron-Core:" in report.other_reducers_remark()
+    assert "left to DeepSpeed and Megatron-Core:" in report.describe_other_reducers()

@@ -17,7 +17,7 @@ def train(patched: bool) -> tuple[list[Record], list[str]]:
     """Rank 0 alone runs a forward with gradients enabled; then all train."""
     made: list[str] = []
 
-    def budgeted_group(group: dist.ProcessGroup, max_ctas: int | None) -> dist.ProcessGroup:
+    def get_budgeted_group(group: dist.ProcessGroup, max_ctas: int | None) -> dist.ProcessGroup:
         del group, max_ctas
         made.append(when)
         return dist.new_group()
@@ -26,7 +26,7 @@ def train(patched: bool) -> tuple[list[Record], list[str]]:
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)))
     records: list[Record] = []
     # gloo has no budget, but may have a second communicator.
-    with mock.patch("ovpatch_plugins.ddp.reducer.budgeted_group", budgeted_group):
+    with mock.patch("ovpatch_plugins.ddp.reducer.get_budgeted_group", get_budgeted_group):
         when = "alone"
         if dist.get_rank() == 0:
             model(data(0, 5, 6))

@@ -36,7 +36,7 @@ def in_files() -> Iterator[None]:
     """Have ranks on CPUs copy through files that they share."""
 
     def choose(group: Any, device: torch.device, mode: str, **_: Any) -> None:
-        chosen = selection.chosen_for(group, device)
+        chosen = selection.get_choice(group, device)
         if mode == "on" and chosen.engine is None:
             chosen.engine = Engine(group, device, allocate=windows.allocate, slot_bytes=512)
             chosen.gathers = chosen.scatters = True
@@ -74,7 +74,9 @@ def attended() -> list[Any]:
         if communicator is None:
             return  # at the end of a backward
         beside = communicator is step_communicator(group, device) is not group
-        calls.append((group is dist.group.WORLD, str(device), selection.gathering(group, device) is not None, beside))
+        calls.append(
+            (group is dist.group.WORLD, str(device), selection.find_gatherer(group, device) is not None, beside)
+        )
 
     with mock.patch.object(selection, "attend", attend):
         on_cpus(test_loops.train, {"adamw": {"optimizer": "adamw", "steps": 3}}, options=BY_COPIES)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import ovpatch
-from ovpatch.overlap.data_parallel.grad_sharder import registered_terms
+from ovpatch.overlap.data_parallel.grad_sharder import get_registered_terms
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, data, device, table
 from tests.plugins.dist_optimizer.arms import SMALL
@@ -94,7 +94,7 @@ HALF_NOISE = 1e-3
 
 
 def by_hand() -> bool:
-    return not registered_terms()
+    return not get_registered_terms()
 
 
 def train(kind: str, dtype: torch.dtype, style: str = "plain") -> list[Record]:

@@ -13,12 +13,10 @@ from torch import Tensor
 import ovpatch
 from ovpatch.overlap.autotune.autotuner import report_lines
 from ovpatch.overlap.comm.kept_state import drop_values
-from ovpatch_plugins.pipe_experts import autotune
-from ovpatch_plugins.pipe_experts.chunks import ChunkPlan, PlanCandidates, list_candidates, make_plan
-from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
+from ovpatch_plugins.pipe_experts.layer import MeasuredPlans, expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.options import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
-from ovpatch_plugins.pipe_experts.routing import route_tokens
+from ovpatch_plugins.pipe_experts.routing import ChunkPlan, PlanCandidates, list_candidates, make_plan, route_tokens
 from tests.plugins.pipe_experts.models import KINDS, Case, Record, expected, train
 from tests.plugins.pipe_experts.test_layer import reentrant
 from tests.support.equality import compare
@@ -72,7 +70,7 @@ def test_counts_that_are_finer_than_a_plan_needs_are_those_of_the_plan(ranks, to
 
 
 def won_by(first: int, case: Case, **kwargs: Any) -> tuple[list[Record], list[str], int]:
-    drop_values(autotune.MeasuredPlans)
+    drop_values(MeasuredPlans)
     before = COUNTERS.as_dict()
     with forced(first) as won:
         found = train(case, **kwargs)

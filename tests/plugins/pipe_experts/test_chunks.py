@@ -9,9 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ovpatch_plugins.pipe_experts.all_to_all import RowBuffer, join_rows, split_rows
-from ovpatch_plugins.pipe_experts.chunks import CUTS, ChunkPlan, PlanCandidates, Splits, make_plan
 from ovpatch_plugins.pipe_experts.grouped_gemm import _is_aligned
-from ovpatch_plugins.pipe_experts.routing import compute_capacity, drop_over_capacity, route_tokens
+from ovpatch_plugins.pipe_experts.routing import (
+    CUTS,
+    ChunkPlan,
+    PlanCandidates,
+    Splits,
+    compute_capacity,
+    drop_over_capacity,
+    make_plan,
+    route_tokens,
+)
 
 SIZES = st.integers(1, 6)
 

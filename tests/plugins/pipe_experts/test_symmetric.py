@@ -20,11 +20,11 @@ from triton.compiler import ASTSource
 
 from ovpatch.overlap.comm.kept_state import drop_values
 from ovpatch.overlap.symm_mem import memory
-from ovpatch_plugins.pipe_experts import all_to_all, autotune, plugin
+from ovpatch_plugins.pipe_experts import all_to_all, layer, plugin
 from ovpatch_plugins.pipe_experts.all_to_all import SymmAllToAll
-from ovpatch_plugins.pipe_experts.chunks import list_candidates, make_plan
 from ovpatch_plugins.pipe_experts.options import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
+from ovpatch_plugins.pipe_experts.routing import list_candidates, make_plan
 from ovpatch_plugins.pipe_experts.triton_kernels import MAX_CHANNELS, symm_all_to_all_kernel
 from tests.plugins.pipe_experts.models import Case, expected, train
 from tests.support.equality import compare
@@ -113,7 +113,7 @@ RACED = Case(local=1, top_k=1, config=MoEConfig("auto", 2, exchange="auto"), tok
 def trained(cases: tuple[Case, ...]) -> tuple[list[tuple[list[Any], int]], list[str]]:
     """What layers' training sees, and how many all-to-alls were over symmetric memory; who won races."""
     allow()
-    autotune.MIN_ROWS, found = 1, []
+    layer.MIN_ROWS, found = 1, []
     with forced(2) as won:
         for case in cases:
             before = COUNTERS.symmetric

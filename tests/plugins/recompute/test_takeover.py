@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch_plugins.recompute import recompute
-from ovpatch_plugins.recompute.blocks import find_blocks
 from ovpatch_plugins.recompute.options import OPTIONS
 from ovpatch_plugins.recompute.report import COUNTERS
+from ovpatch_plugins.recompute.takeover import find_blocks
 from tests.plugins.recompute.models import Block, Decoder, Derived, count_differences, data, record
 
 

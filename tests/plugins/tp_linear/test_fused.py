@@ -65,7 +65,7 @@ def delayed(rounds: int) -> list[str]:
         (gathered,) = all_gather_linear(xs[rank * m :][:m], [weight], dist.group.WORLD, **FUSED)
         time.sleep(chance.random() / 20)
         scattered = linear_reduce_scatter(gathered, weight.t(), dist.group.WORLD, **FUSED)
-        sizes.add(memory.workspace_for(dist.group.WORLD, xs.device).half_bytes)
+        sizes.add(memory.get_workspace(dist.group.WORLD, xs.device).half_bytes)
         wanted = world * (xs @ weight.t() @ weight)[rank * m :][:m]
         if not torch.allclose(scattered, wanted, 1e-4, 1e-3):
             found.append(f"round {i}: {(scattered - wanted).abs().max()}")

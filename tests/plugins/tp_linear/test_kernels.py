@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.symm_mem import memory, signals
+from ovpatch.overlap.symm_mem import kernels, memory
 from ovpatch.overlap.symm_mem.memory import HEADER, Memory, Workspace
 from ovpatch_plugins.tp_linear import triton_launch as launch
 from ovpatch_plugins.tp_linear.triton_gemm import (
@@ -200,7 +200,7 @@ def test_every_number_goes_where_it_belongs():
 
 
 def test_kernels_and_hosts_lay_out_memory_alike():
-    assert signals.HEADER.value == HEADER
-    assert signals.RANKS.value >= memory.MOST_RANKS
-    assert 8 * (signals.DONE.value + signals.RANKS.value) <= HEADER
-    assert signals.READY.value + signals.RANKS.value <= signals.DONE.value
+    assert kernels.HEADER.value == HEADER
+    assert kernels.RANKS.value >= memory.MOST_RANKS
+    assert 8 * (kernels.DONE.value + kernels.RANKS.value) <= HEADER
+    assert kernels.READY.value + kernels.RANKS.value <= kernels.DONE.value

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.hookspecs import cache_dir
-from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, autotuner_for
+from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, get_autotuner
 from ovpatch_plugins.tp_linear.schedules.overlapped import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads, compute_weight_grad
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
@@ -169,7 +169,7 @@ class Auto(Bulk):
         key = (torch.are_deterministic_algorithms_enabled(), shape)
         found = known.get(key)
         if found is None:
-            tune = autotuner_for(ranks.group, device, "tp_linear", cache_dir()).tune
+            tune = get_autotuner(ranks.group, device, "tp_linear", cache_dir()).tune
             forward, backward = (
                 tune(ranks.group, self.make_tuning(ranks, device, shape, way)) for way in ("forward", "backward")
             )

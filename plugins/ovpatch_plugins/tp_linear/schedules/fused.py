@@ -151,7 +151,7 @@ def find_workspace(
     for count in features:
         if not is_supported(dtype, count):
             return None
-    return None if _objection(ranks.group, device) else memory.workspace_for(ranks.group, device)
+    return None if _objection(ranks.group, device) else memory.get_workspace(ranks.group, device)
 
 
 def is_supported(dtype: torch.dtype, features: int) -> bool:
