@@ -209,7 +209,7 @@ def test_hooks_of_parameters_fire_as_often(ranks: Any) -> None:
 
 
 def _keep_losses(order: str, fuse: bool) -> tuple[int, int]:
-    """Return how many inputs of the last stage's linears there were in a step, and how many are left with its losses."""
+    """Return how many inputs a rank's linears had in a step, and how many are left while its losses are."""
     ovpatch.apply("pipeline", options={"pipeline": {"schedule": order, "gradient_accumulation_fusion": fuse}})
     schedule, (part,) = make_schedule(Case())
     seen: list[weakref.ref[torch.Tensor]] = []
