@@ -73,7 +73,10 @@ class Engine:
         settling: What it runs instead in its next step, or None.
         transport: Its messages.
         times: Costs of the computations.
+        begins_as_stock: Whether stock computes the first step, as a stage of some rank needs it.
     """
+
+    begins_as_stock = False
 
     def __init__(
         self,

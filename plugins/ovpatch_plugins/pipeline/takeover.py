@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.hookspecs import cache_dir
-from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent
+from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values
 from ovpatch.overlap.comm.kept_state import find_owners, kept_values
 from ovpatch_plugins.pipeline.clock import make_clock
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
@@ -214,9 +214,12 @@ class Takeover:
         prediction = Prediction(group, orders, placement)
         times = StepTimes()
         clock = make_clock(times, device)
+        begins_as_stock = any(run.data_parallel.first_step_is_stock for run in runs.values())
         engine = Engine(
             schedule, group, runs, program, settling, transport, times, clock, prediction, by_perform=by_perform
         )
+        # All ranks or none: messages of stock and of the engine do not meet.
+        engine.begins_as_stock = any(gather_values(group, "pipeline: first step", begins_as_stock))
         report = ScheduleReport(
             name=type(schedule).__name__,
             order=name,
@@ -310,8 +313,7 @@ class _Record:
     def is_first_step_of_stock(self) -> bool:
         """Whether stock computes the next step, see [Note: first step of a wrapped stage]."""
         assert self.engine is not None
-        wants = any(stage.data_parallel.first_step_is_stock for stage in self.engine.stages.values())
-        return wants and not self.has_begun
+        return self.engine.begins_as_stock and not self.has_begun
 
     def prepare(self, schedule: Any, given: Mapping[str, Any]) -> StepInputs:
         """Check the inputs and initialise the stages, as stock's step does first.
