@@ -155,7 +155,7 @@ class AutoSchedule:
         if self.is_final:
             return None
         if self._calls == WARM_UP + 1:
-            self.engine.times.clear()
+            self.engine.forget_times()
             self._probe.install()
         if self._calls == WARM_UP + MEASURED + 1:
             self._probe.remove()
@@ -343,7 +343,7 @@ class AutoSchedule:
         self._programs, self._race = [], None
         self._report.prediction = Prediction(pipeline.group, schedule, pipeline.placement)
         self.engine.set_program(program, self._report.prediction)
-        self.engine.times.clear()
+        self.engine.forget_times()
         self._report.notes = list(notes)
         self._report.peak_activations = program.peak_activations
         if name != AS_GIVEN_NAME:

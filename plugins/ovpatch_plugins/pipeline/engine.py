@@ -177,6 +177,11 @@ class Engine:
         """Run another order of the same pipeline from the next step on."""
         self.program, self._prediction = program, prediction
 
+    def forget_times(self) -> None:
+        """Forget all durations, also those of the last step that its device has not told yet."""
+        self._clock.drop_step()
+        self.times.clear()
+
     # --- a computation ---
 
     def _run_step(self, step: Step, inputs: StepInputs) -> None:

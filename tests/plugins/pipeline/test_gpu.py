@@ -319,8 +319,8 @@ def _watch() -> tuple[list[int], str]:
 
 @pytest.mark.gpu(2)
 def test_memory_is_freed_and_costs_are_the_devices(ranks: Any) -> None:
-    for rank, (memory, remarks) in enumerate(ranks(2)(_watch, backend="nccl", timeout=60)):
-        assert len(set(memory[2:])) == 1, memory
+    for rank, (held, remarks) in enumerate(ranks(2)(_watch, backend="nccl", timeout=60)):
+        assert len(set(held[2:])) == 1, held
         forward = float(remarks.split(f"stage {rank}: F ")[-1].split(",")[0])  # workers have run others before
         assert forward > 2, remarks  # milliseconds; issuing it takes none
         assert "% of a step measured" in remarks
