@@ -390,7 +390,9 @@ def find_reason_against_copies(
 
 
 def _reason_against_copies(group: dist.ProcessGroup, devices: Sequence[torch.device], device: torch.device) -> str:
-    from ovpatch.overlap.copy_engine.selection import reason_against
+    if reason := memory.memory_unsupported_reason(device):
+        return reason
+    from ovpatch.overlap.copy_engine.selection import reason_against  # where there may be some
 
     if len(set(devices)) > 1:
         return "its stages are on several devices"

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ovpatch
 from ovpatch.overlap.comm.consensus import check_consistent
-from ovpatch.overlap.copy_engine import point_to_point, selection, window
+from ovpatch.overlap.copy_engine import point_to_point, window
 from ovpatch.overlap.copy_engine.point_to_point import PointToPoint, round_up
 from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.pipeline import takeover, transport
@@ -309,7 +309,7 @@ def _fall_back(where: str) -> tuple[Outcome, int, list[str]]:
         made = stack.enter_context(copying())
         if where == "asked":
             stack.enter_context(mock.patch.object(memory, "unsupported_reason", ask_all))
-            stack.enter_context(mock.patch.object(selection, "reason_against", object_on_rank_1))
+            stack.enter_context(mock.patch.object(memory, "memory_unsupported_reason", object_on_rank_1))
         else:
             module, name = {"tried": (window, "allocate"), "made": (point_to_point, "PointToPoint")}[where]
             if dist.get_rank() == 1 and where == "tried":
@@ -328,7 +328,7 @@ def ask_all(group: Any, device: torch.device, check: Any, *, shares_devices: boo
 
 
 def object_on_rank_1(_device: torch.device) -> str:
-    """Stand for :func:`selection.reason_against`."""
+    """Stand for :func:`memory.memory_unsupported_reason`."""
     return "refused on one rank, for a test" if dist.get_rank() == 1 else ""
 
 
@@ -370,7 +370,10 @@ def test_what_auto_means_on_a_cpu(ranks: Any) -> None:
 
 def test_stages_on_several_devices_and_gloo_are_refused() -> None:
     first, second = (torch.device("cuda", index) for index in range(2))
-    with mock.patch.object(transport, "blocks_host", return_value=True):
+    with (
+        mock.patch.object(transport, "blocks_host", return_value=True),
+        mock.patch.object(memory, "memory_unsupported_reason", return_value=""),
+    ):
         assert "on several devices" in transport._reason_against_copies(dist.group.WORLD, [first, second], first)
         assert "is gloo" in transport._reason_against_copies(dist.group.WORLD, [first, first], first)
 
@@ -398,7 +401,10 @@ def test_where_there_are_no_copy_engines_is_an_error(ranks: Any, options: Any, r
 
 def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with mock.patch.object(transport, "blocks_host", return_value=False):
+    with (
+        mock.patch.object(transport, "blocks_host", return_value=False),
+        mock.patch.object(memory, "memory_unsupported_reason", return_value=""),
+    ):
         device = torch.device("cuda", 0)
         reason = transport._reason_against_copies(dist.group.WORLD, [device], device)
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in reason
