@@ -419,7 +419,7 @@ def test_time_is_given_from_the_last_message_on_and_runs_out_only_where_a_stream
         here.send([torch.ones(2)], 1)  # finds no free slot
     with pytest.raises(AssertionError, match="all streams wait"):
         play(0)
-    here._deadline = 0.0
+    here._deadline = 1.0
     here.look()
     assert here.failure
     play(0)

@@ -87,6 +87,7 @@ class PointToPoint:
         }
         self._arriving: dict[int, deque[_Arrival]] = {sender: deque() for sender in self._in}
         self._within, self._deadline = False, math.inf
+        self._seen = math.nan  # the deadline behind which nothing waited: to ask streams again may disturb a capture
         self._tell_failure: Callable[[str], object] = str
         self._closed = threading.Event()
         watched = (weakref.ref(self), self._closed, _LOOK_S)
@@ -204,7 +205,11 @@ class PointToPoint:
 
     def look(self) -> None:
         """Let this rank's streams go on if its messages have not come in time. Called by the watch."""
-        if time.monotonic() < self._deadline or not self._streams.may_wait(self._within):
+        deadline = self._deadline
+        if time.monotonic() < deadline or deadline == self._seen:
+            return
+        if not self._streams.may_wait(self._within):
+            self._seen = deadline
             return
         if not self.failure:
             failure = _LATE.format(self.timeout_s)
