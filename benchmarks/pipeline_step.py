@@ -147,11 +147,19 @@ def measure_limit(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(args.microbatches):
             part(x).square().mean().backward()
 
-    return clocked(step, args, chained)
+    return clock(step, args)
+
+
+def clock(step: Callable[[], object], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the times of steps that follow each other, and the peak of memory on the fullest rank."""
+    found = clocked(step, args, chained)
+    peak = torch.tensor(found["peak_gib"], device=device())
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return {**found, "peak_gib": peak.item()}
 
 
 def measure_schedule(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Return the times of an arm's steps and its peak of memory."""
+    """Return the times of an arm's steps and the peak of memory on the fullest rank."""
     arm = ARMS[name]
     if arm[2] is not None:
         transport = "copies" if name.endswith(COPIES) else "c10d"
@@ -167,7 +175,7 @@ def measure_schedule(args: argparse.Namespace, name: str) -> dict[str, Any]:
         send = measure_send(args)
         if arm[2] == "auto":
             choose(step)
-        found = clocked(step, args, chained)
+        found = clock(step, args)
         if arm[2] is not None and arm[2] != "auto":
             found["predicted_ms"] = predict(schedule, arm, send)
         found["remarks"] = next((list(f.remarks) for f in ovpatch.report().features if f.name == "pipeline"), [])

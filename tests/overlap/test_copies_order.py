@@ -404,3 +404,22 @@ def test_streams_do_not_wait_for_ever_for_messages_of_a_rank_that_is_gone() -> N
     for call in (lambda: here.begin(str), lambda: here.send([], 1), here.receive([], 1).wait):
         with pytest.raises(RuntimeError, match=r"messages of a step have not come.*start the job again"):
             call()
+
+
+def test_time_is_given_from_the_last_message_on_and_runs_out_only_where_a_stream_waits() -> None:
+    streams.clear()
+    here, _ = mailboxes(2, slots=1, slot_bytes=128)
+    here.begin(str)
+    here._deadline = 0.0
+    here.look()
+    assert not here.failure, "a step that computes for long is not late"
+    with stream(Stream(torch.device("cuda", 0))):
+        here.send([torch.ones(2)], 1)
+        assert here._deadline > time.monotonic()
+        here.send([torch.ones(2)], 1)  # finds no free slot
+    with pytest.raises(AssertionError, match="all streams wait"):
+        play(0)
+    here._deadline = 1.0
+    here.look()
+    assert here.failure
+    play(0)

@@ -45,11 +45,12 @@ class PointToPoint:
     steps end even if a rank stopped at each message that finds none free.
 
     A stream that waits for a rank that is gone would wait for ever, which no backend notices. So a thread looks whether
-    steps end in time. If one does not, it tells the other ranks, and only then writes the numbers that this rank's
+    messages come in time. If they do not, it tells the other ranks, and only then writes the numbers that this rank's
     streams wait for. What they read then is no message. All later calls are refused.
 
-    All ranks make this together, with the same ``edges``, ``(sender, receiver)``. It does not keep the group alive. A
-    step may take ``timeout_s`` seconds. ``failure`` tells why calls are refused, or is "".
+    All ranks make this together, with the same ``edges``, ``(sender, receiver)``. It does not keep the group alive.
+    Messages may take ``timeout_s`` seconds from the last call of a step on, as those of a backend may from theirs.
+    ``failure`` tells why calls are refused, or is "".
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class PointToPoint:
         }
         self._arriving: dict[int, deque[_Arrival]] = {sender: deque() for sender in self._in}
         self._within, self._deadline = False, math.inf
+        self._seen = math.nan  # the deadline behind which nothing waited: to ask streams again may disturb a capture
         self._tell_failure: Callable[[str], object] = str
         self._closed = threading.Event()
         watched = (weakref.ref(self), self._closed, _LOOK_S)
@@ -124,7 +126,7 @@ class PointToPoint:
             self.failure = _INTERRUPTED
             self.check()
         self._within, self._tell_failure = True, tell_failure
-        self._deadline = time.monotonic() + self.timeout_s
+        self._give_time()
 
     def end(self) -> None:
         """End a step, all of whose messages have been sent and received."""
@@ -136,6 +138,9 @@ class PointToPoint:
         if self.failure:
             raise RuntimeError(self.failure)
 
+    def _give_time(self) -> None:
+        self._deadline = time.monotonic() + self.timeout_s
+
     # --- messages ---
 
     def send(self, tensors: Sequence[Tensor], receiver: int) -> Work:
@@ -144,6 +149,7 @@ class PointToPoint:
         The returned handle keeps them until its ``wait()``, which makes the current stream wait for their copies.
         """
         self.check()
+        self._give_time()
         edge = self._out[receiver]
         with self._streams.on_device():
             stream = self._streams.begin((self._rank, receiver))
@@ -168,6 +174,7 @@ class PointToPoint:
     def _take_next(self, sender: int) -> None:
         """Receive the next message on the current stream."""
         self.check()
+        self._give_time()
         arrival = self._arriving[sender].popleft()
         edge, tensors = self._in[sender], arrival.tensors
         arrival.is_taken = True
@@ -197,8 +204,12 @@ class PointToPoint:
         return True
 
     def look(self) -> None:
-        """Let this rank's streams go on if its step has not ended in time. Called by the watch."""
-        if time.monotonic() < self._deadline or not (self._within or not self._streams.is_idle()):
+        """Let this rank's streams go on if its messages have not come in time. Called by the watch."""
+        deadline = self._deadline
+        if time.monotonic() < deadline or deadline == self._seen:
+            return
+        if not self._streams.may_wait(self._within):
+            self._seen = deadline
             return
         if not self.failure:
             failure = _LATE.format(self.timeout_s)
@@ -299,7 +310,11 @@ class _Streams:
         """Return whether that work is done."""
         if not self._exist or torch.cuda._is_in_bad_fork():  # there, the messages are the parent's
             return True
-        return self._marked.query() and all(stream.query() for stream in self._of.values())
+        return self._marked.query() and all(stream.query() for stream in list(self._of.values()))
+
+    def may_wait(self, within: bool) -> bool:
+        """Return whether something waits: a stream, or on devices without streams the host ``within`` a step."""
+        return not self.is_idle() if self._exist else within
 
 
 class _Copying:
@@ -331,7 +346,7 @@ def _stop(closed: threading.Event, watch: threading.Thread) -> None:
 _LATE: Final = (
     "messages of a step have not come from other ranks, or could not be sent to them, within {:g} s, and are not "
     "waited for any longer. Look for the first error in the output of the other ranks and start the job again; if "
-    "steps take longer, give init_process_group() a longer timeout"
+    "computations take longer, give init_process_group() a longer timeout"
 )
 
 _INTERRUPTED: Final = (

@@ -34,6 +34,7 @@ from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
 
 if TYPE_CHECKING:
     from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
+    from ovpatch.overlap.copy_engine.window import Window
 
 _log = logging.getLogger("ovpatch.copies")
 
@@ -242,7 +243,7 @@ def _still_busy(group: dist.ProcessGroup, device: torch.device) -> str:
     return check_consistent(group, "copy engines", {}, objection=busy, timeout_s=limit + _TIMEOUT_S)
 
 
-T = TypeVar("T", "Engine", "PointToPoint")
+T = TypeVar("T", "Engine", "PointToPoint", "Window")
 
 
 def make_on_all(group: dist.ProcessGroup, make: Callable[[], T]) -> tuple[T | None, str]:

@@ -132,12 +132,16 @@ _LONGEST: Final = 90  # of the 107 characters that a socket's name may have
 
 
 def unsupported_reason(
-    group: dist.ProcessGroup, device: torch.device, local_reason: Callable[[torch.device], str] | None = None
+    group: dist.ProcessGroup,
+    device: torch.device,
+    local_reason: Callable[[torch.device], str] | None = None,
+    *,
+    shares_devices: bool = True,
 ) -> str:
     """Return why the ranks of a group cannot use symmetric memory, the same text on all of them, or "".
 
     Every rank of the group calls this at the same place. ``local_reason`` tells why this process cannot use it, by
-    default :func:`kernels_unsupported_reason`.
+    default :func:`kernels_unsupported_reason`; ``shares_devices`` whether ranks may have one GPU together.
     """
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     facts = {"host": _host(), "place": _place(), "before": str(rendezvous_count), "uuid": uuid}
@@ -150,7 +154,8 @@ def unsupported_reason(
     ]
     if group.size() > MOST_RANKS:
         return f"{group.size()} ranks, and kernels are made for {MOST_RANKS} at most"
-    return join_texts(reasons) or _without_access([told["uuid"] for told in found])
+    uuids = [told["uuid"] for told in found]
+    return join_texts(reasons) or ("" if shares_devices else _shared(group, uuids)) or _without_access(uuids)
 
 
 def memory_unsupported_reason(device: torch.device) -> str:
@@ -215,6 +220,15 @@ def _host() -> str:
     """Return an identifier of the host. Names would not do: containers and hosts may share one."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def _shared(group: dist.ProcessGroup, uuids: list[str]) -> str:
+    """Return which ranks have one device together, or ""."""
+    for uuid in dict.fromkeys(uuids):
+        ranks = [str(dist.get_global_rank(group, rank)) for rank, own in enumerate(uuids) if own == uuid]
+        if len(ranks) > 1 and uuid:
+            return f"ranks {', '.join(ranks)} share a GPU"
+    return ""
 
 
 def _without_access(uuids: list[str]) -> str:

@@ -46,7 +46,7 @@ from ovpatch_plugins.pipeline.orders import Kind, Placement, Schedule, ScheduleE
 from ovpatch_plugins.pipeline.program import Program
 from ovpatch_plugins.pipeline.race import Race, StepTimer, Turn, Verdict, judge, merge_ranks
 from ovpatch_plugins.pipeline.report import Prediction, ScheduleReport
-from ovpatch_plugins.pipeline.transport import PeerToPeer
+from ovpatch_plugins.pipeline.transport import CopiedMessages
 
 WARM_UP: Final = 2
 """Steps before costs are measured."""
@@ -97,7 +97,6 @@ class AutoSchedule:
 
     Args:
         engine: Runs the steps.
-        transport: Its messages.
         pipeline: What is known of the pipeline.
         make_program: Makes this rank's program of an order other than the given one, or its settling program.
         report: Gets the choice.
@@ -107,7 +106,6 @@ class AutoSchedule:
     def __init__(
         self,
         engine: Engine,
-        transport: PeerToPeer,
         pipeline: Pipeline,
         make_program: Callable[[Schedule, bool], Program | None],
         report: ScheduleReport,
@@ -115,7 +113,7 @@ class AutoSchedule:
     ) -> None:
         self.engine = engine
         self.is_final = False
-        self._transport, self._pipeline, self._make_program, self._report = transport, pipeline, make_program, report
+        self._pipeline, self._make_program, self._report = pipeline, make_program, report
         self._directory = directory
         self._given = engine.program
         self._world: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
@@ -157,7 +155,7 @@ class AutoSchedule:
         if self.is_final:
             return None
         if self._calls == WARM_UP + 1:
-            self.engine.times.clear()
+            self.engine.forget_times()
             self._probe.install()
         if self._calls == WARM_UP + MEASURED + 1:
             self._probe.remove()
@@ -231,7 +229,11 @@ class AutoSchedule:
         """Exchange costs, solve on the first rank of the job, and line the orders up."""
         pipeline = self._pipeline
         sends = measure_sends(
-            self._transport, self.engine.stages, pipeline.placement, dist.get_rank(pipeline.group), pipeline.device
+            self.engine.transport,
+            self.engine.stages,
+            pipeline.placement,
+            dist.get_rank(pipeline.group),
+            pipeline.device,
         )
         mine = RankCosts(
             ranks=dist.get_process_group_ranks(pipeline.group),
@@ -341,7 +343,7 @@ class AutoSchedule:
         self._programs, self._race = [], None
         self._report.prediction = Prediction(pipeline.group, schedule, pipeline.placement)
         self.engine.set_program(program, self._report.prediction)
-        self.engine.times.clear()
+        self.engine.forget_times()
         self._report.notes = list(notes)
         self._report.peak_activations = program.peak_activations
         if name != AS_GIVEN_NAME:
@@ -394,6 +396,7 @@ class AutoSchedule:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
             "threads": torch.get_num_threads(),
             "backend": backend_name(self._pipeline.group, device),
+            "copies": isinstance(self.engine.transport, CopiedMessages),
             "torch": str(torch.__version__),
             "ovpatch": importlib.metadata.version("ovpatch"),
         }

@@ -34,7 +34,7 @@ from ovpatch_plugins.pipeline.solver import Solution, find_lower_bound, solve
 AS_GIVEN_NAME: Final = "as given"
 
 _GAIN: Final = 0.002  # by which an order is expected to be shorter before it is raced
-_FORMAT: Final = 1  # of the files
+_FORMAT: Final = 2  # of the files; those of 1 may hold more memory than is allowed now
 _PLANNED: Final = ("1x", "1.5x", "2x")
 
 

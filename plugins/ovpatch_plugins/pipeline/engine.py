@@ -71,8 +71,12 @@ class Engine:
         microbatches: Number of microbatches of a stage in a step.
         program: What the rank runs.
         settling: What it runs instead in its next step, or None.
+        transport: Its messages.
         times: Costs of the computations.
+        begins_as_stock: Whether stock computes the first step, as a stage of some rank needs it.
     """
+
+    begins_as_stock = False
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class Engine:
         self._group = group
         self._failures = StepFailures(group)
         self._decided: set[int] = set()  # stages whose replicas have decided whether they reduce in this step
-        self._transport = transport
+        self.transport = transport
         self._prediction = prediction
         self._by_perform = by_perform
         self._defers_wait = defers_wait(schedule)
@@ -114,8 +118,10 @@ class Engine:
         """Open the transport for the messages of the stages."""
         for stage in self.stages.values():
             stage.take_buffers()
-        assert isinstance(self._transport, CopiedMessages)
-        self._transport.open(lambda align: max(stage.count_message_bytes(align) for stage in self.stages.values()))
+        assert isinstance(self.transport, CopiedMessages)
+        stages = self.stages.values()
+        self.transport = self.transport.open(lambda align: max(stage.count_message_bytes(align) for stage in stages))
+        self._receives = StepReceives(self.transport)
 
     def run(self, inputs: StepInputs) -> None:
         """Run one step.
@@ -128,11 +134,11 @@ class Engine:
             for stage in self.stages.values():
                 stage.data_parallel.replicas.finish()
             self._has_failed = False
-        if not self._transport.is_open:
+        if not self.transport.is_open:
             self._open()
         self._clock.start_step()
-        self._transport.start_step(self._tell_failure)
-        self._failures.start_step(self._transport.step)
+        self.transport.start_step(self._tell_failure)
+        self._failures.start_step(self.transport.step)
         self._decided.clear()
         self._receives.clear()
         self._last_sent, self._is_connected = None, True
@@ -152,7 +158,7 @@ class Engine:
             if self._defers_wait:
                 self._finish_reductions()
             waits = self._clock.begin_wait()
-            self._transport.finish()
+            self.transport.finish()
             self._clock.end_wait(waits)
             if len(self._decided) < len(self.stages):  # else all messages were read before the last decision
                 self._check_peers()
@@ -170,6 +176,11 @@ class Engine:
     def set_program(self, program: Program, prediction: Prediction) -> None:
         """Run another order of the same pipeline from the next step on."""
         self.program, self._prediction = program, prediction
+
+    def forget_times(self) -> None:
+        """Forget all durations, also those of the last step that its device has not told yet."""
+        self._clock.drop_step()
+        self.times.clear()
 
     # --- a computation ---
 
@@ -265,7 +276,7 @@ class Engine:
         kind, index, microbatch = receive.action
         stage, sizes = self.stages[index], None
         if stage.varies and kind is Kind.F:
-            sizes = self._transport.receive_sizes(stage.count_inputs(microbatch), receive.sender)
+            sizes = self.transport.receive_sizes(stage.count_inputs(microbatch), receive.sender)
         return stage.make_inputs(microbatch, kind, sizes)
 
     def _wait_for(self, receive: Receive) -> None:
@@ -291,12 +302,12 @@ class Engine:
         assert step.receiver is not None
         # An input gradient has the shape of what its receiver sent.
         tells_sizes = stage.varies and step.action.kind is Kind.F
-        self._transport.send(tensors, step.receiver, tells_sizes=tells_sizes)
+        self.transport.send(tensors, step.receiver, tells_sizes=tells_sizes)
 
     # --- failures ---
 
     def _make_transport_error(self, peer: int, error: RuntimeError) -> PipelineRankError:
-        self._transport.abandon()
+        self.transport.abandon()
         self._is_connected = False
         text = self._failures.read() or f"a message between it and {self._name(peer)} failed ({error})"
         made = PipelineRankError(
@@ -308,7 +319,7 @@ class Engine:
 
     def _check_peers(self) -> None:
         """Raise if another rank failed in this step, before which all messages have been read."""
-        self._transport.wait_for_arrivals()
+        self.transport.wait_for_arrivals()
         text = self._failures.read()
         if text:
             raise make_rank_error(text)
@@ -316,7 +327,7 @@ class Engine:
     def _decide_to_reduce(self, stage: StageRun, index: int) -> None:
         """Raise if any replica of a stage knows of a failure: zeros of a failed rank must not reach the others."""
         self._decided.add(index)
-        self._transport.wait_for_arrivals()
+        self.transport.wait_for_arrivals()
         started = self._clock.begin_wait()
         text = stage.data_parallel.replicas.decide(self._failures.read())
         self._clock.end_wait(started)
@@ -365,7 +376,7 @@ class Engine:
                 stage, kind = self.stages[step.action.stage], Kind.F if step.action.kind is Kind.F else Kind.B
                 self._send_tensors(stage.make_blank_outputs(kind, step.action.microbatch), step, stage)
             self._refuse_to_reduce(step, failure)
-        self._transport.finish()
+        self.transport.finish()
 
     def _refuse_to_reduce(self, step: Step, failure: str) -> None:
         """Take part in the decision that replicas make at a step, where this rank has not."""

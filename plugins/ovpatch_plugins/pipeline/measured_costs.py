@@ -25,6 +25,7 @@ from ovpatch_plugins.pipeline.stage_run import StageRun
 from ovpatch_plugins.pipeline.transport import PeerToPeer
 
 _MARGIN: Final = 0.1  # of a device's memory, for fragments and for what later steps allocate
+_MOST_TIMES: Final = 2.0  # of what 1F1B holds, where no limit is given
 _TRANSFERS: Final = 4  # the first connects
 
 
@@ -293,6 +294,8 @@ def make_problem(
 ) -> tuple[Problem, str]:
     """Return what the solver solves, and what is said of the memory limit.
 
+    Without a limit, an order may hold twice what 1F1B holds, as ZB-H2 does: more memory makes steps hardly shorter.
+
     A checkpointed stage holds more after B than after F, and its full backward holds that for a moment, too. So one
     deferred microbatch beyond the limit is allowed where it is larger.
     """
@@ -309,7 +312,10 @@ def make_problem(
         limits = [float(limit.size)] * ranks
     else:  # at its peak the order as given held what it holds at most, and the rest was free
         held = [peak_memory(order, footprint) for order in stock]
-        limits = [most + max(0.0, spare) for most, spare in zip(held, measured.spare, strict=True)]
+        limits = [
+            min(most + max(0.0, spare), max(_MOST_TIMES * unit, most))
+            for most, spare in zip(held, measured.spare, strict=True)
+        ]
     pairs = list(zip(footprint.activations, footprint.deferred, strict=True))
     extra = [
         max(max(0.0, after - before) for (before, after), owner in zip(pairs, placement, strict=True) if owner == rank)

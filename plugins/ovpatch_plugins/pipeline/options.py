@@ -73,8 +73,8 @@ OPTIONS: Final = (
         "memory_limit",
         AUTO,
         "What microbatches may hold on a rank in an order of schedule=auto. 1.5x: in units of what 1F1B holds on its "
-        "first rank. 40GiB: a size. auto: what is free on the fullest rank after the first steps, less a margin; 1x "
-        "on a CPU.",
+        "first rank. 40GiB: a size. auto: 2x, or what the order as given holds where that is more, as far as it is "
+        "free on each rank after the first steps, less a margin of a tenth of the device; 1x on a CPU.",
         parse=parse_memory_limit,
     ),
     Option(
@@ -88,14 +88,15 @@ OPTIONS: Final = (
     Option(
         "overlap_p2p_comm",
         True,
-        "Post receives ahead of the computation that reads them: two on gloo, one on NCCL.",
+        "Post receives ahead of the computation that reads them: two on gloo, one on NCCL. Copies need none.",
     ),
     Option(
         "p2p_transport",
         AUTO,
         "What carries messages. c10d: torch.distributed. copies: the GPUs' copy engines, through slots in the "
         "receiver's memory, so that no kernel runs while a rank waits; for up to 8 GPUs of one host that reach each "
-        "other's memory. auto: c10d.",
+        "other's memory, else it is an error. auto: copies where each rank of the pipeline has such a GPU of its own, "
+        "else c10d.",
         choices=(AUTO, "c10d", COPIES),
     ),
     Option(

@@ -140,6 +140,7 @@ class ScheduleReport:
         prediction: What the simulator expects.
         stages: The rank's stages.
         times: Costs of the computations.
+        transport: What is said of what carries its messages.
         notes: What else is said of it: how its order was chosen.
     """
 
@@ -151,6 +152,7 @@ class ScheduleReport:
     prediction: Prediction
     stages: dict[int, StageReport]
     times: StepTimes
+    transport: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
 
 
@@ -242,7 +244,7 @@ def _describe(schedule: ScheduleReport) -> list[str]:
         f"{schedule.name} runs as {schedule.order} on rank {schedule.rank}: {schedule.microbatches} microbatches, "
         f"at most {schedule.peak_activations} with activations"
     ]
-    lines += schedule.notes
+    lines += [*schedule.transport, *schedule.notes]
     for index, stage in schedule.stages.items():
         where = f"stage {index}"
         costs = [f"{kind.value} {1000 * cost:.2f}" for kind in Kind if (cost := times.cost(index, kind))]

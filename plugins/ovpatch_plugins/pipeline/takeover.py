@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.hookspecs import cache_dir
-from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent
+from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values
 from ovpatch.overlap.comm.kept_state import find_owners, kept_values
 from ovpatch_plugins.pipeline.clock import make_clock
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
@@ -40,9 +40,11 @@ from ovpatch_plugins.pipeline.transport import (
     CopiedMessages,
     PeerToPeer,
     blocks_host,
-    check_copies,
     close_edges,
     find_group_reason,
+    find_reason_against_copies,
+    make_copies_error,
+    write_c10d_remark,
 )
 
 if TYPE_CHECKING:
@@ -178,10 +180,10 @@ class Takeover:
         orders: Schedule,
     ) -> tuple[Engine, ShapeInference, AutoSchedule | None]:
         rank, placement = dist.get_rank(group), _placement_of(schedule, stages)
-        device = torch.device(stages[0].device)
+        device = _device_of(stages[0])
         on_host = blocks_host(group, device)
         varies = self._options["variable_seq_lengths"]
-        by_copies = self._options["p2p_transport"] == COPIES and group.size() > 1
+        by_copies, remarks = self._choose_transport(group, stages)
         # Where shapes vary, a receive starts with a wait for its message's sizes. A slot needs no receive.
         ahead = AHEAD[on_host] if self._options["overlap_p2p_comm"] and not (varies or by_copies) else 0
         make = functools.partial(make_program, orders, placement, rank, shardings=_list_shardings(schedule, rank))
@@ -203,17 +205,21 @@ class Takeover:
                 run.data_parallel.add_replicas(schedule.replicas)
         transport: PeerToPeer
         if by_copies:
-            check_copies(group, device, varies=varies)
-            transport = CopiedMessages(group, device, program.edges, _count_slots(orders, placement))
+            is_asked, slots = self._options["p2p_transport"] == COPIES, _count_slots(orders, placement)
+            transport = CopiedMessages(group, device, program.edges, slots, is_asked=is_asked)
         else:
             transport = PeerToPeer(group, device, program.edges)
+        transport.remarks += remarks
         by_perform = owner != "PipelineScheduleMulti"
         prediction = Prediction(group, orders, placement)
         times = StepTimes()
         clock = make_clock(times, device)
+        begins_as_stock = any(run.data_parallel.first_step_is_stock for run in runs.values())
         engine = Engine(
             schedule, group, runs, program, settling, transport, times, clock, prediction, by_perform=by_perform
         )
+        # All ranks or none: messages of stock and of the engine do not meet.
+        engine.begins_as_stock = any(gather_values(group, "pipeline: first step", begins_as_stock))
         report = ScheduleReport(
             name=type(schedule).__name__,
             order=name,
@@ -223,7 +229,7 @@ class Takeover:
             prediction=prediction,
             stages={index: run.report for index, run in runs.items()},
             times=times,
-            notes=["messages are carried by copy engines"] if by_copies else [],
+            transport=transport.remarks,
         )
         if self._options["forward_doubling"] and owner != BIDIRECTIONAL:
             report.notes.append("forward_doubling has no effect: the pipeline runs in one direction")
@@ -240,12 +246,28 @@ class Takeover:
             if settles and settling is None:
                 return None
             shardings = _unshard_all(other[rank]) if is_sharded else ()
-            if isinstance(transport, CopiedMessages):
-                transport.reserve(_count_slots(other, placement))
+            if isinstance(engine.transport, CopiedMessages):
+                engine.transport.reserve(_count_slots(other, placement))
             return make_program(other, placement, rank, ahead=0 if settles else ahead, shardings=shardings)
 
-        auto = AutoSchedule(engine, transport, pipeline, make_other_program, report, cache_dir())
+        auto = AutoSchedule(engine, pipeline, make_other_program, report, cache_dir())
         return engine, inference, auto
+
+    def _choose_transport(self, group: dist.ProcessGroup, stages: Sequence[Any]) -> tuple[bool, list[str]]:
+        """Return whether copy engines carry messages, and what the report says of that. Agrees with all ranks.
+
+        Raises:
+            RuntimeError: The script asks for copy engines, and they cannot be used; on all ranks.
+        """
+        wanted = self._options["p2p_transport"]
+        if wanted not in (AUTO, COPIES) or group.size() == 1:
+            return False, []
+        is_asked, varies = wanted == COPIES, self._options["variable_seq_lengths"]
+        devices = [_device_of(stage) for stage in stages]
+        reason = find_reason_against_copies(group, devices, varies=varies, is_asked=is_asked)
+        if reason and is_asked:
+            raise make_copies_error(reason)
+        return not reason, [write_c10d_remark(reason)] if reason else []
 
     def _make_run(self, stage: Any, schedule: Any, sends: bool, splits: bool) -> StageRun:
         varies = self._options["variable_seq_lengths"]
@@ -291,8 +313,7 @@ class _Record:
     def is_first_step_of_stock(self) -> bool:
         """Whether stock computes the next step, see [Note: first step of a wrapped stage]."""
         assert self.engine is not None
-        wants = any(stage.data_parallel.first_step_is_stock for stage in self.engine.stages.values())
-        return wants and not self.has_begun
+        return self.engine.begins_as_stock and not self.has_begun
 
     def prepare(self, schedule: Any, given: Mapping[str, Any]) -> StepInputs:
         """Check the inputs and initialise the stages, as stock's step does first.
@@ -392,6 +413,12 @@ def _placement_of(schedule: Any, stages: Sequence[Any]) -> Placement:
         return placement
     ranks = stages[0].stage_index_to_group_rank
     return [ranks[stage] for stage in range(schedule._num_stages)]
+
+
+def _device_of(stage: Any) -> torch.device:
+    """Return a stage's device, with its index."""
+    device = torch.device(stage.device)
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 def _custom_functions(schedule: Any) -> Mapping[Any, Any]:

@@ -7,6 +7,7 @@ tag 0. On NCCL each directed edge has a communicator of its own.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import warnings
@@ -41,6 +42,8 @@ _MOST_DIMENSIONS: Final = 8
 _FIRST_TAG: Final = 1 << 20
 _TAGS: Final = 1 << 10
 
+_TRIED_BYTES: Final = 4096
+
 _SUPPORTED_BACKENDS: Final = ("gloo", "nccl")
 
 AHEAD: Final = {True: 2, False: 1}
@@ -73,11 +76,13 @@ class PeerToPeer:
 
     Attributes:
         is_open: Whether steps may begin; else all ranks call :meth:`CopiedMessages.open` before.
+        remarks: What the report says of it.
     """
 
     is_open = True
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, edges: Sequence[tuple[int, int]]) -> None:
+        self.remarks: list[str] = []
         self._group = group
         self._rank = dist.get_rank(group)
         self._device = device
@@ -231,23 +236,35 @@ class CopiedMessages(PeerToPeer):
         device: Where its stages compute.
         edges: As of :class:`PeerToPeer`.
         slots: Messages that an edge holds.
+        is_asked: Whether the script asks for copy engines, so that it is an error where there are none.
     """
 
     is_open = False
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, edges: Sequence[tuple[int, int]], slots: int
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        edges: Sequence[tuple[int, int]],
+        slots: int,
+        *,
+        is_asked: bool = True,
     ) -> None:
         super().__init__(group, device, ())
-        self._edges, self._slots, self._bytes = edges, slots, 0
+        self.remarks = ["messages are carried by copy engines"]
+        self._edges, self._slots, self._bytes, self._is_asked = edges, slots, 0, is_asked
         self._copies: PointToPoint
 
-    def open(self, count_bytes: Callable[[Callable[[int], int]], int]) -> None:
+    def open(self, count_bytes: Callable[[Callable[[int], int]], int]) -> PeerToPeer:
         """Allocate the slots, or take those of an earlier schedule. All ranks of the pipeline call this.
 
         Args:
             count_bytes: Returns the bytes of the largest message that this rank receives, given a function that rounds
                 a tensor's bytes up.
+
+        Returns:
+            What carries messages from now on: this one, or ``torch.distributed`` where the script does not ask for
+            copy engines and there is too little memory.
 
         Raises:
             RuntimeError: There is too little memory, or it cannot be reached; on all ranks.
@@ -262,7 +279,7 @@ class CopiedMessages(PeerToPeer):
         for known_edges, known in opened:
             if known_edges == edges and known.slots >= self._slots and known.slot_bytes >= self._bytes:
                 self._copies, self.is_open = known, True
-                return
+                return self
         made, reason = make_on_all(
             self._group,
             lambda: PointToPoint(
@@ -274,11 +291,15 @@ class CopiedMessages(PeerToPeer):
                 timeout_s=group_timeout_s(self._group),
             ),
         )
+        if made is None and self._is_asked:
+            raise make_copies_error(reason)
         if made is None:
-            raise _make_copies_error(reason)
+            self.remarks[:] = [write_c10d_remark(reason)]
+            return PeerToPeer(self._group, self._device, self._edges)
         register_at_exit(_free_slots)
         opened.append((edges, made))
         self._copies, self.is_open = made, True
+        return self
 
     def reserve(self, slots: int) -> None:
         """Have at least ``slots`` messages fit into an edge from the next step on. All ranks call this."""
@@ -306,7 +327,7 @@ class CopiedMessages(PeerToPeer):
 
     def _start_send(self, tensors: Sequence[Tensor], receiver: int) -> list[Work]:
         COUNTERS.copied_messages += 1
-        return [self._copies.send([tensor.detach().contiguous() for tensor in tensors], receiver)]
+        return [self._copies.send([_flat(tensor) for tensor in tensors], receiver)]
 
     def wait_for_arrivals(self) -> None:
         """Have the host wait until all messages have come.
@@ -349,34 +370,60 @@ _STUCK_TEXT: Final = (
 )
 
 
-def check_copies(group: dist.ProcessGroup, device: torch.device, *, varies: bool) -> None:
-    """Raise RuntimeError on all ranks of a group, which call this together, if copy engines cannot carry messages.
+def find_reason_against_copies(
+    group: dist.ProcessGroup, devices: Sequence[torch.device], *, varies: bool, is_asked: bool
+) -> str:
+    """Return why copy engines do not carry the messages of a group, or "". All its ranks call this, and agree.
 
     Args:
         group: The pipeline's group.
-        device: Where its stages compute.
+        devices: Where this rank's stages compute.
         varies: The option ``variable_seq_lengths``.
+        is_asked: Whether the script asks for them. Else they are only for ranks with a GPU each: of ranks that take
+            turns on one it is not known what is faster.
     """
-    reason = memory.unsupported_reason(group, device, _reason_against_copies)
     if varies:
-        reason = "variable_seq_lengths is on, and slots are made for messages of one size"
-    if reason:
-        raise _make_copies_error(reason)
+        return "variable_seq_lengths is on, and slots are made for messages of one size"
+    check = functools.partial(_reason_against_copies, group, devices)
+    reason = memory.unsupported_reason(group, devices[0], check, shares_devices=is_asked)
+    return reason or _try_copies(group, devices[0])
 
 
-def _reason_against_copies(device: torch.device) -> str:
-    from ovpatch.overlap.copy_engine.selection import reason_against
+def _reason_against_copies(group: dist.ProcessGroup, devices: Sequence[torch.device], device: torch.device) -> str:
+    if reason := memory.memory_unsupported_reason(device):
+        return reason
+    from ovpatch.overlap.copy_engine.selection import reason_against  # where there may be some
 
+    if len(set(devices)) > 1:
+        return "its stages are on several devices"
+    if device.type == "cuda" and blocks_host(group, device):
+        return "the backend of its group is gloo, on which waits block the host"
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         return "with CUDA_DEVICE_MAX_CONNECTIONS=1 a stream that waits holds up all others of the GPU"
     return reason_against(device)
 
 
-def _make_copies_error(reason: str) -> RuntimeError:
+def _try_copies(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return why ranks cannot reach each other's memory, as it may be in containers; tried once for a group."""
+    from ovpatch.overlap.copy_engine import selection, window
+
+    def attempt() -> str:
+        return selection.make_on_all(group, lambda: window.allocate(_TRIED_BYTES, group, device))[1]
+
+    return group_state(group).get_or_create(("pipeline", "copies"), attempt)
+
+
+def make_copies_error(reason: str) -> RuntimeError:
+    """Return the error of an option that cannot be followed."""
     return RuntimeError(
         f"pipeline: p2p_transport=copies cannot be used: {reason}. "
         "Set OVPATCH_PIPELINE_P2P_TRANSPORT=c10d on all ranks."
     )
+
+
+def write_c10d_remark(reason: str) -> str:
+    """Return what the report says where copy engines were not asked for and do not carry messages."""
+    return f"messages are carried by torch.distributed, not by copy engines: {reason}"
 
 
 class _Steps:
@@ -397,6 +444,14 @@ def _list_sizes(tensors: Sequence[Tensor]) -> Tensor:
             )
         rows.append([tensor.dim(), *tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.dim())])
     return torch.tensor(rows, dtype=torch.int64)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor of torch's own class, whose memory can be copied."""
+    plain = tensor.detach()
+    if type(plain) is not Tensor:  # as of a functional collective, which waits where it is computed with
+        plain = plain.clone()
+    return plain.contiguous()
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class WeightGradError(RuntimeError):
 
 
 class _Call:
-    """One call of a deferred linear: input ``[rows, in]`` and output gradient ``[rows, out]``, once they are known.
+    """One call of a deferred linear: input ``[rows, in]`` and output gradient ``[rows, out]``, from B until W.
 
     Of a linear of another feature, what computes the weight's gradient instead.
     """
@@ -51,6 +51,14 @@ class _Call:
     def keep_grad(self, grads: Sequence[Tensor | None]) -> None:
         """Keep the output gradient; called before the node that made the output."""
         self.grad = grads[0]
+
+    def take_operands(self) -> tuple[Tensor, Tensor]:
+        """Return input and output gradient, and drop them: nodes keep the call as long as the script keeps a loss."""
+        assert self.grad is not None
+        assert self.input is not None
+        operands = self.input, self.grad
+        self.input = self.grad = None
+        return operands
 
 
 class _Keep(torch.autograd.Function):
@@ -413,13 +421,12 @@ def _compute_products(calls: list[_Call]) -> list[Tensor]:
     dtype = calls[0].weight.dtype
     while calls:
         call = calls.pop(0)
-        assert call.grad is not None
-        assert call.input is not None
-        grad = _rows(call.grad)
-        weights.append(grad.t().mm(_rows(call.input)))
+        x, whole = call.take_operands()
+        grad = _rows(whole)
+        weights.append(grad.t().mm(_rows(x)))
         if call.bias is not None:
-            whole = call.grad if call.sums_rows_at_once else grad
-            biases.append(whole.sum(tuple(range(whole.dim() - 1))))
+            summed = whole if call.sums_rows_at_once else grad
+            biases.append(summed.sum(tuple(range(summed.dim() - 1))))
     return [functools.reduce(torch.add, products).to(dtype) for products in (weights, biases) if products]
 
 
@@ -427,14 +434,14 @@ def _add_product(call: _Call) -> bool:
     """Add the products into the gradients in place, where no hook would see them; tell whether that was done."""
     leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
     assert call.grad is not None
-    assert call.input is not None
     for leaf in leaves:
         grad = leaf.grad
         if grad is None or grad.dtype != call.grad.dtype or has_hooks(leaf):
             return False
-    rows = _rows(call.grad)
+    x, whole = call.take_operands()
+    rows = _rows(whole)
     assert call.weight.grad is not None
-    call.weight.grad.addmm_(rows.t(), _rows(call.input))
+    call.weight.grad.addmm_(rows.t(), _rows(x))
     if call.bias is not None and call.bias.grad is not None:
         call.bias.grad.add_(rows.sum(0))
     return True

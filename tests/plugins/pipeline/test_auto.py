@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,10 +12,15 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import ovpatch
-from ovpatch_plugins.pipeline import race
+from ovpatch_plugins.pipeline import race, takeover
 from ovpatch_plugins.pipeline.auto_schedule import MEASURED, WARM_UP
+from ovpatch_plugins.pipeline.clock import DeviceClock
+from ovpatch_plugins.pipeline.measured_costs import PipelineCosts, make_problem
+from ovpatch_plugins.pipeline.options import read_memory_limit
+from ovpatch_plugins.pipeline.orders import Kind, build_order
 from ovpatch_plugins.pipeline.race import LAPS, ROUNDS, SETTLING, TIMED, judge, merge_ranks
 from ovpatch_plugins.pipeline.report import list_schedules
+from ovpatch_plugins.pipeline.simulator import Costs, Footprint
 from tests.plugins.pipeline.cases import Case, Outcome, differences, feature_report, train, train_both
 from tests.plugins.pipeline.models import Block, Part
 from tests.plugins.pipeline.test_data_parallel import SETTINGS
@@ -108,6 +114,75 @@ def test_an_order_defers_in_the_race_and_behind_it_as_without(ranks: Any, tmp_pa
         == ["stage 0: weight gradients stay in the backward: no rank waits for the stage's input gradient"]
     )
     assert turns == [{True}, {False}]
+
+
+class _HostEvent:
+    """An event on a device that is as far as its host."""
+
+    def record(self, _stream: Any) -> None:
+        self.time_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _HostEvent) -> float:
+        return 1000 * (other.time_s - self.time_s)
+
+
+def _find_costs_behind_a_race(cache: str) -> tuple[list[str], float]:
+    """Return which computations the report has costs of behind a race, and the bubble, where the device tells late."""
+    patch = _plant_costs(cache)
+    patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 2.0 - candidate)
+    patch.setattr(takeover, "make_clock", lambda times, device: DeviceClock(times, device, _HostEvent))
+    try:
+        train_both(CASES["Schedule1F1B"], "auto", memory_limit="1.5x")
+    finally:
+        patch.undo()
+    times = list_schedules()[-1].times
+    bubble = times.bubble(8)
+    assert bubble is not None
+    return sorted({kind.value for kind in Kind for stage in times.stages() if times.cost(stage, kind)}), bubble
+
+
+def test_costs_of_orders_that_lost_are_forgotten(ranks: Any, tmp_path: Path) -> None:
+    """As given, rank 0 runs full backwards; what the device tells of the last one came behind the choice."""
+    for kinds, bubble in ranks(2)(_find_costs_behind_a_race, str(tmp_path), timeout=120):
+        assert kinds == ["B", "F", "W"]
+        assert bubble > -0.3
+
+
+# --- the memory limit ---
+
+
+@pytest.mark.parametrize(
+    ("text", "spare", "limits"),
+    [
+        ("auto", [90.0, 90.0], [40.0, 40.0]),  # twice what 1F1B holds
+        ("auto", [8.0, 90.0], [28.0, 40.0]),  # what the first rank has free beside two microbatches
+        ("auto", [-5.0, 90.0], [20.0, 40.0]),
+        ("auto", [], [20.0, 20.0]),
+        ("1x", [90.0, 90.0], [20.0, 20.0]),
+        ("3x", [0.0, 0.0], [60.0, 60.0]),
+        ("55B", [90.0, 90.0], [55.0, 55.0]),
+    ],
+)
+def test_what_a_memory_limit_means(text: str, spare: list[float], limits: list[float]) -> None:
+    costs = Costs.uniform(2, forward=1, backward=1, weight=1)
+    measured = PipelineCosts(costs, Footprint((10.0, 10.0), (10.0, 10.0)), spare, draws=False)
+    stock = build_order("1f1b", ranks=2, microbatches=8)
+    problem, _ = make_problem(measured, (0, 1), 8, stock, read_memory_limit(text))
+    assert list(problem.memory_limit) == limits
+
+
+def test_an_order_may_hold_what_the_one_as_given_holds() -> None:
+    costs = Costs.uniform(2, forward=1, backward=1, weight=1)
+    measured = PipelineCosts(costs, Footprint((10.0, 10.0), (10.0, 10.0)), [0.0, 90.0], draws=False)
+    stock = build_order("gpipe", ranks=2, microbatches=8)
+    problem, _ = make_problem(measured, (0, 1), 8, stock, read_memory_limit("auto"))
+    assert list(problem.memory_limit) == [80.0, 80.0]
+
+
+# --- choices of earlier runs ---
 
 
 def _run_twice(cache: str) -> list[Outcome]:

@@ -10,15 +10,23 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import ovpatch
-from ovpatch.overlap.copy_engine import point_to_point
+from ovpatch.overlap.comm.consensus import check_consistent
+from ovpatch.overlap.copy_engine import point_to_point, window
 from ovpatch.overlap.copy_engine.point_to_point import PointToPoint, round_up
 from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.pipeline import takeover, transport
+from ovpatch_plugins.pipeline.report import COUNTERS, list_schedules
 from tests.plugins.pipeline.cases import Case, Outcome, differences, make_schedule, train, train_both
 from tests.plugins.pipeline.models import ROWS, WIDTH
+from tests.plugins.pipeline.test_bidirectional import Ways
+from tests.plugins.pipeline.test_bidirectional import _compare as compare_both_ways
+from tests.plugins.pipeline.test_data_parallel import SETTINGS
 from tests.plugins.pipeline.test_failures import fail
+from tests.plugins.pipeline.test_weight_stash import _compare as compare_stashed
 from tests.support import windows
 
 COPIES = {"p2p_transport": "copies"}
@@ -35,6 +43,7 @@ def copying(*, to_peers: bool = True) -> Iterator[list[PointToPoint]]:
 
     with (
         mock.patch.object(memory, "unsupported_reason", return_value=""),
+        mock.patch.object(window, "allocate", windows.allocate),
         mock.patch.object(point_to_point, "PointToPoint", make),
         mock.patch.object(windows.HostDriver, "writes_to_peers", to_peers),
     ):
@@ -45,6 +54,7 @@ def _compare(to_peers: bool) -> dict[str, Outcome]:
     world, several = dist.get_world_size(), {"microbatches": 2 * dist.get_world_size(), "chunks": 2}
     cases: dict[str, tuple[Case, str]] = {
         "1F1B": (Case(microbatches=2 * world + 1), "as-given"),
+        "fewer microbatches than ranks": (Case("ScheduleGPipe", microbatches=1), "as-given"),
         "ZB-H1": (Case(dtype=torch.bfloat16), "zb-h1"),
         "ZB-H2": (Case(), "zb-h2"),
         "GPipe": (Case("ScheduleGPipe"), "as-given"),
@@ -52,8 +62,9 @@ def _compare(to_peers: bool) -> dict[str, Outcome]:
         "interleaved": (Case("ScheduleInterleaved1F1B", **several), "as-given"),
         "loop": (Case("ScheduleLoopedBFS", **several), "as-given"),
     }
+    options = COPIES if to_peers else {}  # what auto means where there are copy engines
     with copying(to_peers=to_peers):
-        return {name: train_both(case, order, **COPIES) for name, (case, order) in cases.items()}
+        return {name: train_both(case, order, **options) for name, (case, order) in cases.items()}
 
 
 @pytest.mark.parametrize(("world", "to_peers"), [(2, True), (4, False)])
@@ -79,6 +90,37 @@ def _share() -> tuple[list[str], list[int], bool]:
 def test_schedules_of_a_group_share_slots(ranks: Any) -> None:
     small, large = (round_up(factor * ROWS * 2 * WIDTH * 4) for factor in (1, 3))
     assert ranks(2)(_share) == [([], [small, large], True)] * 2
+
+
+def _take_turns() -> tuple[list[str], int]:
+    """Let steps of two schedules and evaluations alternate; return what differs, and how many slots were made."""
+
+    def run() -> list[Any]:
+        torch.manual_seed(3)
+        large = Case("ScheduleGPipe", microbatches=2, shape=(2 * ROWS, WIDTH))
+        pairs = [(case, *make_schedule(case)) for case in (Case(), large)]
+        found: list[Any] = []
+        for _ in range(3):
+            for case, schedule, parts in pairs:
+                rows = torch.randn(case.shape[0] * case.microbatches, 2, WIDTH)
+                inputs = (rows,) if dist.get_rank() == 0 else ()
+                found.append(schedule.step(*inputs, target=rows, losses=(losses := [])))
+                found += [[loss.detach() for loss in losses], schedule.eval(*inputs, target=rows)]
+                found.append([param.grad.clone() for param in parts[0].parameters()])
+        return found
+
+    stock = run()
+    with copying() as made:
+        ovpatch.apply("pipeline")
+        before = COUNTERS.messages - COUNTERS.copied_messages
+        wrong = differences(stock, run())
+        assert COUNTERS.messages - COUNTERS.copied_messages == before
+        ovpatch.revert()
+        return wrong, len(made)
+
+
+def test_schedules_and_evaluations_take_turns(ranks: Any) -> None:
+    assert ranks(2)(_take_turns) == [([], 2)] * 2
 
 
 def _cut() -> list[str]:
@@ -167,7 +209,7 @@ def _stay_away() -> list[str]:
         dist.barrier()
         if dist.get_rank():
             engine = takeover._find_record(schedule).engine
-            engine._failures.start_step(engine._transport.step + 1)
+            engine._failures.start_step(engine.transport.step + 1)
             texts.append(engine._failures.read())
         ovpatch.revert()
     return texts
@@ -206,6 +248,136 @@ def test_after_half_a_step_there_are_no_more(ranks: Any) -> None:
         assert text.endswith("Start the job again")
 
 
+def _replicate(name: str) -> tuple[list[str], int, int]:
+    """Train pipelines of two ranks in two replicas."""
+    wrap, arguments, more, features = SETTINGS[name]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    case, group, seed = Case(wrap=wrap(mesh["dp"], **arguments), **more), mesh["pp"].get_group(), mesh["dp"].get_rank()
+    for feature in features:
+        ovpatch.apply(feature)
+    stock = train(case, group, seed)
+    ovpatch.revert()
+    with copying():
+        ovpatch.apply("pipeline", *features, options={"pipeline": {"schedule": "zb-h1"}})
+        before = COUNTERS.messages, COUNTERS.copied_messages
+        wrong = differences(stock, train(case, group, seed))
+        ovpatch.revert()
+    return wrong, COUNTERS.messages - before[0], COUNTERS.copied_messages - before[1]
+
+
+@pytest.mark.parametrize("name", ["our ddp", "fsdp, loop"])
+def test_replicas(ranks: Any, name: str) -> None:
+    for wrong, messages, copied in ranks(4)(_replicate, name, timeout=120):
+        assert not wrong, wrong[:4]
+        assert copied == messages > 0
+
+
+def _stash() -> tuple[Any, int, int]:
+    before = COUNTERS.messages, COUNTERS.copied_messages
+    with copying():
+        found = compare_stashed(["plain"])["plain"]
+        return found, COUNTERS.messages - before[0], COUNTERS.copied_messages - before[1]
+
+
+def test_stashed_weights(ranks: Any) -> None:
+    for (wrong, *_), messages, copied in ranks(2)(_stash):
+        assert not wrong, wrong[:4]
+        assert copied == messages > 0
+
+
+def _run_both_ways() -> tuple[list[str], int, int]:
+    before = COUNTERS.messages, COUNTERS.copied_messages
+    with copying():
+        wrong = compare_both_ways(Ways(patched={"forward_doubling": True}))
+        return wrong, COUNTERS.messages - before[0], COUNTERS.copied_messages - before[1]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_two_pipelines_in_opposite_directions(ranks: Any, world: int) -> None:
+    for wrong, messages, copied in ranks(world)(_run_both_ways, timeout=120):
+        assert not wrong, wrong[:4]
+        assert copied == messages > 0
+
+
+# --- what auto means ---
+
+
+def _fall_back(where: str) -> tuple[Outcome, int, list[str]]:
+    """Train where rank 1 alone finds that there are no copy engines: asked, at a trial, or when slots are made."""
+    refused = RuntimeError("refused on one rank, for a test")
+    with contextlib.ExitStack() as stack:
+        made = stack.enter_context(copying())
+        if where == "asked":
+            stack.enter_context(mock.patch.object(memory, "unsupported_reason", ask_all))
+            stack.enter_context(mock.patch.object(memory, "memory_unsupported_reason", object_on_rank_1))
+        else:
+            module, name = {"tried": (window, "allocate"), "made": (point_to_point, "PointToPoint")}[where]
+            if dist.get_rank() == 1 and where == "tried":
+                stack.enter_context(mock.patch.object(module, name, _refuse_behind(window.allocate, refused)))
+            elif dist.get_rank() == 1:
+                stack.enter_context(
+                    mock.patch.object(module, name, _refuse_behind(point_to_point.PointToPoint, refused))
+                )
+        return train_both(Case(steps=3), "zb-h1"), len(made), list(list_schedules()[-1].transport)
+
+
+def ask_all(group: Any, device: torch.device, check: Any, *, shares_devices: bool) -> str:
+    """Stand for :func:`memory.unsupported_reason` where only what a rank finds by itself counts."""
+    assert not shares_devices
+    return check_consistent(group, "a test", {}, objection=check(device))
+
+
+def object_on_rank_1(_device: torch.device) -> str:
+    """Stand for :func:`memory.memory_unsupported_reason`."""
+    return "refused on one rank, for a test" if dist.get_rank() == 1 else ""
+
+
+def _refuse_behind(make: Any, error: RuntimeError) -> Any:
+    """Return a function that fails once all ranks have allocated."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        make(*args, **kwargs)
+        raise error
+
+    return refuse
+
+
+@pytest.mark.parametrize("where", ["asked", "tried", "made"])
+def test_messages_go_by_c10d_on_all_ranks_where_one_has_no_copy_engines(ranks: Any, where: str) -> None:
+    for outcome, made, told in ranks(2)(_fall_back, where):
+        assert not outcome.differences, outcome.differences[:4]
+        assert outcome.counters["copied_messages"] == 0 < outcome.counters["messages"]
+        assert made == (where == "made")
+        assert len(told) == 1, told
+        assert told[0] in outcome.remarks
+        assert told[0].startswith("messages are carried by torch.distributed, not by copy engines: "), told
+        assert "refused on one rank, for a test" in told[0], told
+        assert told[0].rstrip(")").endswith("(rank 1"), told
+
+
+def _leave_alone(**options: Any) -> list[str]:
+    train_both(Case(), **options)
+    return list(list_schedules()[-1].transport)
+
+
+def test_what_auto_means_on_a_cpu(ranks: Any) -> None:
+    for (told,) in ranks(2)(_leave_alone):
+        assert told.endswith("not by copy engines: tensors are on cpu, not on CUDA devices (rank 0, 1)")
+    for (told,) in ranks(2)(_leave_alone, variable_seq_lengths=True):
+        assert "not by copy engines: variable_seq_lengths is on" in told
+    assert ranks(2)(_leave_alone, p2p_transport="c10d") == [[], []]
+
+
+def test_stages_on_several_devices_and_gloo_are_refused() -> None:
+    first, second = (torch.device("cuda", index) for index in range(2))
+    with (
+        mock.patch.object(transport, "blocks_host", return_value=True),
+        mock.patch.object(memory, "memory_unsupported_reason", return_value=""),
+    ):
+        assert "on several devices" in transport._reason_against_copies(dist.group.WORLD, [first, second], first)
+        assert "is gloo" in transport._reason_against_copies(dist.group.WORLD, [first, first], first)
+
+
 def _refuse(**options: Any) -> str:
     ovpatch.apply("pipeline", options={"pipeline": {**COPIES, **options}})
     schedule, _ = make_schedule(Case())
@@ -229,7 +401,13 @@ def test_where_there_are_no_copy_engines_is_an_error(ranks: Any, options: Any, r
 
 def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in transport._reason_against_copies(torch.device("cuda", 0))
+    with (
+        mock.patch.object(transport, "blocks_host", return_value=False),
+        mock.patch.object(memory, "memory_unsupported_reason", return_value=""),
+    ):
+        device = torch.device("cuda", 0)
+        reason = transport._reason_against_copies(dist.group.WORLD, [device], device)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in reason
 
 
 def _send_strided() -> list[bool]:
@@ -238,6 +416,11 @@ def _send_strided() -> list[bool]:
     sent = [torch.randn(3, 5).t(), torch.randn(2, 4, 3, 3), torch.randn(4, dtype=torch.complex64), torch.empty(0, 3)]
     got = [torch.empty(5, 3), torch.empty(2, 4, 3, 3).to(memory_format=torch.channels_last)]
     got += [torch.empty(8, dtype=torch.complex64)[::2], torch.empty(0, 3).requires_grad_()]
+    if rank == 0:
+        sent.append(AsyncCollectiveTensor(torch.arange(3.0)))  # as a functional collective returns it
+        assert not sent[-1].data_ptr()
+    else:
+        got.append(torch.empty(3))
     with copying():
         messages = transport.CopiedMessages(group, device, [(0, 1)], 2)
         messages.open(lambda align: 1000)
@@ -247,10 +430,10 @@ def _send_strided() -> list[bool]:
         else:
             messages.wait_for(messages.receive(got, 0))
         messages.finish()
-        dist.broadcast_object_list(found := [sent], 0)
+        dist.broadcast_object_list(found := [[one + 0 for one in sent]], 0)
         transport.close_edges()
     return [torch.equal(one, other) for one, other in zip(found[0], got, strict=True)] if rank else []
 
 
 def test_strides_of_sender_and_receiver_may_differ(ranks: Any) -> None:
-    assert ranks(2)(_send_strided)[1] == [True] * 4
+    assert ranks(2)(_send_strided)[1] == [True] * 5

@@ -166,3 +166,26 @@ def test_three_dimensions(ranks: Any) -> None:
     for rank, (changes, deferred) in enumerate(ranks(8)(_three_dimensions, timeout=150)):
         assert not changes, f"rank {rank}: {changes[:4]}"
         assert deferred
+
+
+def _wrap_some_stages(chunks: int, schedule: str) -> tuple[list[str], int, int]:
+    """Train pipelines whose first rank has stages in DistributedDataParallel, and whose second rank has none."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    group, seed = mesh["pp"].get_group(), mesh.get_local_rank("dp")
+    wrap = _ddp(mesh["dp"]) if mesh.get_local_rank("pp") == 0 else lambda module: module
+    case = Case(schedule=schedule, wrap=wrap, chunks=chunks, microbatches=8, steps=3)
+    stock = train(case, group, seed)
+    ovpatch.apply("pipeline")
+    before = counters()
+    changes = differences(stock, train(case, group, seed))
+    after = counters()
+    ovpatch.revert()
+    return changes, after["steps"] - before["steps"], after["stock_steps"] - before["stock_steps"]
+
+
+@pytest.mark.parametrize(("chunks", "schedule"), [(1, "Schedule1F1B"), (2, "ScheduleInterleaved1F1B")])
+def test_replicas_of_some_stages_alone(ranks: Any, chunks: int, schedule: str) -> None:
+    """All ranks of a pipeline leave the first step to stock, or none does: their messages would not meet."""
+    for rank, (changes, steps, stock_steps) in enumerate(ranks(4)(_wrap_some_stages, chunks, schedule, timeout=60)):
+        assert not changes, f"rank {rank}: {changes[:4]}"
+        assert (steps, stock_steps) == (2, 1)

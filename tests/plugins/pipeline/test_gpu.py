@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from ovpatch.overlap.comm.kept_state import group_values
 from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
+from ovpatch.overlap.symm_mem import memory
+from ovpatch_plugins.pipeline import transport as transport_module
+from ovpatch_plugins.pipeline.report import list_schedules
 from ovpatch_plugins.pipeline.transport import _Opened
 from tests.plugins.pipeline.cases import Case, counters, device, differences, feature_report, make_schedule, train
 from tests.plugins.pipeline.models import Block, Part
@@ -78,7 +82,7 @@ def _cases(world: int) -> dict[str, tuple[Case, tuple[str, ...]]]:
 
 
 def _compare(
-    case: Case, orders: tuple[str, ...], group: Any = None, seed: int = 0, transport: str = "auto"
+    case: Case, orders: tuple[str, ...], group: Any = None, seed: int = 0, transport: str = "c10d"
 ) -> dict[str, list[str]]:
     """Return what differs from stock, by order."""
     stock, found = train(case, group, seed), {}
@@ -92,7 +96,7 @@ def _compare(
         if steps + after["stock_steps"] - before["stock_steps"] != case.steps or not steps:
             found[order].append(f"{steps} steps")
         copied = after["copied_messages"] - before["copied_messages"]
-        if copied != (after["messages"] - before["messages"] if transport == "copies" else 0):
+        if copied != (after["messages"] - before["messages"] if _copies(transport, group) else 0):
             found[order].append(f"{copied} messages by copy engines")
         if order.startswith("zb") and after["weight_grads"] == before["weight_grads"]:
             found[order].append("no weight gradient was deferred")
@@ -100,7 +104,16 @@ def _compare(
     return found
 
 
-def _compare_all(transport: str = "auto") -> dict[str, dict[str, list[str]]]:
+def _copies(transport: str, group: Any) -> bool:
+    """Tell whether copy engines carry the messages of a group: of auto, where its ranks have a GPU each."""
+    if transport != "auto":
+        return transport == "copies"
+    uuids: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(uuids, str(torch.cuda.get_device_properties(device()).uuid), group=group)
+    return len(set(uuids)) == len(uuids)
+
+
+def _compare_all(transport: str = "c10d") -> dict[str, dict[str, list[str]]]:
     cases = _cases(dist.get_world_size())
     return {name: _compare(*case, transport=transport) for name, case in cases.items()}
 
@@ -120,6 +133,42 @@ def test_two_ranks(ranks: Any) -> None:
 @pytest.mark.gpu(2)
 def test_two_ranks_by_copies(ranks: Any) -> None:
     _assert_equal(ranks(2)(_compare_all, "copies", backend="nccl", timeout=120))
+
+
+def _compare_some() -> dict[str, dict[str, list[str]]]:
+    cases = _cases(dist.get_world_size())
+    return {name: _compare(*cases[name], transport="auto") for name in ("1F1B torch.float32", "GPipe", "late senders")}
+
+
+@pytest.mark.gpu(2)
+def test_what_auto_means(ranks: Any) -> None:
+    _assert_equal(ranks(2)(_compare_some, backend="nccl", timeout=120))
+
+
+def _lack_memory() -> tuple[dict[str, list[str]], list[str]]:
+    """Have rank 1 find too little memory for slots, though the trial had enough."""
+
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise RuntimeError("CUDA driver error: out of memory")
+
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank():
+            stack.enter_context(mock.patch.object(memory, "_empty", refuse))
+        # The trial of another test may be kept.
+        stack.enter_context(mock.patch.object(transport_module, "_try_copies", return_value=""))
+        case, _ = _cases(dist.get_world_size())["1F1B torch.float32"]
+        stock = train(case)
+        ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
+        wrong = differences(stock, train(case))
+        return {"zb-h1": wrong}, list(list_schedules()[-1].transport)
+
+
+@pytest.mark.gpu(2, own=True)
+def test_without_memory_for_slots_messages_go_over_nccl(ranks: Any) -> None:
+    for found, told in ranks(2)(_lack_memory, backend="nccl", timeout=120):
+        assert found == {"zb-h1": []}
+        assert "not by copy engines" in told[0]
+        assert "MiB of symmetric memory" in told[0]
 
 
 @pytest.mark.gpu(4)
@@ -207,7 +256,7 @@ def test_a_stream_does_not_wait_without_end_for_a_rank_that_stays_away(ranks: An
     assert "start the job again" in second
 
 
-def _replicated() -> dict[str, dict[str, list[str]]]:
+def _replicated(transport: str) -> dict[str, dict[str, list[str]]]:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("pp", "dp"))
     group, replicas = mesh["pp"].get_group(), mesh["dp"].get_group()
     one: dict[str, Any] = {"microbatches": 5, "shape": SHAPE, "part": _wide, "steps": 3}
@@ -220,12 +269,13 @@ def _replicated() -> dict[str, dict[str, list[str]]]:
         "1F1B bf16": (Case(wrap=wrap, dtype=torch.bfloat16, **one), ("zb-h1",)),
     }
     seed = mesh.get_local_rank("dp")
-    return {name: _compare(case, orders, group, seed) for name, (case, orders) in cases.items()}
+    return {name: _compare(case, orders, group, seed, transport) for name, (case, orders) in cases.items()}
 
 
 @pytest.mark.gpu(4)
-def test_two_replicas_of_two_stages(ranks: Any) -> None:
-    _assert_equal(ranks(4)(_replicated, backend="nccl", timeout=120))
+@pytest.mark.parametrize("transport", ["c10d", "copies"])
+def test_two_replicas_of_two_stages(ranks: Any, transport: str) -> None:
+    _assert_equal(ranks(4)(_replicated, transport, backend="nccl", timeout=120))
 
 
 def _fail_everywhere(transport: str) -> list[tuple[str, int, list[str], str]]:
@@ -269,8 +319,8 @@ def _watch() -> tuple[list[int], str]:
 
 @pytest.mark.gpu(2)
 def test_memory_is_freed_and_costs_are_the_devices(ranks: Any) -> None:
-    for rank, (memory, remarks) in enumerate(ranks(2)(_watch, backend="nccl", timeout=60)):
-        assert len(set(memory[2:])) == 1, memory
+    for rank, (held, remarks) in enumerate(ranks(2)(_watch, backend="nccl", timeout=60)):
+        assert len(set(held[2:])) == 1, held
         forward = float(remarks.split(f"stage {rank}: F ")[-1].split(",")[0])  # workers have run others before
         assert forward > 2, remarks  # milliseconds; issuing it takes none
         assert "% of a step measured" in remarks
