@@ -408,7 +408,7 @@ def _try_copies(group: dist.ProcessGroup, device: torch.device) -> str:
     from ovpatch.overlap.copy_engine import selection, window
 
     def attempt() -> str:
-        return selection.make_on_all(group, lambda: window.allocate(_TRIED_BYTES, group, device))[1]
+        return selection.make_on_all(group, lambda: window.allocate_window(_TRIED_BYTES, group, device))[1]
 
     return group_state(group).get_or_create(("pipeline", "copies"), attempt)
 
