@@ -58,6 +58,9 @@ def flatten(values: Any) -> dict[str, Leaf]:
 
 def _walk(value: Any, prefix: str) -> Iterator[tuple[str, Leaf]]:
     children: list[tuple[str, Any]]
+    if isinstance(value, torch.Tensor):  # first: most values are, and the other questions take longer
+        yield prefix or ROOT, _plain(value, prefix or ROOT)
+        return
     if isinstance(value, Mapping):
         kind, children = "mapping", [(str(key), child) for key, child in value.items()]
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
@@ -72,8 +75,6 @@ def _walk(value: Any, prefix: str) -> Iterator[tuple[str, Leaf]]:
 
 
 def _leaf(value: Any, name: str) -> Leaf:
-    if isinstance(value, torch.Tensor):
-        return _plain(value, name)
     if value is None or isinstance(value, (numbers.Number, *_EXACT)):
         return value
     if hasattr(value, "__array_interface__"):
