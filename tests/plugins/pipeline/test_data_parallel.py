@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from tests.plugins.pipeline.cases import Case, counters, differences, feature_report, train
 from tests.plugins.pipeline.models import Block, Part
+from tests.support.rarely import ALL_CASES
 
 EIGHT: dict[str, Any] = {"microbatches": 8, "chunks": 2}
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -100,7 +101,8 @@ def _compare(names: list[str]) -> dict[str, tuple[list[str], int, int]]:
 
 @pytest.mark.parametrize("part", range(3))
 def test_as_stock(ranks: Any, part: int) -> None:
-    for rank, found in enumerate(ranks(4)(_compare, list(SETTINGS)[part::3], timeout=120)):
+    names = [name for name in SETTINGS if ALL_CASES or name != "fsdp, bf16"]  # with checkpoints, and in a loop
+    for rank, found in enumerate(ranks(4)(_compare, names[part::3], timeout=120)):
         for name, (changes, deferred, steps) in found.items():
             assert not changes, f"rank {rank}, {name}: {changes[:4]}"
             assert steps >= 1, name  # with DistributedDataParallel, stock computes the first one
