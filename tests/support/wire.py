@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 
-
 #: Types of elements that are bytes and nothing else.
 _PLAIN: Final = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -55,7 +54,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _read(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bytes]:
-    """Return what :func:`_rebuild` takes: a tenth of the time of ``torch.save``, which counts, as tests send thousands."""
+    """Return what :func:`_rebuild` takes: a tenth of the time of ``torch.save``, as tests send thousands."""
     memory = ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), memory
 
