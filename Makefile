@@ -15,6 +15,9 @@ DEMO_ARGS ?=
 WORKERS ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 0 || echo 3)
 VERSIONS_ARGS ?=
 
+# Tests start hundreds of processes. Where a container sets this, each of them would compile all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -39,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest imports, exports it to what the first process starts.
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
+    gc.disable()  # until all tests are imported, see below: a seventh of that time
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # started in the background of a shell; all children inherit it
@@ -48,6 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with torch's own tests: the last file of a run that several share should be a short one."""
     items.sort(key=lambda item: item.path.parent.name != "torch_suite")
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -58,7 +59,10 @@ def walk(node: ast.AST, eager: bool) -> Iterator[tuple[ast.AST, bool]]:
         yield from walk(child, eager and not inside and not typing)
 
 
-GRAPH = {name: set(imports(name, ast.parse(path.read_text(encoding="utf-8")))) for name, path in FILES.items()}
+@functools.cache  # at the first use: every worker of pytest-xdist imports this file, and one runs its tests
+def graph() -> dict[str, set[tuple[str, bool]]]:
+    """Return what each module imports, and whether at once."""
+    return {name: set(imports(name, ast.parse(path.read_text(encoding="utf-8")))) for name, path in FILES.items()}
 
 
 def within(name: str, *packages: str) -> bool:
@@ -69,7 +73,7 @@ def offenders(modules: list[str], forbidden) -> list[str]:
     return sorted(
         f"{name} imports {target}"
         for name in modules
-        for target, eager in GRAPH[name]
+        for target, eager in graph()[name]
         if forbidden(name, target, eager)
     )
 
@@ -84,9 +88,9 @@ def of(*packages: str) -> list[str]:
 def test_the_arrows_are_looked_at_in_a_graph_that_is_not_empty():
     assert "ovpatch.patching.manager" in FILES
     assert "ovpatch_plugins.ddp.plugin" in FILES
-    assert ("ovpatch.patching", True) in GRAPH["ovpatch.session.session"]
-    assert ("torch", False) in GRAPH["ovpatch.api"]
-    assert ("ovpatch.patching", True) not in GRAPH["ovpatch"], "TYPE_CHECKING is no import"
+    assert ("ovpatch.patching", True) in graph()["ovpatch.session.session"]
+    assert ("torch", False) in graph()["ovpatch.api"]
+    assert ("ovpatch.patching", True) not in graph()["ovpatch"], "TYPE_CHECKING is no import"
 
 
 def test_plugins_know_only_the_specification_and_what_features_share():
@@ -207,12 +211,12 @@ def assert_no_circle(edges: dict[str, set[str]]) -> None:
 
 def test_nobody_goes_round_in_circles():
     """Imports at import time make no cycle; a package counts as importing what its __init__ does."""
-    assert_no_circle({name: {t for t, eager in GRAPH[name] if eager and t in FILES and t != name} for name in FILES})
+    assert_no_circle({name: {t for t, eager in graph()[name] if eager and t in FILES and t != name} for name in FILES})
 
 
 def test_inside_a_plugin_late_and_type_only_imports_make_no_circle_either():
     files = {name for name in of("ovpatch_plugins") if name.count(".") > 1}  # without the faces, which load late
-    assert_no_circle({name: {t for t, _ in GRAPH[name] if t in files and t != name} for name in files})
+    assert_no_circle({name: {t for t, _ in graph()[name] if t in files and t != name} for name in files})
 
 
 # --- size ---
@@ -379,7 +383,12 @@ def alone(name):
         os._exit(2)
 names = json.loads(sys.argv[1])
 result = {name: alone(name) for name in names["bare"]}
-import statistics, torch, torch.distributed.tensor  # heavy, and others': once instead of in each process
+# Heavy, and others': once instead of in each process.
+import statistics, pluggy, wrapt, torch, torch._dynamo, torch.distributed.pipelining, torch.distributed.tensor
+try:
+    import triton
+except ModuleNotFoundError:
+    pass
 result.update({name: alone(name) for name in names["torch"]})
 print(json.dumps(result))
 """

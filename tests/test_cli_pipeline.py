@@ -12,10 +12,14 @@ from ovpatch.cli import main, pipeline
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import pipeline_plan
 from ovpatch.settings.settings import SettingsError
+from ovpatch_plugins.pipeline import solver
 
 
 @pytest.fixture
-def command(capsys):
+def command(capsys, monkeypatch):
+    # By default it looks for better orders for seconds; tests/plugins/pipeline/test_solver.py asks how good they are.
+    monkeypatch.setitem(solver.solve.__kwdefaults__, "effort", 30_000)
+
     def command(*line):
         code = main.main(["pipeline", *line])
         return (code, *capsys.readouterr())

@@ -15,6 +15,7 @@ import pytest
 
 from ovpatch.cli import main
 from tests.support import scripts
+from tests.support.rarely import RARELY
 from tests.test_docs import PAGES, ROOT, docstrings
 from tools.run_commands import TRAIN, as_here, console_blocks
 
@@ -219,8 +220,15 @@ def run_here(tmp_path, forks):
     return run_here
 
 
+#: The feature is on without being named, too.
+LIKE_ANOTHER = "ovpatch verify --features ddp -- torchrun --nproc-per-node 2 train.py"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", PLACES["here"])
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(command, marks=RARELY) if command == LIKE_ANOTHER else command for command in PLACES["here"]],
+)
 def test_a_command_runs(run_here, command):
     run_here(command)
 

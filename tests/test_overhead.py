@@ -32,10 +32,12 @@ for features in (("ddp",), ()):
 """
 
 STEPPED = """
-import sys, torch, ovpatch
+import os, sys, torch
+folder, child = sys.argv[1], os.fork()  # two ranks, with one import of torch
+rank = 0 if child else 1
+import ovpatch
 import torch.distributed as dist
 ovpatch.apply("ddp")
-rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -43,10 +45,13 @@ for _ in range(2):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-print(ovpatch.report()["ddp"].counters["backwards"])
-print(*sorted(name for name in sys.modules if name.partition(".")[0] in ("ovpatch", "ovpatch_plugins")))
+with open(f"{folder}/{rank}", "w") as file:
+    print(ovpatch.report()["ddp"].counters["backwards"], file=file)
+    print(*(name for name in sys.modules if name.partition(".")[0] in ("ovpatch", "ovpatch_plugins")), file=file)
 dist.barrier()
 dist.destroy_process_group()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 #: What a model under ``ddp`` alone never needs.
@@ -72,29 +77,17 @@ dist.destroy_process_group()
 MOST = 0.15
 
 
-def output_of(program: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=clean(os.environ), capture_output=True, text=True, timeout=120
-    )
+def output_of(program: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, env=clean(os.environ), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_a_step_of_ddp_imports_nothing_of_other_features(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", STEPPED, str(rank), str(tmp_path)],
-            env=clean(os.environ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        out, error = process.communicate(timeout=120)
-        assert process.returncode == 0, error
-        backwards, loaded = out.splitlines()
+    output_of(STEPPED, str(tmp_path))
+    for rank in range(2):
+        backwards, loaded = (tmp_path / str(rank)).read_text().splitlines()
         assert backwards == "2", "our reducer ran"
         assert "ovpatch.overlap.data_parallel.grad_sync" in loaded.split()
         others = [name for name in loaded.split() if name.startswith(OF_OTHERS)]

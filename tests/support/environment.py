@@ -32,6 +32,8 @@ def clean(environment: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in environment.items() if not name.startswith(ours) and name not in theirs}
     kept |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     kept.setdefault("RES_OPTIONS", _QUICK_RESOLVER)
+    # Inductor would start processes that compile Triton's kernels beside each rank, where none is compiled.
+    kept.setdefault("TORCH_WARM_POOL", "0")
     if _LOOPBACK is not None:
         kept.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     return kept

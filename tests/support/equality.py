@@ -58,6 +58,9 @@ def flatten(values: Any) -> dict[str, Leaf]:
 
 def _walk(value: Any, prefix: str) -> Iterator[tuple[str, Leaf]]:
     children: list[tuple[str, Any]]
+    if isinstance(value, torch.Tensor):  # first: most values are, and the other questions take longer
+        yield prefix or ROOT, _plain(value, prefix or ROOT)
+        return
     if isinstance(value, Mapping):
         kind, children = "mapping", [(str(key), child) for key, child in value.items()]
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
@@ -72,8 +75,6 @@ def _walk(value: Any, prefix: str) -> Iterator[tuple[str, Leaf]]:
 
 
 def _leaf(value: Any, name: str) -> Leaf:
-    if isinstance(value, torch.Tensor):
-        return _plain(value, name)
     if value is None or isinstance(value, (numbers.Number, *_EXACT)):
         return value
     if hasattr(value, "__array_interface__"):
@@ -224,9 +225,11 @@ def _row(
         return make_different(name, reason)
     if not isinstance(stock, (torch.Tensor, numbers.Number)):
         return Row(name, Verdict.BITWISE, note=_NOTHING if isinstance(stock, EmptyContainer) else "")
+    found = _measure(stock, patched[name])
+    if found.first is None:  # of which noise is no part, and most values are so
+        return judge_difference(name, found)
     others = [run[name] for run in noise_runs if name in run and not describe_mismatch(stock, run[name])]
-    noise = [_measure(stock, other).max_abs for other in others]
-    return judge_difference(name, _measure(stock, patched[name]), noise, floor)
+    return judge_difference(name, found, [_measure(stock, other).max_abs for other in others], floor)
 
 
 def _measure(a: Leaf, b: Leaf) -> Difference:

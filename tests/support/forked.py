@@ -37,7 +37,7 @@ _starting = threading.Lock()
 
 
 class Server:
-    """A server of its own, since one cannot take back an import.
+    """The pool's server or, with modules, one of its own, since one cannot take back an import.
 
     Args:
         modules: What it imports besides torch, and torch._dynamo, which the first optimizer would import in each
@@ -45,14 +45,22 @@ class Server:
     """
 
     def __init__(self, *modules: str) -> None:
+        self._is_own = bool(modules)
+        if not modules:
+            from tests.support.pool import start_server  # here: it imports pytest, which no library shall find
+
+            start_server(clean(os.environ))
+            self._server = forkserver._forkserver
+            return
         self._server = forkserver.ForkServer()
         self._server.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", __name__, *modules])
         with exactly(clean(os.environ)):
             self._server.ensure_running()
 
     def close(self) -> None:
-        """End the server; what it has forked has ended by then."""
-        self._server._stop()
+        """End a server of its own; what it has forked has ended by then."""
+        if self._is_own:
+            self._server._stop()
 
     def torchrun(
         self,

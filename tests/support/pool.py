@@ -201,7 +201,7 @@ class _Worker:
         self.output_file.unlink(missing_ok=True)
         self.stack_file.unlink(missing_ok=True)
         context = multiprocessing.get_context("forkserver")
-        _start_server(environment)
+        start_server(environment)
         self._connection, theirs = context.Pipe()
         # Not daemonic: a case may use DataLoader workers.
         self.process = context.Process(
@@ -273,7 +273,7 @@ def _describe_exit(code: int) -> str:
     return f"ended by itself with exit code {code}"
 
 
-def _start_server(environment: Mapping[str, str]) -> None:
+def start_server(environment: Mapping[str, str]) -> None:
     """Start the fork server, once, under a clean environment: it imports torch, which reads variables."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
     with exactly(environment):

@@ -6,4 +6,5 @@ import os
 
 import pytest
 
-RARELY = pytest.mark.skipif(not os.environ.get("ALL_CASES"), reason="runs with ALL_CASES=1")
+ALL_CASES = bool(os.environ.get("ALL_CASES"))
+RARELY = pytest.mark.skipif(not ALL_CASES, reason="runs with ALL_CASES=1")

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tests.support import wire
 from tests.support.failures import RankFailure
 from tests.support.pool import Pool
 from tests.support.scripts import until
@@ -94,6 +95,30 @@ def test_tensors_travel_by_value(ranks):
     assert result["own"].tensor.untyped_storage().nbytes() == 8, "the whole buffer of a view travelled"
     assert torch.equal(result["own"].tensor, torch.tensor([2.0, 3.0]))
     assert (result["none"], result["bf16"].dtype) == (None, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(8.0).view(2, 4)[:, 1:3],
+        torch.ones(1, dtype=torch.int16).expand(2, 3),
+        torch.zeros(0, 3, dtype=torch.float16),
+        torch.tensor([True, False]),
+        torch.tensor(1.5, dtype=torch.bfloat16),
+        torch.tensor([1 + 2j]).conj(),
+        torch._neg_view(torch.ones(2)),
+        torch.ones(2).to(torch.float8_e4m3fn),
+    ],
+    ids=["turned", "cut out", "expanded", "empty", "bool", "scalar", "conjugate", "negative", "float8"],
+)
+def test_tensors_keep_their_type_and_layout(tensor):
+    copied, found = tensor.clone(), wire.loads(wire.dumps(tensor))
+    assert (found.dtype, found.shape, found.stride()) == (tensor.dtype, tensor.shape, copied.stride())
+    assert str(found) == str(tensor), "the values"
+    assert found.untyped_storage().nbytes() == copied.untyped_storage().nbytes()
+    found.zero_()  # its memory is its own
+    assert tensor.numel() == 0 or str(found) != str(tensor)
 
 
 def _environment():

@@ -6,11 +6,18 @@ with the sender. Gradients are often views of a large bucket: they are cloned, s
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+#: Types of elements that are bytes and nothing else.
+_PLAIN: Final = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+)
 
 
 def dumps(value: Any) -> bytes:
@@ -26,17 +33,39 @@ def loads(data: bytes) -> Any:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            return _decode, (_encode(obj),)
-        return NotImplemented
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        plain = _make_plain(obj)
+        return (_rebuild, _read(plain)) if _is_dense(plain) else (_decode, (_encode(plain),))
 
 
-def _encode(tensor: torch.Tensor) -> bytes:
+def _make_plain(tensor: torch.Tensor) -> torch.Tensor:
     if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
         raise TypeError("a DTensor cannot leave its process group; return .full_tensor() or .to_local()")
     plain = tensor.detach().to("cpu").clone()
-    if type(plain) is not torch.Tensor:
-        plain = plain.as_subclass(torch.Tensor)
+    return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds its elements, once each, and nothing else, as that of most clones does."""
+    if tensor.layout is not torch.strided or tensor.dtype not in _PLAIN or tensor.is_neg() or tensor.storage_offset():
+        return False
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _read(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bytes]:
+    """Return what :func:`_rebuild` takes: a tenth of the time of ``torch.save``, as tests send thousands."""
+    memory = ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), memory
+
+
+def _rebuild(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], memory: bytes) -> torch.Tensor:
+    tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    ctypes.memmove(tensor.data_ptr(), memory, len(memory))
+    return tensor
+
+
+def _encode(plain: torch.Tensor) -> bytes:
     buffer = io.BytesIO()
     torch.save(plain, buffer)
     return buffer.getvalue()

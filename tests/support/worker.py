@@ -98,6 +98,7 @@ def main(connection: Connection, output: Path, stack_file: Path, environment: Ma
     """Run cases until the pool hangs up."""
     _settle_process(output, environment)
     use_one_thread()
+    _seed_what_is_there()
     keep = stacks.install(stack_file)
     _freeze_imports()  # what is there by now never dies: collecting after each case takes a millisecond, not sixty
     while True:
@@ -265,6 +266,20 @@ def die_with_parent() -> None:
     assert parent is not None
     parent.join()
     os.killpg(0, signal.SIGKILL)
+
+
+def _seed_what_is_there() -> None:
+    """Have ``torch.manual_seed`` forget devices that are not there.
+
+    For each kind it would keep the seed, with a stack, until there is one: milliseconds a call.
+    """
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        if not kind.is_available():
+            kind.manual_seed_all = _forget_seed  # type: ignore[assignment]
+
+
+def _forget_seed(seed: int) -> None:
+    pass
 
 
 def _set_environment(wanted: Mapping[str, str]) -> None:

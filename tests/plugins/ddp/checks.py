@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from tests.plugins.ddp.arms import Cases, all_both
 from tests.support.equality import compare
+from tests.support.rarely import ALL_CASES
 
 MANY = 6
 
@@ -65,7 +65,7 @@ def check_all(results: list[dict[str, dict[str, Any]]], *, check: Callable[..., 
 
 def some(cases: Cases) -> Cases:
     """Return every third case, for variants of what is tested as a whole elsewhere; with ALL_CASES=1 all of them."""
-    return cases if os.environ.get("ALL_CASES") else dict(list(cases.items())[::3])
+    return cases if ALL_CASES else dict(list(cases.items())[::3])
 
 
 def on(world: int, cases: Cases) -> Cases:

@@ -16,7 +16,7 @@ from tests.plugins.ddp import arms as ddp_arms
 from tests.plugins.ddp import checks as ddp_checks
 from tests.plugins.ddp.arms import Record, data, seen
 from tests.plugins.dist_optimizer.arms import both
-from tests.plugins.dist_optimizer.checks import all_cases, check, ddp, params
+from tests.plugins.dist_optimizer.checks import all_cases, check, ddp, on, params
 from tests.plugins.dist_optimizer.test_gpu import NCCL
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare
@@ -100,8 +100,9 @@ def test_in_hooks_under_ddp(ranks, world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_in_hooks_under_dist_optimizer(ranks, world):
-    results = ranks(world)(all_cases, stepping, CASES)
-    for name, case in CASES.items():
+    cases = on(world, CASES)
+    results = ranks(world)(all_cases, stepping, cases)
+    for name, case in cases.items():
         optimizers = 6 if "model" in case else 8
         check([result[name] for result in results], steps=case.get("at", 0), by_parts=None, stock=optimizers)
 

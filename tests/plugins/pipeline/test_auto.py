@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from random import Random
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ovpatch
-from ovpatch_plugins.pipeline import race, takeover
+from ovpatch_plugins.pipeline import race, solver, takeover
 from ovpatch_plugins.pipeline.auto_schedule import MEASURED, WARM_UP
 from ovpatch_plugins.pipeline.clock import DeviceClock
 from ovpatch_plugins.pipeline.measured_costs import PipelineCosts, make_problem
@@ -24,27 +26,34 @@ from ovpatch_plugins.pipeline.simulator import Costs, Footprint
 from tests.plugins.pipeline.cases import Case, Outcome, differences, feature_report, train, train_both
 from tests.plugins.pipeline.models import Block, Part
 from tests.plugins.pipeline.test_data_parallel import SETTINGS
+from tests.support.rarely import ALL_CASES
 
-LAP = ROUNDS * 2 * (1 + TIMED)
+FEW = 3  # rounds of a lap here, the fewest that can tell
+LAP = FEW * 2 * (1 + TIMED)
 RACE = WARM_UP + MEASURED + 2 * SETTLING
 STEPS = RACE + LAP + 3
-EIGHT: dict[str, Any] = {"microbatches": 8, "chunks": 2, "steps": STEPS}
+LOOP: dict[str, Any] = {"microbatches": 4, "chunks": 2, "steps": STEPS}
 CASES = {
     "Schedule1F1B": Case(steps=STEPS, microbatches=8),
     "ScheduleGPipe, dropout": Case("ScheduleGPipe", steps=STEPS, part=lambda _: Part(Block(0.2, False), Block())),
-    "ScheduleInterleaved1F1B": Case("ScheduleInterleaved1F1B", **EIGHT),
-    "ScheduleLoopedBFS": Case("ScheduleLoopedBFS", **EIGHT),
+    "ScheduleInterleaved1F1B": Case("ScheduleInterleaved1F1B", **LOOP),
+    "ScheduleLoopedBFS": Case("ScheduleLoopedBFS", **LOOP),
     "ScheduleZBVZeroBubble, dropout": Case(
-        "ScheduleZBVZeroBubble", vee=True, part=lambda _: Part(Block(0.2), Block()), **EIGHT
+        "ScheduleZBVZeroBubble", vee=True, part=lambda _: Part(Block(0.2), Block()), **LOOP
     ),
 }
 
 
 def _plant_costs(cache: str) -> pytest.MonkeyPatch:
-    """Plant costs of F, B and W with which the solved order is another one, whatever a busy machine takes."""
+    """Plant costs of F, B and W with which the solved order is another one, whatever a busy machine takes.
+
+    The solver looks for a good order for seconds; here it need not be good.
+    """
     patch = pytest.MonkeyPatch()
     patch.setenv("OVPATCH_CACHE_DIR", cache)
     patch.setattr("ovpatch_plugins.pipeline.candidates._GAIN", -9.0)
+    patch.setitem(race.Race.__init__.__kwdefaults__, "rounds", FEW)
+    patch.setitem(solver.solve.__kwdefaults__, "effort", 10_000)
     patch.setattr(
         "ovpatch_plugins.pipeline.auto_schedule.read_times",
         lambda _times, stages: {str(index): [1.0, 1.0, 1.0] for index in stages},
@@ -52,19 +61,25 @@ def _plant_costs(cache: str) -> pytest.MonkeyPatch:
     return patch
 
 
+def _fit(case: Case) -> Case:
+    return dataclasses.replace(case, microbatches=max(case.microbatches, 2 * dist.get_world_size()))
+
+
 def _run(names: list[str], cache: str, winner: int) -> dict[str, Outcome]:
     """Train under ``schedule=auto``; the order as given wins (0), or the solved one (1)."""
     patch = _plant_costs(cache)
     patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 1.0 + (candidate != winner))
     try:
-        return {name: train_both(CASES[name], "auto", memory_limit="1.5x") for name in names}
+        return {name: train_both(_fit(CASES[name]), "auto", memory_limit="1.5x") for name in names}
     finally:
         patch.undo()
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_step_has_stocks_bits_whoever_wins(ranks: Any, tmp_path: Path, world: int) -> None:
-    names = list(CASES) if world == 2 else ["Schedule1F1B", "ScheduleZBVZeroBubble, dropout"]
+    names = [name for name in CASES if ALL_CASES or name != "ScheduleLoopedBFS"]  # as the other loop
+    if world == 4:
+        names = ["Schedule1F1B", "ScheduleZBVZeroBubble, dropout"]
     found = ranks(world)(_run, names, str(tmp_path), 1, timeout=120)
     for rank, outcomes in enumerate(found):
         for name, outcome in outcomes.items():

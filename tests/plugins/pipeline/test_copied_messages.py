@@ -43,7 +43,7 @@ def copying(*, to_peers: bool = True) -> Iterator[list[PointToPoint]]:
 
     with (
         mock.patch.object(memory, "unsupported_reason", return_value=""),
-        mock.patch.object(window, "allocate", windows.allocate),
+        mock.patch.object(window, "allocate_window", windows.allocate),
         mock.patch.object(point_to_point, "PointToPoint", make),
         mock.patch.object(windows.HostDriver, "writes_to_peers", to_peers),
     ):
@@ -311,9 +311,9 @@ def _fall_back(where: str) -> tuple[Outcome, int, list[str]]:
             stack.enter_context(mock.patch.object(memory, "unsupported_reason", ask_all))
             stack.enter_context(mock.patch.object(memory, "memory_unsupported_reason", object_on_rank_1))
         else:
-            module, name = {"tried": (window, "allocate"), "made": (point_to_point, "PointToPoint")}[where]
+            module, name = {"tried": (window, "allocate_window"), "made": (point_to_point, "PointToPoint")}[where]
             if dist.get_rank() == 1 and where == "tried":
-                stack.enter_context(mock.patch.object(module, name, _refuse_behind(window.allocate, refused)))
+                stack.enter_context(mock.patch.object(module, name, _refuse_behind(window.allocate_window, refused)))
             elif dist.get_rank() == 1:
                 stack.enter_context(
                     mock.patch.object(module, name, _refuse_behind(point_to_point.PointToPoint, refused))

@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from tests.plugins.pipeline.cases import Case, counters, differences, feature_report, train
 from tests.plugins.pipeline.models import Block, Part
+from tests.support.rarely import ALL_CASES
 
-EIGHT: dict[str, Any] = {"microbatches": 8, "chunks": 2}
+LOOP: dict[str, Any] = {"microbatches": 4, "chunks": 2}
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -62,16 +63,16 @@ SETTINGS: dict[str, tuple[Callable[..., Wrap], dict[str, Any], dict[str, Any], t
     "ddp": (_ddp, {}, {}, ()),
     "ddp, gradients in buckets": (_ddp, {"gradient_as_bucket_view": True}, {"pieces": 2}, ()),
     "ddp, unused parameters": (_ddp, {"find_unused_parameters": True}, {}, ()),
-    "ddp, loop": (_ddp, {}, {"schedule": "ScheduleInterleaved1F1B", **EIGHT}, ()),
+    "ddp, loop": (_ddp, {}, {"schedule": "ScheduleInterleaved1F1B", **LOOP}, ()),
     "our ddp": (_ddp, {}, {"pieces": 2}, ("ddp",)),
     "our ddp, dist_optimizer": (_ddp, {}, {}, ("ddp", "dist_optimizer")),
     "fsdp": (_fsdp, {}, {}, ()),
     "fsdp, bf16": (_fsdp, {"mp_policy": HALF}, {}, ()),
     "fsdp, bf16, checkpoint": (_fsdp, {"mp_policy": HALF}, {"part": _checkpointed}, ()),
-    "fsdp, loop": (_fsdp, {"mp_policy": HALF}, {"schedule": "ScheduleInterleaved1F1B", **EIGHT}, ()),
+    "fsdp, loop": (_fsdp, {"mp_policy": HALF}, {"schedule": "ScheduleInterleaved1F1B", **LOOP}, ()),
     "replicate": (_replicate, {}, {}, ()),
     "tensor parallel": (_tensor_parallel, {}, {}, ()),
-    "tensor parallel, loop": (_tensor_parallel, {}, {"schedule": "ScheduleInterleavedZeroBubble", **EIGHT}, ()),
+    "tensor parallel, loop": (_tensor_parallel, {}, {"schedule": "ScheduleInterleavedZeroBubble", **LOOP}, ()),
     "tp_linear": (_tensor_parallel, {}, {}, ("tp_linear",)),
 }
 
@@ -81,7 +82,7 @@ def _compare(names: list[str]) -> dict[str, tuple[list[str], int, int]]:
     group, found = mesh["pp"].get_group(), {}
     for name in names:
         wrap, arguments, more, features = SETTINGS[name]
-        case = Case(wrap=wrap(mesh["dp"], **arguments), **more)
+        case = Case(**{"wrap": wrap(mesh["dp"], **arguments), "microbatches": 4, **more})
         seed = 0 if wrap is _tensor_parallel else mesh.get_local_rank("dp")
         options: dict[str, Any] = {"dist_optimizer": {"min_param_numel": 1}} if "dist_optimizer" in features else {}
         if features:
@@ -100,7 +101,8 @@ def _compare(names: list[str]) -> dict[str, tuple[list[str], int, int]]:
 
 @pytest.mark.parametrize("part", range(3))
 def test_as_stock(ranks: Any, part: int) -> None:
-    for rank, found in enumerate(ranks(4)(_compare, list(SETTINGS)[part::3], timeout=120)):
+    names = [name for name in SETTINGS if ALL_CASES or name != "fsdp, bf16"]  # with checkpoints, and in a loop
+    for rank, found in enumerate(ranks(4)(_compare, names[part::3], timeout=120)):
         for name, (changes, deferred, steps) in found.items():
             assert not changes, f"rank {rank}, {name}: {changes[:4]}"
             assert steps >= 1, name  # with DistributedDataParallel, stock computes the first one
@@ -110,7 +112,7 @@ def test_as_stock(ranks: Any, part: int) -> None:
 def _zero_bubble_in_fsdp(schedule: str) -> tuple[list[str], int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     group, seed = mesh["pp"].get_group(), mesh.get_local_rank("dp")
-    case: dict[str, Any] = {"schedule": schedule, "vee": "ZBV" in schedule, "steps": 1, **EIGHT}
+    case: dict[str, Any] = {"schedule": schedule, "vee": "ZBV" in schedule, "steps": 1, **LOOP}
     wanted = train(Case(**case), group, seed)[2]
     for grad in wanted.values():
         dist.all_reduce(grad, group=mesh["dp"].get_group())

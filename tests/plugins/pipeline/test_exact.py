@@ -13,6 +13,7 @@ from torch import nn
 import ovpatch
 from tests.plugins.pipeline.cases import Case, Outcome, make_schedule, train_both
 from tests.plugins.pipeline.models import ROWS, VARIANTS, WIDTH, Autocast, Block, Part, Raw, Variant
+from tests.support.rarely import ALL_CASES
 
 EIGHT: dict[str, Any] = {"microbatches": 8, "chunks": 2}
 CLASSES = {
@@ -56,11 +57,17 @@ MODELS = {
 }
 
 
+def _list_orders() -> tuple[str, ...]:
+    """Return all orders, and on more than two ranks those that differ most."""
+    every = ("as-given", "gpipe", "1f1b", "zb-h1", "zb-h2")
+    return every if dist.get_world_size() == 2 or ALL_CASES else ("as-given", "1f1b", "zb-h2")
+
+
 def _run_classes(names: list[str]) -> dict[str, Outcome]:
     found = {}
     for name in names:
         case = CLASSES[name]
-        for order in ("as-given", "gpipe", "1f1b", "zb-h1", "zb-h2") if case.chunks == 1 else ("as-given",):
+        for order in _list_orders() if case.chunks == 1 else ("as-given",):
             found[f"{name}, {order}"] = train_both(case, order)
     return found
 
@@ -93,6 +100,8 @@ def test_each_class_and_each_order(ranks: Any, world: int, part: slice) -> None:
 @pytest.mark.parametrize("part", range(3))
 def test_each_model(ranks: Any, order: str, part: int) -> None:
     names = list(MODELS)[part::3]
+    if order == "as-given" and not ALL_CASES:  # by the same means: a linear's weight gradient is left for later
+        names = names[::2]
     found = ranks(2)(_run_models, names, order)
     _assert_equal(found)
     assert all(outcome.counters["weight_grads"] for outcome in found[1].values())

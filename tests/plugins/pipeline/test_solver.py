@@ -14,6 +14,7 @@ from ovpatch_plugins.pipeline.simulator import Costs, Footprint, simulate
 from ovpatch_plugins.pipeline.solver import Problem, find_lower_bound, solve
 from tests.plugins.pipeline.torch_orders import PLACEMENT_OF, torch_order
 from tests.plugins.pipeline.vectors import PUBLISHED, PUBLISHED_V, ROUNDED, VECTORS, make_problem
+from tests.support.rarely import ALL_CASES
 
 
 def check(problem, solution):
@@ -110,7 +111,7 @@ def problems(draw):
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60 if ALL_CASES else 25, deadline=None, derandomize=True)
 @given(problems())
 def test_every_solution_keeps_the_rules_and_the_memory_and_no_fixed_order_is_faster(problem):
     solution = solve(problem, effort=3_000)
