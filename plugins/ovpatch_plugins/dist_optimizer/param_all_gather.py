@@ -185,7 +185,7 @@ class AllGatherBucket:
     def start_all_gather(self) -> str:
         """Start the collective, which all ranks of the group must call in the same order.
 
-        It reads this rank's shards as the current stream leaves them. No dispatch mode may be on.
+        It reads this rank's shards as the current stream leaves them.
 
         Returns:
             "" if the parameters are pending now, else the reason; then they are complete, in stream order.
@@ -193,6 +193,10 @@ class AllGatherBucket:
         Raises:
             RuntimeError: The last all-gather has not been waited for, so its results would mix with the shards of now.
         """
+        with without_modes():
+            return self._start()
+
+    def _start(self) -> str:
         if self._world == 1:
             return ""
         with self._lock:
@@ -379,7 +383,7 @@ class ParamAllGather:
             self._choose_transport()
         with without_modes():
             for bucket in self._buckets:
-                bucket.start_all_gather()
+                bucket._start()
                 COUNTERS.gathers_overlapped += self._overlap and bool(bucket._works)
         if self._copied:
             self._end_copies()
