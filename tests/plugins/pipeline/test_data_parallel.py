@@ -18,7 +18,7 @@ from tests.plugins.pipeline.cases import Case, counters, differences, feature_re
 from tests.plugins.pipeline.models import Block, Part
 from tests.support.rarely import ALL_CASES
 
-LOOP: dict[str, Any] = {"microbatches": 4, "chunks": 2}
+EIGHT: dict[str, Any] = {"microbatches": 8, "chunks": 2}
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -63,16 +63,16 @@ SETTINGS: dict[str, tuple[Callable[..., Wrap], dict[str, Any], dict[str, Any], t
     "ddp": (_ddp, {}, {}, ()),
     "ddp, gradients in buckets": (_ddp, {"gradient_as_bucket_view": True}, {"pieces": 2}, ()),
     "ddp, unused parameters": (_ddp, {"find_unused_parameters": True}, {}, ()),
-    "ddp, loop": (_ddp, {}, {"schedule": "ScheduleInterleaved1F1B", **LOOP}, ()),
+    "ddp, loop": (_ddp, {}, {"schedule": "ScheduleInterleaved1F1B", **EIGHT}, ()),
     "our ddp": (_ddp, {}, {"pieces": 2}, ("ddp",)),
     "our ddp, dist_optimizer": (_ddp, {}, {}, ("ddp", "dist_optimizer")),
     "fsdp": (_fsdp, {}, {}, ()),
     "fsdp, bf16": (_fsdp, {"mp_policy": HALF}, {}, ()),
     "fsdp, bf16, checkpoint": (_fsdp, {"mp_policy": HALF}, {"part": _checkpointed}, ()),
-    "fsdp, loop": (_fsdp, {"mp_policy": HALF}, {"schedule": "ScheduleInterleaved1F1B", **LOOP}, ()),
+    "fsdp, loop": (_fsdp, {"mp_policy": HALF}, {"schedule": "ScheduleInterleaved1F1B", **EIGHT}, ()),
     "replicate": (_replicate, {}, {}, ()),
     "tensor parallel": (_tensor_parallel, {}, {}, ()),
-    "tensor parallel, loop": (_tensor_parallel, {}, {"schedule": "ScheduleInterleavedZeroBubble", **LOOP}, ()),
+    "tensor parallel, loop": (_tensor_parallel, {}, {"schedule": "ScheduleInterleavedZeroBubble", **EIGHT}, ()),
     "tp_linear": (_tensor_parallel, {}, {}, ("tp_linear",)),
 }
 
@@ -112,7 +112,7 @@ def test_as_stock(ranks: Any, part: int) -> None:
 def _zero_bubble_in_fsdp(schedule: str) -> tuple[list[str], int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     group, seed = mesh["pp"].get_group(), mesh.get_local_rank("dp")
-    case: dict[str, Any] = {"schedule": schedule, "vee": "ZBV" in schedule, "steps": 1, **LOOP}
+    case: dict[str, Any] = {"schedule": schedule, "vee": "ZBV" in schedule, "steps": 1, **EIGHT}
     wanted = train(Case(**case), group, seed)[2]
     for grad in wanted.values():
         dist.all_reduce(grad, group=mesh["dp"].get_group())
