@@ -67,7 +67,6 @@ def summary() -> str:
         *(
             _summary_row(runs, arm, features)
             for runs in group_runs("zero_step_2_h100")
-            if runs[0]["settings"]["size"] != "0.4b"  # which by default is left whole; it is among the losses below
             for arm, features in (("ovpatch, ddp alone", "ddp"), ("ovpatch", "ddp, dist_optimizer"))
         ),
     ]
@@ -237,12 +236,12 @@ def zero_alone() -> str:
         arms = {row["arm"]: row for row in result["summary"]}
         cells = [f"{_ms(arms[arm])}, {arms[arm]['peak_gib']:.1f} GiB" if arm in arms else "" for arm in columns]
         against = arms["ovpatch, NCCL"]["median_ms"] / arms["limit, fp32"]["median_ms"]
-        name = f"{name_run(result)}, {result['device'].split()[1]}"
+        name = f"{name_run(result)}, {result['device'].split()[1]}, {result['date']}"
         lines.append(_row([name, str(result["world"]), *cells, f"{against:.3f}"]))
     newest = results[-1]
     return "\n".join(lines) + (
         f"\n\nMilliseconds per training step, median, and peak of memory of one rank on one GPU, whose "
-        f"peers are not there: nothing is communicated. torch {newest['torch']}, otherwise as above, {newest['date']}. "
+        f"peers are not there: nothing is communicated. torch {newest['torch']}, otherwise as above. "
         "Raw data, with worst cases: `benchmarks/results/zero_alone.jsonl`."
     )
 

@@ -13,7 +13,6 @@ from typing import Any, Final, Protocol
 
 import pluggy
 
-from ovpatch.patching.patch import PatchError as PatchError  # of Registrar.apply()
 from ovpatch.patching.patch import Removable  # the handle of a hook, such as torch.utils.hooks.RemovableHandle
 from ovpatch.settings.settings import cache_dir as cache_dir  # for features that measure
 from ovpatch.settings.settings import parse_flag as parse_flag  # for options whose parse accepts more than a bool
@@ -136,10 +135,11 @@ class Registrar(Protocol):
     def apply(self) -> None:
         """Apply what was registered since :func:`ovpatch.apply`, all of it or nothing.
 
-        For patches that are needed only once the feature has work. Called while the feature is on.
+        For patches that are needed only once the feature has work.
 
         Raises:
-            PatchError: Something cannot be applied.
+            PatchError: Something cannot be applied, or the feature has been turned off; nothing is applied then. See
+                :class:`ovpatch.PatchError`.
         """
 
 

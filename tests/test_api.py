@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import ovpatch
+from ovpatch.patching import PatchError, PatchManager
 from ovpatch.session.plan import FeatureError
 from ovpatch.session.report import NEVER_CALLED, NO_WORK, SPAWNED
 from tests.support import fake_plugins
@@ -51,6 +52,40 @@ def test_a_second_apply_adds_the_difference_and_takes_nothing_away(site, apply):
     assert states(apply("b")) == {"a": "applied", "b": "applied"}
     assert site.victim.f(1) == 111
     assert site.log.count("register a") == 1
+
+
+def test_patches_that_come_late_are_the_features_and_go_with_it(site, session, apply):
+    site.plugin("a", register="global KEPT; KEPT = patches, add")
+    apply()
+    patches, add = sys.modules["fake_a"].KEPT
+    patches.register_patch("victim.f", wrap=add(10))
+    assert site.victim.f(1) == 1
+    patches.apply()
+    assert site.victim.f(1) == 11
+    session.revert(())
+    assert site.victim.f(1) == 1
+    with pytest.raises(PatchError, match="'a' has been turned off meanwhile"):
+        patches.apply()
+    assert site.victim.f(1) == 1
+    apply()
+    assert site.victim.f(1) == 1
+
+
+def test_patches_that_come_while_another_thread_turns_the_feature_off_are_taken_back(site, session, apply, monkeypatch):
+    site.plugin("a", register="global KEPT; KEPT = patches, add")
+    apply()
+    patches, add = sys.modules["fake_a"].KEPT
+    patches.register_patch("victim.f", wrap=add(10))
+    write = PatchManager.apply
+
+    def write_behind_revert(manager, *names):
+        session.revert(())
+        write(manager, *names)
+
+    monkeypatch.setattr(PatchManager, "apply", write_behind_revert)
+    with pytest.raises(PatchError, match="turned off meanwhile"):
+        patches.apply()
+    assert site.victim.f(1) == 1
 
 
 def test_revert_by_name_and_apply_again(site, session, apply):

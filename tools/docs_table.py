@@ -51,6 +51,7 @@ def _option_row(feature: str, option: Option) -> tuple[str, str, str, str]:
     default = {True: "`1`", False: "`0`"}.get(option.default) if isinstance(option.default, bool) else None
     shown = default or ("unset" if option.default is None else f"`{option.default}`")
     also = [make_variable_name(feature, alias) for alias in option.aliases]
+    shown += _unless_named(option)
     return f"`{make_variable_name(feature, option.name)}`", values, shown, _explain(option, also)
 
 
@@ -60,7 +61,7 @@ def make_options_table(feature: Feature) -> str:
         (
             f"`{one.name}`",
             f"`{make_variable_name(feature.name, one.name)}`",
-            f"`{one.default}`",
+            f"`{one.default}`{_unless_named(one)}",
             _explain(one, one.aliases),
         )
         for one in feature.options
@@ -69,9 +70,11 @@ def make_options_table(feature: Feature) -> str:
 
 
 def _explain(option: Option, aliases: Iterable[str]) -> str:
-    unnamed = option.default_unless_named
-    default = "" if unnamed is None else f" Where nothing names the feature, the default is {unnamed}."
-    return " ".join(option.help.split()) + default + "".join(f" Also `{alias}`." for alias in aliases)
+    return " ".join(option.help.split()) + "".join(f" Also `{alias}`." for alias in aliases)
+
+
+def _unless_named(option: Option) -> str:
+    return "" if option.default_unless_named is None else f"; `{option.default_unless_named}` unless it is named"
 
 
 def make_versions_table(rows: Sequence[Mapping[str, Any]]) -> str:

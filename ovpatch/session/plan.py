@@ -115,6 +115,7 @@ class FeatureRecord:
     feature: Feature | None = None  # its description; None if the plugin is not imported
     options: dict[str, opts.OptionValue] = field(default_factory=dict)  # resolved options
     remarks: tuple[str, ...] = ()  # remarks of the plugin from its activation
+    is_named: bool = False  # whether the settings name it, or those of an earlier call while it was on
 
     def stand_down(self, state: str, reason: str) -> None:
         """Set the state of a feature that will not be on."""
@@ -144,8 +145,15 @@ class FeaturePlan:
         reasons = {e.found.name: e.reason or e.state for e in others}
         lost = find_unmet({**on, **self.get_planned()}, reasons)
         for name, reason in lost.items():
-            self.records[name].stand_down("skipped", reason)
+            record = self.records[name]
+            record.stand_down("disabled" if self._follows_setting(record) else "skipped", reason)
         return list(lost)
+
+    def _follows_setting(self, record: FeatureRecord) -> bool:
+        """Whether a feature is on by default, and the settings turn off what it requires: no fault, also if strict."""
+        required = record.feature.requires if record.feature is not None else ()
+        off = [self.records[name].request.on is False for name in required if name in self.records]
+        return record.request.on is None and any(off)
 
     def set_failed(self, error: BaseException) -> None:
         """Leave out all features because the call failed."""
@@ -196,7 +204,9 @@ def make_plan(
         if request.on is False and (request.enforced or name not in active):
             record.stand_down("disabled", request.reason)
     _load(plan, plugins)
-    _resolve(plan, arguments, {name for name, record in active.items() if record.request.by_name})
+    for name, record in plan.records.items():
+        record.is_named = record.request.by_name or (name in active and active[name].is_named)
+    _resolve(plan, arguments)
     if ask_machine:
         _ask(plan, plugins, active)
     named = {name for name, record in plan.records.items() if record.request.by_name}
@@ -227,11 +237,8 @@ def _standing_down(record: FeatureRecord) -> Iterator[None]:
         record.stand_down(error.state, str(error))
 
 
-def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]], named: Collection[str]) -> None:
-    """Check the variables of all imported features and resolve their options.
-
-    ``named`` are the active features that an earlier call, or the environment, has named.
-    """
+def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check the variables of all imported features and resolve their options."""
     described = {name: record.feature for name, record in plan.records.items() if record.feature is not None}
     own = {name for name, record in plan.records.items() if record.found.first_party}
     for name, reason in opts.find_clashes(described, own, plan.records).items():
@@ -244,7 +251,7 @@ def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]], name
         if record.state in (PLANNED, "disabled"):
             try:
                 record.options = opts.resolve_options(
-                    feature, arguments.get(name, {}), variables, named=record.request.by_name or name in named
+                    feature, arguments.get(name, {}), variables, named=record.is_named
                 )
             except settings.SettingsError:
                 raise

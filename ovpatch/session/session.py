@@ -36,6 +36,7 @@ class _Registrar:
 
     def __init__(self, manager: PatchManager, feature: str) -> None:
         self._manager, self._feature = manager, feature
+        self.is_open = True  # until the feature is turned off, perhaps by another thread
 
     def register_patch(self, target: str, replacement: Any = None, **details: Any) -> None:
         self._manager.register_patch(target, replacement, feature=self._feature, **details)
@@ -44,7 +45,11 @@ class _Registrar:
         self._manager.register_hook(name, install, feature=self._feature, why=why)
 
     def apply(self) -> None:
-        self._manager.apply(self._feature)
+        if self.is_open:
+            self._manager.apply(self._feature)
+        if not self.is_open:
+            self._manager.revert(self._feature)
+            raise PatchError(f"feature {self._feature!r} has been turned off meanwhile; turn it on and start again")
 
 
 class ActiveFeatures:
@@ -54,6 +59,7 @@ class ActiveFeatures:
         self.plugins: Final = Plugins()  # the plugins in memory
         self.active: Final[dict[str, FeatureRecord]] = {}  # features that are on, in the order of their activation
         self._manager: Final = PatchManager()
+        self._registrars: Final[dict[str, _Registrar]] = {}
 
     def statuses(self) -> Sequence[PatchStatus]:
         """Return the states of all patches."""
@@ -67,9 +73,11 @@ class ActiveFeatures:
         """
         left: list[str] = []
         for name in [name for name in reversed(self.active) if name in names]:
+            self._registrars[name].is_open = False
             try:
                 self.plugins.call_hook(name, "ovpatch_deactivate")
             except PluginError as error:
+                self._registrars[name].is_open = True
                 raise FeatureError(f"{name!r} cannot be turned off now and stays on: {error}.") from error
             left += self._take_back(name)
             del self.active[name]
@@ -99,6 +107,7 @@ class ActiveFeatures:
             self._manager.unregister(name)
             try:
                 registrar, options = _Registrar(self._manager, name), opts.get_values(record.options)
+                self._registrars[name] = registrar
                 self.plugins.call_hook(name, "ovpatch_register", patches=registrar, options=options)
             except PluginError as error:
                 self._fail(record, error, error.__cause__)
@@ -157,6 +166,8 @@ class ActiveFeatures:
 
     def _take_back(self, name: str) -> list[str]:
         """Revert the patches of a feature; returns the errors of hooks that could not be removed."""
+        if name in self._registrars:
+            self._registrars[name].is_open = False
         try:
             self._manager.revert(name)
         except PatchError as error:  # from a hook's handle; everything else is reverted

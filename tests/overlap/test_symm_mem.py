@@ -30,7 +30,7 @@ def objections() -> list[str]:
             patch.setenv("TMPDIR", folder)
         found.append(memory.unsupported_reason(group, CPU))
     memory.rendezvous_count -= rank
-    memory._host = lambda: f"host {rank}"
+    memory.identify_host = lambda: f"host {rank}"
     found.append(memory.unsupported_reason(group, CPU))
     memory.MOST_RANKS = 1
     found.append(memory.unsupported_reason(group, CPU))

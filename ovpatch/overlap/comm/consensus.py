@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import socket
 import time
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -93,6 +95,12 @@ def gather_values(group: dist.ProcessGroup, topic: str, value: Any) -> list[Any]
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return [value] * group.size()
     return list(_Round(group, topic, group_timeout_s(group)).run({}, value=value)["values"])
+
+
+def identify_host() -> str:
+    """Return an identifier of this host. Names would not do: containers and hosts may share one."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def wait_limit_s(group: dist.ProcessGroup, most_s: float) -> float:

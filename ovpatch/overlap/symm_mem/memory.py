@@ -13,7 +13,6 @@ import functools
 import importlib.util
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.consensus import check_consistent, gather_values, join_texts
+from ovpatch.overlap.comm.consensus import check_consistent, gather_values, identify_host, join_texts
 from ovpatch.overlap.comm.kept_state import group_state
 from ovpatch.overlap.comm.streams import is_capturing
 
@@ -144,7 +143,7 @@ def unsupported_reason(
     default :func:`kernels_unsupported_reason`; ``shares_devices`` whether ranks may have one GPU together.
     """
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    facts = {"host": _host(), "place": _place(), "before": str(rendezvous_count), "uuid": uuid}
+    facts = {"host": identify_host(), "place": _place(), "before": str(rendezvous_count), "uuid": uuid}
     reason = (local_reason or kernels_unsupported_reason)(device)
     found = gather_values(group, "symmetric memory: places", facts | {"reason": reason})
     reasons = [
@@ -214,12 +213,6 @@ def _place() -> str:
     found = os.stat(folder) if os.path.isdir(folder) else None
     inode = f"{found.st_dev}:{found.st_ino}" if found is not None else ""
     return f"{os.readlink(namespace) if namespace.exists() else ''} {folder} {inode}"
-
-
-def _host() -> str:
-    """Return an identifier of the host. Names would not do: containers and hosts may share one."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def _shared(group: dist.ProcessGroup, uuids: list[str]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ovpatch.hookspecs import Feature, PatchError, Registrar, hookimpl, make_counters_hook
+from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.dist_optimizer.options import OPTIONS
 
 if TYPE_CHECKING:
@@ -54,12 +55,14 @@ class _Work:
     """The patches of sharded models that wait for such a model.
 
     Attributes:
-        apply: Registers and applies them; None if that is done.
+        apply: Registers and applies them; None if that is done, or was refused.
         refusal: Why they cannot be applied, or "".
+        lock: Held by the thread that does it.
     """
 
     apply: Callable[[], None] | None = None
     refusal = ""
+    lock = threading.Lock()
 
 
 def _register_late(patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches) -> None:
@@ -74,7 +77,7 @@ def _register_work(patches: Registrar, options: Mapping[str, Any], named: NamedC
     from ovpatch_plugins.dist_optimizer.clip_grad import wrap_clip, wrap_clip_grad_norm, wrap_norm, wrap_unscale
     from ovpatch_plugins.dist_optimizer.optimizers import Optimizers, wrap_destroy
 
-    steps.divider = optimizers = Optimizers(options, named)
+    optimizers = Optimizers(options, named)
     if options["overlap_param_gather"]:
         _register_readers(patches)
     patches.register_hook(
@@ -114,6 +117,7 @@ def _register_work(patches: Registrar, options: Mapping[str, Any], named: NamedC
         wrap=wrap_unscale,
         why="looks for infinities in this rank's gradients only, and decides by that whether this rank steps",
     )
+    steps.divider = optimizers
 
 
 def _register_readers(patches: Registrar) -> None:
@@ -168,13 +172,14 @@ def _choose_sharding(options: Mapping[str, Any], *model: Any, **facts: Any) -> b
 
 def _prepare() -> str:
     """Apply the patches of sharded models, if they are not; return why that failed, or ""."""
-    apply, _Work.apply = _Work.apply, None
-    if apply is not None:
-        try:
-            apply()
-        except PatchError as error:
-            _Work.refusal = str(error)
-    return _Work.refusal
+    with _Work.lock:
+        if _Work.apply is not None:
+            try:
+                _Work.apply()
+            except Exception as error:  # noqa: BLE001 - whatever it is, all ranks are told, and leave the model whole
+                _Work.refusal = str(error) or repr(error)
+            _Work.apply = None
+        return _Work.refusal
 
 
 def _make_sharder(options: Mapping[str, Any], *model: Any, **facts: Any) -> GradSharder:

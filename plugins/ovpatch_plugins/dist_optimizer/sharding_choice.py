@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,23 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import backend_name
-from ovpatch.overlap.comm.consensus import gather_values
+from ovpatch.overlap.comm.consensus import gather_values, identify_host
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
-from ovpatch.overlap.tensors.linear_ops import is_compiled
 from ovpatch.overlap.tensors.memory import can_be_sharded
 from ovpatch_plugins.dist_optimizer.report import note_choice
 
 #: How many elements of each sharded tensor, on average, a rank must no longer update. To shard a tensor costs the host
-#: some 50 us a step. It saves the device the update of the other ranks' shards: AdamW reads and writes 28 bytes an
-#: element, so on a GPU of 3 TB/s, 4 Mi elements take 40 us. A CPU updates far more slowly, but gloo's ranks share its
-#: memory, and its collectives cost the host more. Measured with 2 ranks: a GPT of 1B (5.1M elements) is faster by it on
-#: NCCL; on gloo, linears of 0.03M are slower, those of 2.1M faster, and those of 0.5M as fast as stock.
-MIN_SPARED_NUMEL: Final = {("nccl", "cuda"): 4 * 2**20, ("gloo", "cpu"): 2**20}
-
-#: How many times as many it must be where modules are compiled. Their kernels take the device less time, so that the
-#: host is sooner the limit. Measured on NCCL, GPTs with blocks compiled one by one, 2 ranks: 5.1M elements (1B) are 12%
-#: slower than stock, 10.7M (2B) 11% faster. In between, 7.7M and 9.0M (1B on 4 and 8 ranks) were faster in some runs.
-COMPILED_FACTOR: Final = 2.4
+#: some 50 us a step. It saves the device the update of the other ranks' shards, for which AdamW reads and writes 28
+#: bytes an element. Measured with AdamW and 2 ranks, on NCCL: with blocks compiled one by one, a GPT of 1B (5.1M
+#: elements) is slower for it, one of 2B (10.7M) faster; eager, 0.4B (1.4M) is slower and 1B faster. Whether modules are
+#: compiled is not known here, since scripts compile behind DistributedDataParallel as well as before. On gloo, linears
+#: of 0.03M are slower, those of 0.5M as fast as stock, those of 2.1M faster.
+MIN_SPARED_NUMEL: Final = {("nccl", "cuda"): 10_000_000, ("gloo", "cpu"): 2_000_000}
 
 _APART: Final = "its ranks did not build it together, so they cannot decide together"
 
@@ -53,7 +47,6 @@ class ModelFacts:
         nbytes: What they take, in bytes.
         world: Number of ranks.
         backend: What runs collectives, and the type of device: ``("nccl", "cuda")``.
-        compiled: Whether modules are compiled, the whole or one by one.
     """
 
     tensors: int
@@ -61,12 +54,10 @@ class ModelFacts:
     nbytes: int
     world: int
     backend: tuple[str, str]
-    compiled: bool = False
 
     @classmethod
     def of(
         cls,
-        module: torch.nn.Module,
         params: Sequence[torch.nn.Parameter],
         group: dist.ProcessGroup,
         *,
@@ -86,7 +77,6 @@ class ModelFacts:
             nbytes=sum(param.numel() * param.element_size() for param in sharded),
             world=world,
             backend=(backend_name(group, device), device.type),
-            compiled=any(map(is_compiled, module.modules())),
         )
 
     def objection(self) -> str:
@@ -97,10 +87,7 @@ class ModelFacts:
         if least is None:
             return self._off(f"not measured with backend {self.backend[0]} on {self.backend[1]}")
         spared = self.numel // self.tensors * (self.world - 1) // self.world
-        if spared >= least * (COMPILED_FACTOR if self.compiled else 1):
-            return ""
-        compiled = ", as modules are compiled" if self.compiled and spared >= least else ""
-        return self._off(f"the host is the limit{compiled}; a step would be longer")
+        return "" if spared >= least else self._off("the host may be the limit; a step could be longer")
 
     def objection_to_hosts(self, hosts: int) -> str:
         """Return why a step on so many hosts could be longer with shards; "" if it would not."""
@@ -146,10 +133,10 @@ def choose_sharding(
     """
     if options["main_params_in_fp32"] and any(map(is_half, params)):
         return True
-    facts = ModelFacts.of(module, params, group, min_numel=lambda one: min_sharded_numel(options, one), sparse=sparse)
+    facts = ModelFacts.of(params, group, min_numel=lambda one: min_sharded_numel(options, one), sparse=sparse)
     reason = (facts.objection() or prepare()) if together else _APART
-    if together:  # one rank may have compiled what another has not
-        answers = gather_values(group, "dist_optimizer: shard", [reason, socket.gethostname()])
+    if together:
+        answers = gather_values(group, "dist_optimizer: shard", [reason, identify_host()])
         reasons, hosts = zip(*answers, strict=True)
         reason = next(filter(None, reasons), "") or facts.objection_to_hosts(len(set(hosts)))
     note_choice(f"{type(module).__name__} (shard=auto): " + (f"off: {reason}" if reason else f"on: {facts.gain()}"))

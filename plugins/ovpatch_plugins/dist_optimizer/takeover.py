@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch.optim import Optimizer
 
+from ovpatch_plugins.dist_optimizer.report import note_stranger
+
 if TYPE_CHECKING:
     from ovpatch.hookspecs import Registrar
 
@@ -177,6 +179,7 @@ class StepPatches:
                     self._make_whole(optimizer)
                 return inner(optimizer, *args, **kwargs)
             if self.divider is None:
+                note_stranger(type(optimizer).__name__)
                 return inner(optimizer, *args, **kwargs)
             return self.divider.step(inner, optimizer, *args, **kwargs)
 

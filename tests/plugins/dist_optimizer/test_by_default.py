@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ovpatch
 from ovpatch.patching import PatchError, PatchManager
+from ovpatch_plugins.dist_optimizer import plugin
 from tests.plugins.ddp.arms import Record
 from tests.plugins.ddp.arms import both as run_both
 from tests.plugins.dist_optimizer.checks import check, ddp, params, train_step
@@ -63,6 +66,19 @@ def test_a_plain_call_does_not_take_a_name_back():
         assert shard_option() == "always"
         ovpatch.apply("ddp")
         assert shard_option() == "always"
+        ovpatch.apply(options={"ddp": {"bucket_cap_mb": 8}})  # which turns both off and on again
+        ovpatch.apply()
+        assert shard_option() == "always"
+
+
+def test_without_what_it_requires_it_is_off_which_is_no_fault(monkeypatch):
+    monkeypatch.setenv("OVPATCH", "-ddp")
+    monkeypatch.setenv("OVPATCH_STRICT", "1")
+    with ovpatch.applied():
+        assert ovpatch.report()[FEATURE].state == "disabled"
+    monkeypatch.setenv("OVPATCH_DIST_OPTIMIZER", "1")
+    with pytest.raises(ovpatch.FeatureError, match="requires 'ddp'"):
+        ovpatch.apply()
 
 
 # --- what is patched, and when ---
@@ -116,27 +132,50 @@ def both_plain(least: int, scheduled: bool) -> dict[str, Any]:
         return run_both(functools.partial(train, scheduled), apply=plain)
 
 
-def test_where_a_patch_cannot_be_applied_on_one_rank_no_rank_shards(ranks):
-    results = ranks(2)(both_without_patches)
+@pytest.mark.parametrize("kind", [PatchError, OSError])
+def test_where_a_patch_cannot_be_applied_on_one_rank_no_rank_shards(ranks, kind):
+    results = ranks(2)(both_without_patches, kind)
     check([result for result, _ in results], steps=0)
     for _, remarks in results:
         assert any("(shard=auto): off: no room for it" in text for text in remarks)
 
 
-def both_without_patches() -> tuple[dict[str, Any], list[str]]:
+def both_without_patches(kind: type[Exception]) -> tuple[dict[str, Any], list[str]]:
     remarks: list[str] = []
     apply = PatchManager.apply
 
     def refuse(manager: PatchManager, *names: str) -> None:
         if names == (FEATURE,) and torch.distributed.get_rank() == 1:
-            raise PatchError("no room for it")
+            raise kind("no room for it")
         apply(manager, *names)
 
     def loop() -> list[Record]:
         with mock.patch.object(PatchManager, "apply", refuse):
-            records = train()
+            train()
+            records = train()  # a second model is not sharded either
         remarks[:] = ovpatch.report()[FEATURE].remarks
         return records
 
     with border(SPARED):
         return run_both(loop, apply=plain), remarks
+
+
+# --- other threads ---
+
+
+def test_two_models_at_once_wait_for_the_patches(monkeypatch):
+    applied: list[int] = []
+    inside = threading.Barrier(2)
+
+    def apply() -> None:
+        inside.wait(20)
+        time.sleep(0.2)
+        applied.append(1)
+
+    monkeypatch.setattr(plugin._Work, "apply", apply)
+    first = threading.Thread(target=plugin._prepare)
+    first.start()
+    inside.wait(20)
+    assert plugin._prepare() == ""
+    assert applied == [1]
+    first.join()
