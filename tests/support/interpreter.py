@@ -22,12 +22,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.symm_mem.memory import Memory
 
+_NO_SIGNATURE = "no signature found for builtin <built-in function print>"
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -41,6 +43,8 @@ def interpreted(function: Callable[..., Any], *args: Any, world: int = 0, timeou
         done = subprocess.run(
             command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout
         )
+        if _NO_SIGNATURE in done.stdout:
+            pytest.skip("Triton's interpreter asks for the signature of print, which Python 3.10 does not have")
         assert done.returncode == 0, done.stdout[-6000:]
         return pickle.loads(Path(folder, "result").read_bytes())
 
