@@ -227,7 +227,7 @@ def zero_alone() -> str:
     """Return the table of ``benchmarks/zero_alone.py``: one row per run."""
     results = _results("zero_alone")
     for row in (row for result in results for row in result["summary"]):
-        if row["arm"] == "ovpatch":
+        if row["arm"] == "ovpatch":  # which has NCCL carry everything there
             row["arm"] = "ovpatch, NCCL"
     columns = _seen(ALONE_ARMS, results)
     header = ["run", "ranks", *columns.values(), "ovpatch / limit"]

@@ -73,11 +73,9 @@ class ActiveFeatures:
         """
         left: list[str] = []
         for name in [name for name in reversed(self.active) if name in names]:
-            self._registrars[name].is_open = False
             try:
                 self.plugins.call_hook(name, "ovpatch_deactivate")
             except PluginError as error:
-                self._registrars[name].is_open = True
                 raise FeatureError(f"{name!r} cannot be turned off now and stays on: {error}.") from error
             left += self._take_back(name)
             del self.active[name]

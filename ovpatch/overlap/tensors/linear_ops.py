@@ -1,4 +1,4 @@
-"""What features ask of linears and other modules: whether they are compiled, their dtype, delayed weight gradients."""
+"""What features ask of linears: the dtype of their products, and delayed weight gradients."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import torch
-from torch import Tensor, nn
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called, or ``torch.compile(module)`` returned it."""
-    return vars(module).get("_compiled_call_impl") is not None or "dynamo_ctx" in vars(module)
+from torch import Tensor
 
 
 def autocast_dtype(kind: str, dtype: torch.dtype) -> torch.dtype | None:

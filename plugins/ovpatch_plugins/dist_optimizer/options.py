@@ -23,7 +23,7 @@ OPTIONS: Final = (
         "shard",
         "always",
         "Which models are sharded. always: all. auto: those where a step is not longer for it, by the number and size "
-        "of their parameters, the number of ranks and hosts, the backend, and whether modules are compiled. All ranks "
+        "of their parameters, the number of ranks and hosts, and the backend. All ranks "
         "decide together when DistributedDataParallel is built, and the report says what and why. In doubt it is off. "
         "Models with main parameters (main_params_in_fp32) are always sharded.",
         choices=("always", "auto"),

@@ -41,8 +41,9 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     steps = StepPatches(named)
     steps.register(patches)
     if _is_chosen_by_model(options):
-        _Work.apply = functools.partial(_register_late, patches, options, named, steps)
+        _Registration.late = _LatePatches(functools.partial(_register_late, patches, options, named, steps))
     else:
+        _Registration.late = _LatePatches()
         _register_work(patches, options, named, steps)
 
 
@@ -51,18 +52,33 @@ def _is_chosen_by_model(options: Mapping[str, Any]) -> bool:
     return options["shard"] == "auto" and not options["main_params_in_fp32"]
 
 
-class _Work:
-    """The patches of sharded models that wait for such a model.
+class _LatePatches:
+    """The patches of one registration that wait for the first sharded model.
 
-    Attributes:
-        apply: Registers and applies them; None if that is done, or was refused.
-        refusal: Why they cannot be applied, or "".
-        lock: Held by the thread that does it.
+    Args:
+        apply: Registers and applies them; None if that is done.
     """
 
-    apply: Callable[[], None] | None = None
-    refusal = ""
-    lock = threading.Lock()
+    def __init__(self, apply: Callable[[], None] | None = None) -> None:
+        self._apply, self._refusal = apply, ""
+        self._lock = threading.Lock()  # another model waits for the thread that applies
+
+    def prepare(self) -> str:
+        """Apply the patches, if they are not; return why that failed, or ""."""
+        with self._lock:
+            if self._apply is not None:
+                try:
+                    self._apply()
+                except Exception as error:  # noqa: BLE001 - whatever it is, all ranks are told, and leave the model whole
+                    self._refusal = str(error) or repr(error)
+                self._apply = None
+            return self._refusal
+
+
+class _Registration:
+    """What the newest ``ovpatch_register`` has left for ``ovpatch_activate``."""
+
+    late = _LatePatches()
 
 
 def _register_late(patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches) -> None:
@@ -158,28 +174,17 @@ def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     from ovpatch.overlap.data_parallel.grad_sharder import register_grad_sharder
 
     terms = dict(options)
-    choice = functools.partial(_choose_sharding, terms) if options["shard"] == "auto" else None
+    prepare = _Registration.late.prepare
+    choice = functools.partial(_choose_sharding, terms, prepare) if options["shard"] == "auto" else None
     register_grad_sharder(functools.partial(_make_sharder, terms), terms, choice)
     return []
 
 
-def _choose_sharding(options: Mapping[str, Any], *model: Any, **facts: Any) -> bool:
+def _choose_sharding(options: Mapping[str, Any], prepare: Callable[[], str], *model: Any, **facts: Any) -> bool:
     """Return whether a model is sharded: a ``ShardingChoice``."""
     from ovpatch_plugins.dist_optimizer.sharding_choice import choose_sharding
 
-    return choose_sharding(options, _prepare, *model, **facts)
-
-
-def _prepare() -> str:
-    """Apply the patches of sharded models, if they are not; return why that failed, or ""."""
-    with _Work.lock:
-        if _Work.apply is not None:
-            try:
-                _Work.apply()
-            except Exception as error:  # noqa: BLE001 - whatever it is, all ranks are told, and leave the model whole
-                _Work.refusal = str(error) or repr(error)
-            _Work.apply = None
-        return _Work.refusal
+    return choose_sharding(options, prepare, *model, **facts)
 
 
 def _make_sharder(options: Mapping[str, Any], *model: Any, **facts: Any) -> GradSharder:
@@ -201,7 +206,6 @@ def ovpatch_deactivate() -> None:
     from ovpatch.overlap.data_parallel.grad_sharder import unregister_grad_sharder
 
     unregister_grad_sharder()
-    _Work.apply, _Work.refusal = None, ""
     copies = sys.modules.get("ovpatch.overlap.copy_engine.selection")
     communicators = sys.modules.get("ovpatch.overlap.comm.collectives")
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")

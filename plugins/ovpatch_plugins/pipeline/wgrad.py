@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.data_parallel.reducer import Due, accumulate_grads, accumulate_products
-from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD, DELAYS_WGRAD, ComputeGrad, autocast_dtype, is_compiled
+from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD, DELAYS_WGRAD, ComputeGrad, autocast_dtype
 from ovpatch_plugins.pipeline.report import StageReport
 
 _QUEUE: Final = "_ovpatch_wgrad_queue"
@@ -377,7 +377,7 @@ def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[n
     if id(module) in seen:
         return
     seen.add(id(module))
-    compiled = compiled or is_compiled(module)
+    compiled = compiled or _is_compiled(module)
     yield module, compiled
     for child in module._modules.values():
         if child is not None:
@@ -445,3 +445,8 @@ def _add_product(call: _Call) -> bool:
     if call.bias is not None and call.bias.grad is not None:
         call.bias.grad.add_(rows.sum(0))
     return True
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called, or ``torch.compile(module)`` returned it."""
+    return vars(module).get("_compiled_call_impl") is not None or "dynamo_ctx" in vars(module)

@@ -163,7 +163,7 @@ def both_without_patches(kind: type[Exception]) -> tuple[dict[str, Any], list[st
 # --- other threads ---
 
 
-def test_two_models_at_once_wait_for_the_patches(monkeypatch):
+def test_two_models_at_once_wait_for_the_patches():
     applied: list[int] = []
     inside = threading.Barrier(2)
 
@@ -172,10 +172,10 @@ def test_two_models_at_once_wait_for_the_patches(monkeypatch):
         time.sleep(0.2)
         applied.append(1)
 
-    monkeypatch.setattr(plugin._Work, "apply", apply)
-    first = threading.Thread(target=plugin._prepare)
+    late = plugin._LatePatches(apply)
+    first = threading.Thread(target=late.prepare)
     first.start()
     inside.wait(20)
-    assert plugin._prepare() == ""
+    assert late.prepare() == ""
     assert applied == [1]
     first.join()
