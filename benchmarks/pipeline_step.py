@@ -61,6 +61,7 @@ ARMS: dict[str, tuple[str, int, str | None]] = {
     "GPipe, as given": ("ScheduleGPipe", 1, "as-given"),
     "stock Interleaved1F1B": ("ScheduleInterleaved1F1B", 2, None),
     "Interleaved1F1B, as given": ("ScheduleInterleaved1F1B", 2, "as-given"),
+    "Interleaved1F1B, as given, copies": ("ScheduleInterleaved1F1B", 2, "as-given"),
     "Interleaved1F1B, auto": ("ScheduleInterleaved1F1B", 2, "auto"),
     "stock InterleavedZeroBubble": ("ScheduleInterleavedZeroBubble", 2, None),
     "InterleavedZeroBubble, as given": ("ScheduleInterleavedZeroBubble", 2, "as-given"),
@@ -162,7 +163,7 @@ def measure_schedule(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Return the times of an arm's steps and the peak of memory on the fullest rank."""
     arm = ARMS[name]
     if arm[2] is not None:
-        transport = "copies" if name.endswith(COPIES) else "c10d"
+        transport = "copies" if name.endswith(COPIES) else "auto" if arm[2] == "auto" else "c10d"
         ovpatch.apply("pipeline", options={"pipeline": {"schedule": arm[2], "p2p_transport": transport}})
     try:
         schedule = build(args, arm)
