@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 
 import ovpatch
 from ovpatch.patching import PatchError, PatchManager
 from ovpatch_plugins.dist_optimizer import plugin
-from tests.plugins.ddp.arms import Record
+from tests.plugins.ddp.arms import Record, data
 from tests.plugins.ddp.arms import both as run_both
 from tests.plugins.dist_optimizer.checks import check, ddp, params, train_step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
@@ -130,6 +132,34 @@ def test_a_plain_apply_has_stocks_bits(ranks, scheduled, least):
 def both_plain(least: int, scheduled: bool) -> dict[str, Any]:
     with border(least):
         return run_both(functools.partial(train, scheduled), apply=plain)
+
+
+def train_with_names_from_before(clip: Callable[..., Any], total_norm: Callable[..., Any]) -> list[Record]:
+    """Clip by functions that the script took by name before any model was sharded."""
+    inner = net()
+    opt, model, records = OPTIMIZERS["sgd"](inner.parameters()), ddp(inner), []
+    for step in range(STEPS):
+        opt.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        norms = {"clip": clip(model.parameters(), 0.1), "total": total_norm([p.grad for p in model.parameters()])}
+        opt.step()
+        records.append(norms | params(model))
+    return records
+
+
+def both_with_names_from_before() -> dict[str, Any]:
+    def loop() -> list[Record]:
+        return train_with_names_from_before(clip_grad_norm_, get_total_norm)
+
+    with border(SPARED):
+        return run_both(loop, apply=plain)
+
+
+def test_functions_that_were_taken_by_name_before_know_shards(ranks):
+    results = ranks(2)(both_with_names_from_before)
+    check(results, steps=STEPS, bitwise=False)  # norms are summed from shards
+    for result in results:
+        assert result["counters"]["norms"] >= 2 * STEPS - 2  # from shards: nothing was made whole for them
 
 
 @pytest.mark.parametrize("kind", [PatchError, OSError])
