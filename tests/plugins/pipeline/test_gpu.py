@@ -257,7 +257,7 @@ def test_a_stream_does_not_wait_without_end_for_a_rank_that_stays_away(ranks: An
 
 
 def _replicated() -> dict[str, dict[str, list[str]]]:
-    """Compare by both transports on one mesh: torch 2.11 dies if a process splits NCCL's default group a second time."""
+    """Compare by both transports on one mesh: torch 2.11 dies if a process splits the default NCCL group twice."""
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("pp", "dp"))
     group, replicas = mesh["pp"].get_group(), mesh["dp"].get_group()
     one: dict[str, Any] = {"microbatches": 5, "shape": SHAPE, "part": _wide, "steps": 3}
