@@ -147,11 +147,6 @@ class AllGatherBucket:
         # a graph that is still to run backward; they read memory without asking.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params if p.requires_grad]
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether an all-gather was started and has not been waited for."""
-        return bool(self._works)
-
     def lend_shards(self) -> dict[int, Tensor]:
         """Return memory for this rank's shards of coalesced parameters, ``[shard.numel]``, by ``id()`` of these.
 
