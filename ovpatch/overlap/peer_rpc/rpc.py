@@ -42,8 +42,8 @@ class PeerError(RuntimeError):
 class PeerRpc:
     """Calls to the other ranks of a process group; one object per group, from :meth:`for_group`.
 
-    A forked child is no rank and serves nobody, but it may read what its parent could read: each rank has a part of the
-    content, the child has its parent's in its memory, and the peers still have theirs until they go on.
+    A forked child is no rank and answers no call, but it may read what its parent could read: the child has its
+    parent's part of the content in its memory, and the peers still have theirs until they go on.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

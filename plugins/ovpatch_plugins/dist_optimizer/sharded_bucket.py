@@ -1,4 +1,4 @@
-"""Gradient buckets of which each rank gets its own shards, and what ranks ask each other for of these."""
+"""Gradient buckets whose reduction leaves each rank its own shards, and the calls by which peers read these."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ class GradSource(Source, Protocol):
 class ShardedGradBucket(GradBucket):
     """Gradients of some parameters, most of which are reduce-scattered; the others are all-reduced.
 
-    Small sharded gradients are copied into one tensor ``[ranks, elements]``, in whose row r
-    lie the shards of rank r, and are reduce-scattered by one collective, as FSDP2 does it. Large ones are
-    reduce-scattered where they lie. A gradient that cannot be divided evenly is padded.
+    Small sharded gradients are copied into one tensor ``[ranks, elements]``, whose row r has the shards of rank r, and
+    are reduce-scattered by one collective, as FSDP2 does it. Large ones are reduce-scattered where they lie. A gradient
+    that cannot be divided evenly is padded.
 
     Args:
         indices: Index of each parameter in the order of the whole model.
@@ -355,7 +355,7 @@ class ShardedGradBucket(GradBucket):
 
 
 class _Lost:
-    """The source of freed gradients of which there will be no shards."""
+    """The source of freed gradients whose shards are lost."""
 
     def __init__(self, name: str) -> None:
         self._name = name

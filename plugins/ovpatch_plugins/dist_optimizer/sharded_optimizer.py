@@ -79,7 +79,8 @@ _GRAD: Final = operator.attrgetter("grad")
 
 _ACCUMULATED: Final = 64  # backwards after which a script steps at the latest
 
-#: Of an optimizer that this rank alone has stepped, what leaves those beside it stock, which other ranks still divide.
+#: What is kept for an optimizer that this rank alone has stepped: functions that leave stock the optimizers over the
+#: same parameters that other ranks still divide.
 BESIDE: Final = "dist_optimizer: beside"
 
 

@@ -80,7 +80,7 @@ class ParamGather:
             tensors: How many tensors Megatron keeps, by the address of their memory.
 
         Returns:
-            "" or the reason why nobody waits.
+            "", or the reason why readers do not wait.
         """
         for memory, params in self._buckets:
             for param in params:

@@ -55,7 +55,7 @@ class _WrappedForward:
         self._write(self._wrapped)
 
     def restore(self) -> None:
-        """Give the class its own forward, unless somebody has wrapped ours, which does nothing without marks."""
+        """Give the class its own forward, unless ours was wrapped; without marks ours does nothing."""
         now = vars(self._owner).get("forward") if self._cell is None else self._cell.cell_contents
         if now is self._wrapped:
             self._write(self._stock)

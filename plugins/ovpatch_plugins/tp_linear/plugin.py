@@ -38,7 +38,7 @@ def ovpatch_reasons_against() -> Sequence[str]:
 
 @hookimpl
 def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
-    """Register the patches; they wait for the import of their target, which costs half a second."""
+    """Register the patches; they wait until the script imports their target, since that import takes long."""
     _settings.clear()
     _settings.update(options)
     for name in ("ColwiseParallel", "RowwiseParallel"):

@@ -358,7 +358,7 @@ class SharedAllGather:
         """Prepare the inputs; ``args`` are the positional ones and, if the style wants them, those by keyword."""
         if not STATE.on or not STATE.shares or torch.compiler.is_compiling():
             return self.stock(module, *args)
-        if self._is_alone and len(args) == 1 and len(args[0]) == 1:  # as mostly
+        if self._is_alone and len(args) == 1 and len(args[0]) == 1:  # the usual case
             layouts: Any = self._style.input_layouts, self._style.desired_input_layouts
             return (self._argument(module, args[0][0], self._mesh, layouts[0][0], layouts[1][0]),)
         style: Any = copy.copy(self._style)  # stock walks the arguments, and asks this copy for each
