@@ -481,7 +481,7 @@ def waiting_for_compiled_code(original: Callable[..., Any]) -> Callable[..., Any
 
     def waiting(callback: Any) -> Any:
         if callback is not None and PENDING:  # None: code that is not to be compiled
-            function = _variable_of_caller("compile_wrapper", "fn", sys._getframe(1))
+            function = _find_compiled_function(sys._getframe(1))
             module = getattr(function, "__wrapped__", getattr(function, "__self__", function))
             if isinstance(module, nn.Module):
                 wait_for_tree(module)
@@ -529,13 +529,13 @@ def _skip_frames(function: Any) -> None:
         dynamo.set_code_exec_strategy(function.__code__, dynamo.FrameExecStrategy(skip, skip))
 
 
-def _variable_of_caller(name: str, variable: str, frame: FrameType | None) -> Any:
-    """Return a variable of the nearest calling function of this name; None where there is none."""
+def _find_compiled_function(frame: FrameType | None) -> Any:
+    """Return the function that a compiled call was made of, from the frames around it; None where it is not found."""
     for _ in range(_FRAMES):
         if frame is None:
             return None
-        if frame.f_code.co_name == name:
-            return frame.f_locals.get(variable)
+        if frame.f_code.co_name == "compile_wrapper":
+            return frame.f_locals.get("fn")
         frame = frame.f_back
     return None
 

@@ -109,7 +109,6 @@ class AllGatherBucket:
     Args:
         params: Dense parameters of one dtype and device, sharded by :func:`ovpatch.overlap.tensors.memory.shard_range`.
         group: The process group, whose ranks have the shards.
-        feature: For labels in profiles.
         name: Of the bucket, for labels in profiles.
         communicator: Over the same ranks, which the backend gathers on; by default the group itself.
         before_wait: Called before a stream waits for the values.
@@ -120,7 +119,6 @@ class AllGatherBucket:
         params: Sequence[Parameter],
         group: dist.ProcessGroup,
         *,
-        feature: str = "dist_optimizer",
         name: str = "",
         communicator: dist.ProcessGroup | None = None,
         before_wait: Callable[[], None] | None = None,
@@ -129,7 +127,7 @@ class AllGatherBucket:
         self._group, self._world, self._rank = group, group.size(), group.rank()
         self._device = params[0].device
         self._all_gather = AllGather(group, self._device, communicator)
-        self._labels = profiler_label(feature, "all_gather", name), profiler_label(feature, "wait", name)
+        self._labels = [profiler_label("dist_optimizer", phase, name) for phase in ("all_gather", "wait")]
         self._lock = threading.RLock()  # re-entered if a finaliser or a signal handler reads during the wait
         self._works: Sequence[Work] = []
         self._depth = 0  # how many calls wait for them, one inside of the other
@@ -329,7 +327,7 @@ class ParamAllGather:
     Args:
         overlap: Wait for a bucket when it is read; otherwise at once.
         granularity: What a bucket holds: ``size``, ``layer`` or ``module``.
-        bucket_mb: Capacity of a bucket in MiB, for ``size``; with overlap, at most a sixteenth of the model's size.
+        bucket_mb: Capacity of a bucket in MiB, for ``size``; with overlap, at most an eighth of the parameters.
         copy_engines: Whether the GPUs' copy engines gather, and reduce what is gathered: ``on``, ``off`` or ``auto``.
     """
 

@@ -404,7 +404,7 @@ class ShardedState(abc.ABC):
             lazy = lazy_tensor.make_lazy(meta, self, key, own=True)
         last = self._lazy.get(key)
         if last is not None and last is not lazy and self._is_own(last):
-            lazy_tensor.set_source(last, LostContent(_REPLACED.format(key[1])), key)
+            lazy_tensor.set_source(last, lazy_tensor.LostContent(_REPLACED.format(key[1])), key)
         self._lazy[key] = state[key[1]] = lazy
 
     def _is_own(self, value: Any) -> bool:
@@ -487,18 +487,6 @@ class ShardedState(abc.ABC):
                     raise TornReadError(f"{error}. {_TOO_LATE}") from error
         earlier = self._earlier[number]
         return self._versions.read_version(number, lambda: copy(earlier), PATIENCE_S, kept=True)
-
-
-class LostContent:
-    """The source of lazy tensors whose content is gone: every read is an error."""
-
-    def __init__(self, message: str, cause: Exception | None = None) -> None:
-        self._message, self._cause = message, cause
-
-    def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
-        """Raise the error."""
-        del wanted, noticed
-        raise RuntimeError(self._message) from self._cause
 
 
 class KeptState:

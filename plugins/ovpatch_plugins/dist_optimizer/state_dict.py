@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ovpatch.overlap.peer_rpc import rpc
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
-from ovpatch_plugins.dist_optimizer.sharded_state import LostContent, ShardedState
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, LostContent, TensorMeta
+from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState
 
 
 def pack(state: Mapping[Any, Any]) -> tuple[Any, list[Tensor]]:

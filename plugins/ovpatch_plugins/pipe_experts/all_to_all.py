@@ -377,7 +377,7 @@ class _KernelWork:
         self._tensors = ()
 
     def is_done(self) -> bool:
-        """Tell whether the tensors may be freed."""
+        """Return whether the tensors may be freed."""
         return not self._tensors or self._end is None or self._end.query()
 
 

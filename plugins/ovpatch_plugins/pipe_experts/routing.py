@@ -263,7 +263,7 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
-    """Tell whether the Triton kernels take these tensors."""
+    """Return whether the Triton kernels take these tensors."""
     return all(t.is_cuda and t.dtype in _KERNEL_DTYPES for t in tensors) and not triton_unavailable_reason()
 
 

@@ -56,7 +56,7 @@ _thread = _Thread()
 
 
 def is_inside_block() -> bool:
-    """Tell whether this thread computes a block already."""
+    """Return whether this thread computes a block already."""
     return _thread.depth > 0
 
 

@@ -225,7 +225,7 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """Tell whether a module is more than one layer: to recompute one layer saves nothing, for it keeps its input."""
+    """Return whether a module is more than one layer: to recompute one layer saves nothing, for it keeps its input."""
     return next(module.children(), None) is not None and not isinstance(module, _LISTS)
 
 
@@ -252,7 +252,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
-    """Tell whether a module checkpoints the one inside of it."""
+    """Return whether a module checkpoints the one inside of it."""
     return any(cls.__name__ == _CHECKPOINT_WRAPPER for cls in type(module).__mro__)
 
 
@@ -378,7 +378,7 @@ def _count_compiled() -> int:
 
 
 def _may_save() -> bool:
-    """Tell whether tensors for backward may be left out: not under torch.func and tracers, which refuse hooks."""
+    """Return whether tensors for backward may be left out: not under torch.func and tracers, which refuse hooks."""
     autograd: Any = torch._C._autograd
     return (
         not torch._C._are_functorch_transforms_active()
@@ -388,7 +388,7 @@ def _may_save() -> bool:
 
 
 def _is_checkpointed(block: nn.Module) -> bool:
-    """Tell whether the script checkpoints this call itself: torch's hooks are on top, or a backward recomputes."""
+    """Return whether the script checkpoints this call itself: torch's hooks are on top, or a backward recomputes."""
     if torch._C._current_graph_task_id() != -1:
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -277,7 +277,7 @@ def _resume(ctx: Any) -> tuple[Tensor | None, list[Tensor], ParamGrads]:
 
 
 def _wants_input(ctx: Any) -> bool:
-    """Tell whether this backward continues to the input, and is not for the weights' gradients alone."""
+    """Return whether this backward continues to the input, and is not for the weights' gradients alone."""
     return ctx.needs_input_grad[1] and will_execute(ctx.next_functions[0][0])
 
 

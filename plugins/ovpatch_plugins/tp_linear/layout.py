@@ -157,5 +157,5 @@ def unwrap_grad(grad: Any, placement: Any) -> Tensor:
 
 
 def is_partial(tensor: Any) -> bool:
-    """Tell whether a DTensor is this rank's term of a sum."""
+    """Return whether a DTensor is this rank's term of a sum."""
     return bool(tensor._spec.placements[0].is_partial())

@@ -100,7 +100,7 @@ def _accumulation_target(weight: Tensor) -> Tensor | None:
 
 
 def _is_accumulated(weight: Tensor) -> bool:
-    """Tell whether the running backward adds to ``weight.grad``: with ``inputs=``, it adds to theirs alone."""
+    """Return whether the running backward adds to ``weight.grad``: with ``inputs=``, it adds to theirs alone."""
     if not weight.is_leaf:
         return True
     node = torch.autograd.graph.get_gradient_edge(weight).node

@@ -107,7 +107,7 @@ def _wrap(apply: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _has_cut_modules() -> bool:
-    """Tell whether ``parallelize_module`` has cut a module; looks through all objects where it can have."""
+    """Return whether ``parallelize_module`` has cut a module; looks through all objects where it can have."""
     import torch
 
     if _STYLE not in sys.modules or not torch.distributed.is_initialized():
