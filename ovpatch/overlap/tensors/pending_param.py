@@ -442,7 +442,7 @@ class ModuleHook:
         nn.Module._call_impl = self._call  # type: ignore[assignment]  # a descriptor, which returns the method
 
     def remove(self) -> None:
-        """Stop to wait, unless a script has put another function there, which may call this one."""
+        """Stop waiting, unless a script has put another function there, which may call this one."""
         if vars(nn.Module)["_call_impl"] is self._call:
             nn.Module._call_impl = self._call._function  # type: ignore[method-assign]  # what was there before
 
@@ -458,7 +458,7 @@ class ContextHook:
         BackwardCFunction.__init__ = _wait_for_unseen  # type: ignore[assignment]  # takes one argument, object's takes any
 
     def remove(self) -> None:
-        """Stop to wait."""
+        """Stop waiting."""
         del BackwardCFunction.__init__
 
 

@@ -26,8 +26,9 @@ from ovpatch_plugins.dist_optimizer.sharded_state import ShardedParam, read_vers
 
 MIB = 1024 * 1024
 
-# A bucket holds at most an eighth of a model, as there must be something to hide behind, and costs the host time, so it
-# is not much less. The first hold half of that, since the forward waits for them soon. All may hold _MIN_BUCKET_BYTES.
+# A bucket holds at most an eighth of a model, so that the gathers of most buckets hide behind computation; smaller
+# buckets would cost the host more time. The first ones hold half of that, since the forward waits for them soon. All
+# may hold _MIN_BUCKET_BYTES.
 _SHARE = 1 / 8
 _HALF_BUCKETS = 2
 _MIN_BUCKET_BYTES = MIB

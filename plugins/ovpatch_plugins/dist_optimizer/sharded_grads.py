@@ -520,7 +520,7 @@ class _Models(weakref.WeakSet[ShardedGrads]):
     """The sharded gradients of one process group."""
 
 
-def generation() -> int:
+def get_generation() -> int:
     """Return a number that changes when parameters get other sharded gradients."""
     return _Generation.number
 

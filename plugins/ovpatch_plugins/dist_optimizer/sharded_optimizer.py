@@ -216,7 +216,7 @@ class ShardedOptimizer:
         for shards in models:
             if is_capturing(shards.versions.device):
                 raise RuntimeError(_CAPTURED.format(type(optimizer).__name__))
-        if reason := self._stock_reason(optimizer, models):
+        if reason := self._agree_on_step(optimizer, models):
             self.stand_down(reason)
             return []
         if not params:
@@ -236,8 +236,12 @@ class ShardedOptimizer:
                 shards.arrive_at_hosts()
         return self._stepped
 
-    def _stock_reason(self, optimizer: Optimizer, models: Iterable[ShardedGrads]) -> str:
-        """Return why the optimizer has to go on as stock from now on, the same on all ranks; "" if it has not."""
+    def _agree_on_step(self, optimizer: Optimizer, models: Iterable[ShardedGrads]) -> str:
+        """Agree with the other ranks to divide this step; else return why the optimizer goes on as stock from now on.
+
+        Raises:
+            RuntimeError: A new optimizer has taken this one's place on other ranks.
+        """
         if torch._C._current_graph_task_id() != -1:
             return IN_BACKWARD
         for shards in models:
@@ -245,7 +249,7 @@ class ShardedOptimizer:
                 return LEFT
         if not self._compared:
             self._compared = True
-            return self._agree(optimizer)
+            return self._agree_at_first(optimizer)
         if self._replaced:
             self._stay_away(models)
             raise RuntimeError(_BESIDE.format(type(self._optimizer()).__name__))
@@ -265,11 +269,11 @@ class ShardedOptimizer:
 
     @staticmethod
     def _stay_away(models: Iterable[ShardedGrads]) -> None:
-        """Have ranks raise an error that wait for this one, where they cannot be told before their step."""
+        """Have the ranks that wait for this one raise an error, where they cannot be told before their step."""
         for shards in _one_per_group(models):
             shards.stay_away_from_hosts()
 
-    def _agree(self, optimizer: Optimizer) -> str:
+    def _agree_at_first(self, optimizer: Optimizer) -> str:
         """Agree with the other ranks before the first step; return why the optimizer has to stay stock.
 
         Every rank does so at the optimizer's first step, also one that has nothing to divide.
@@ -316,7 +320,7 @@ class ShardedOptimizer:
         return LOCAL if any(shards.local for shards in names) else ""
 
     def _leave_together(self, older: Mapping[ShardedGrads, Sequence[ShardedOptimizer]], *, told: bool) -> None:
-        """Have ranks that go on with an older optimizer leave it stock, if they can be told, and leave it so here."""
+        """Leave older optimizers stock here and, if they can be told, on the ranks that go on with them."""
         for shards, of_model in older.items() if told else ():
             self._stay_away([shards])
             shards.local = True
@@ -364,7 +368,7 @@ class ShardedOptimizer:
     def params_to_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters with a gradient whose update is divided."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        key = list(map(id, params)), sharded_grads.generation()
+        key = list(map(id, params)), sharded_grads.get_generation()
         with torch._C.DisableTorchFunctionSubclass():  # pending parameters tell as well whether they have a gradient
             if key != self._params_key:
                 self._params, self._params_key = self._find_params(params), key
@@ -405,7 +409,7 @@ class ShardedOptimizer:
         log.adopt(turn)
         shards.optimizers.add(self)
         state = self._states[shards] = self._state_type(shards, turn)
-        # A slower peer may still ask when the script has dropped the optimizer here. So do ranks that go on with it,
+        # A slower peer may still ask when the script has dropped the optimizer here. Ranks that go on with it ask, too,
         # once they hear of a new one that this rank alone has made, at its first step.
         weakref.finalize(optimizer, rpc.keep_until_backward, shards.group, state, _ACCUMULATED).atexit = False
 
@@ -490,7 +494,7 @@ def _evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
 
 
 def put_in_order(optimizer: Optimizer, known: int) -> None:
-    """Put what has come into ``optimizer.state`` since it had ``known`` entries where stock puts it."""
+    """Put the entries that a step has added behind the first ``known`` of ``optimizer.state`` where stock puts them."""
     state = optimizer.state
     if len(state) > known:
         places = {param: i for i, param in enumerate(p for group in optimizer.param_groups for p in group["params"])}
@@ -499,7 +503,7 @@ def put_in_order(optimizer: Optimizer, known: int) -> None:
 
 
 def leave_beside(optimizer: Optimizer) -> None:
-    """Leave stock what an optimizer was stepped beside, on this rank alone, unless it has stepped since."""
+    """Leave stock the optimizers beside which this rank alone has stepped another, unless they have stepped since."""
     for leave in kept_values(optimizer).pop(BESIDE, ()):
         leave()
 
@@ -514,7 +518,7 @@ def _tell_local(models: Collection[ShardedGrads]) -> None:
 
 
 def _keep_no_longer(models: Iterable[ShardedGrads], *, read: bool) -> None:
-    """Keep state of optimizers that are gone no longer, as ranks have agreed on what follows them.
+    """Stop keeping the state of optimizers that are gone: ranks have agreed on what follows them.
 
     Args:
         models: Their models.
