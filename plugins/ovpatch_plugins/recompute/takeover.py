@@ -350,7 +350,7 @@ def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
             return _run_compiled(stock, self, mark, args, kwargs)
         if is_inside_block() or not _may_save():
             return stock(self, *args, **kwargs)
-        if _is_checkpointed(self):
+        if _is_checkpointed():
             COUNTERS.stock_calls += 1
             return stock(self, *args, **kwargs)
         call = Recomputation(self, mark[2], stock, args, kwargs, make_contexts(mark[0], mark[1]))
@@ -387,7 +387,7 @@ def _may_save() -> bool:
     )
 
 
-def _is_checkpointed(block: nn.Module) -> bool:
+def _is_checkpointed() -> bool:
     """Return whether the script checkpoints this call itself: torch's hooks are on top, or a backward recomputes."""
     if torch._C._current_graph_task_id() != -1:
         return True
