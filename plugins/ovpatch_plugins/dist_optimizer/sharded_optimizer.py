@@ -171,13 +171,7 @@ class ShardedOptimizer:
         known = len(optimizer.state)
         try:
             self._sync.begin_update(params)
-            try:
-                with self._updating, self._swapped_in_shards(optimizer):  # and written back
-                    result = inner(optimizer, *args, **kwargs)
-            except Exception:  # on this rank, perhaps; the others wait for the parameters, and may have written to them
-                torch.autograd.graph.increment_version([one.param for one in params])
-                self._start_param_sync(optimizer, params)
-                raise
+            result = self._update_shards(optimizer, params, functools.partial(inner, optimizer, *args, **kwargs))
             self._start_param_sync(optimizer, params)
         except BaseException:  # a KeyboardInterrupt, or the others do not come: the state has gone on
             self._sync.keep_update()
@@ -186,6 +180,16 @@ class ShardedOptimizer:
         COUNTERS.steps += 1
         COUNTERS.params_updated += len(params)
         return result
+
+    def _update_shards(self, optimizer: Optimizer, params: Sequence[ShardedParam], update: Callable[[], Any]) -> Any:
+        """Swap this rank's shards in, update them, and write them back."""
+        try:
+            with self._updating, self._swapped_in_shards(optimizer):
+                return update()
+        except Exception:  # on this rank, perhaps; the others wait for the parameters, and may have written to them
+            torch.autograd.graph.increment_version([one.param for one in params])
+            self._start_param_sync(optimizer, params)
+            raise
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
