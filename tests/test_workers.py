@@ -95,7 +95,7 @@ def test_a_failure_is_recorded_only_under_ovpatch_run(tmp_path, monkeypatch):
 
 def test_json_is_written_whole(tmp_path):
     path = tmp_path / "x.json"
-    workers.write_json(path, {"a": 1})
-    workers.write_json(path, {"a": 2})
+    workers.save_json(path, {"a": 1})
+    workers.save_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 2}
     assert list(tmp_path.iterdir()) == [path]

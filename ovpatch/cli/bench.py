@@ -69,7 +69,7 @@ def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
         runs, UserFigures(arguments.samples_per_step, arguments.tokens_per_step, arguments.peak_tflops)
     )
     if arguments.json is not None:
-        workers.write_json(arguments.json, _data(plan, runs, found))
+        workers.save_json(arguments.json, _data(plan, runs, found))
     colour = wants_colour(sys.stdout)
     line = f"ovpatch bench: {analysis.format_verdict(runs, found)}"
     print(f"\033[1m{line}\033[0m" if colour else line)

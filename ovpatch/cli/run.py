@@ -78,7 +78,7 @@ def _conclude(code: int, directory: Path, file: Path | None, *, full: bool) -> i
         if code == ExitCode.OK and not _did_anything(merged):
             _say(_NO_WORK)
     if file is not None:
-        workers.write_json(file, merged or {"features": [], "patches": [], "processes": []})
+        workers.save_json(file, merged or {"features": [], "patches": [], "processes": []})
     for failure in failures:
         _say(f"process {failure['pid']} (rank {failure['rank']}) was not patched: {failure['error']}")
     if merged is None and not failures and code == ExitCode.OK:  # otherwise the command's own message tells

@@ -77,7 +77,7 @@ def _conclude(result: Verification, arguments: argparse.Namespace) -> int:
     print_result(result, console)
     if arguments.json is not None:
         asked = {"command": list(arguments.command), "requested_steps": arguments.steps}
-        workers.write_json(arguments.json, asked | result.to_json())
+        workers.save_json(arguments.json, asked | result.to_json())
     if arguments.out is not None:
         console.print(Text(f"kept        logs and records are in {arguments.out}"), soft_wrap=True)
     elif result.verdict.code:

@@ -19,18 +19,18 @@ from ovpatch.exit_codes import ExitCode
 _PATIENCE: Final = 1.5  # seconds to end without a signal, and again after SIGTERM
 
 
-def end_processes(entry: str, patience: float = _PATIENCE) -> None:
+def end_processes(entry: str) -> None:
     """End every process with an entry, such as ``NAME=value``, in its environment: wait, then SIGTERM, then SIGKILL.
 
     A tool cuts a run off at a step by ``os._exit``, so data loaders' workers and other children of the script survive.
     All of them inherit the command's environment, in whatever session they are.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if _wait(lambda: not find_processes(entry), patience):
+        if _wait(lambda: not find_processes(entry), _PATIENCE):
             return
         for pid in find_processes(entry):
             send_signal(pid, number)
-    _wait(lambda: not find_processes(entry), patience)  # a killed process exists until the system has reaped it
+    _wait(lambda: not find_processes(entry), _PATIENCE)  # a killed process exists until the system has reaped it
 
 
 def find_processes(entry: str) -> list[int]:

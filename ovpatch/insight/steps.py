@@ -147,7 +147,7 @@ def get_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1") or 1)
 
 
-def exit_with_peers(directory: Path, patience: float = PATIENCE) -> None:
+def exit_with_peers(directory: Path) -> None:
     """End this process with exit code 0, together with the other ranks. Does not return.
 
     A rank that ends early tears down connections on which a peer still receives its last collective, so the ranks wait
@@ -157,7 +157,7 @@ def exit_with_peers(directory: Path, patience: float = PATIENCE) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     (directory / f"left-{get_rank()}").touch()
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + PATIENCE
     while len(list(directory.glob("left-*"))) < get_world_size() and time.monotonic() < deadline:
         time.sleep(0.02)
     workers.write_report_now()

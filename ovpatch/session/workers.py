@@ -223,7 +223,7 @@ class _Reporter:
         if current_process().daemon and not worked:  # of a pool or data loader
             self.get_path().unlink(missing_ok=True)
         else:
-            write_json(self.get_path(), data)
+            save_json(self.get_path(), data)
 
     def write_at_exit(self) -> None:
         """Write the last report of a process that may train; never raises."""
@@ -316,10 +316,10 @@ def write_failure(message: str) -> None:
     directory = os.environ.get(REPORT_DIR)
     if directory and Path(directory).is_dir() and get_process_role() == "worker":
         path = Path(directory) / f"failed-{os.getpid()}-{time.time_ns()}.json"
-        write_json(path, {"pid": os.getpid(), "rank": os.environ.get("RANK"), "error": message})
+        save_json(path, {"pid": os.getpid(), "rank": os.environ.get("RANK"), "error": message})
 
 
-def write_json(path: Path, data: Any) -> None:
+def save_json(path: Path, data: Any) -> None:
     """Write a JSON file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
@@ -379,6 +379,6 @@ def _sign_in_again(directory: Path) -> None:
 def register_process(directory: Path) -> None:
     """Write the pid of this process and its rank, if known, and install the handler that dumps its stacks."""
     identity = {"pid": os.getpid(), "born": time.time(), "rank": os.environ.get("RANK")}
-    write_json(directory / f"process-{os.getpid()}.json", identity)
+    save_json(directory / f"process-{os.getpid()}.json", identity)
     stacks = (directory / f"stacks-{os.getpid()}.txt").open("w", encoding="utf-8")
     faulthandler.register(STACKS, file=stacks, all_threads=True, chain=False)  # keeps the file open

@@ -1,1 +1,1 @@
-"""The features that come with ovpatch, one package each, found by entry point like anybody else's."""
+"""The features that come with ovpatch, one package each, found by entry point as all plugins are."""

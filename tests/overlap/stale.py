@@ -54,6 +54,13 @@ class Stale:
             self.settled += 1
 
 
+def find_reason_against(param: Tensor) -> str:
+    """Return why a parameter cannot be pending now, or ""."""
+    reason = mark_pending([param], lambda: None)
+    mark_ready([param])
+    return reason
+
+
 def stale(model: nn.Module) -> Stale:
     """Make all parameters of a model stale."""
     return Stale(list(dict.fromkeys(model.parameters()))).mark()

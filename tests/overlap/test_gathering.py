@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from ovpatch.overlap.tensors import pending_param
 from ovpatch.overlap.tensors.memory import shard_range, view_flat
-from ovpatch.overlap.tensors.pending_param import PENDING, find_reason_against, is_pending, wait_for_all
+from ovpatch.overlap.tensors.pending_param import PENDING, is_pending, wait_for_all
 from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
 from tests.overlap.reading import READERS
-from tests.overlap.stale import GARBAGE, entrances, same, tensors
+from tests.overlap.stale import GARBAGE, entrances, find_reason_against, same, tensors
 from tests.overlap.test_collectives import for_each, group
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
@@ -60,7 +60,7 @@ def gathered(sizes: list[tuple[int, ...]], dtype: torch.dtype, memory_format: to
         pending = [is_pending(p) for p in params]
         gather.finish_all_gather()
         values = [torch.equal(p, w) for p, w in zip(params, wanted, strict=True)]
-        outcome.append((reason, all(pending), all(values), bool(PENDING), gather.is_pending))
+        outcome.append((reason, all(pending), all(values), bool(PENDING)))
     after = [(p.data_ptr(), p.stride(), p.dtype, p.shape, p._version) for p in params]
     plain = all(type(p) is nn.Parameter and p.requires_grad and p.is_leaf and p.grad is None for p in params)
     return {"outcome": outcome, "same": before == after, "plain": plain}
@@ -72,7 +72,7 @@ def test_parameters_are_whole_again_where_they_were(ranks, world):
     calls = [(sizes, dtype, torch.channels_last) for dtype in DTYPES]
     # One parameter, or none, that divides.
     calls += [(some, torch.float32, torch.contiguous_format) for some in ([(6, 6)], [(7,)], [(5,), (1, 7)])]
-    right = {"outcome": [("", True, True, False, False)] * 3, "same": True, "plain": True}
+    right = {"outcome": [("", True, True, False)] * 3, "same": True, "plain": True}
     for results in ranks(world)(for_each, gathered, calls):
         assert [call for call, result in zip(calls, results, strict=True) if result != right] == [] or world == 1
 

@@ -196,7 +196,7 @@ def test_the_loopback_device_serves_the_same_machine_and_only_that():
     assert here.addresses_to_try() == ["127.0.0.1", "::1", "10.0.0.5"]
     assert replace(here, host="elsewhere").addresses_to_try() == ["10.0.0.5"]
     assert replace(here, host="elsewhere", addresses=()).addresses_to_try() == ["127.0.0.1", "::1"]
-    assert not any(address.startswith("127.") for address in client.own_addresses(None))
+    assert not any(address.startswith("127.") for address in client.list_own_addresses(None))
 
 
 def test_a_card_is_plain_text_in_the_store(server, directory):

@@ -16,7 +16,6 @@ from ovpatch.overlap.tensors import pending_param
 from ovpatch.overlap.tensors.pending_param import (
     PENDING,
     PendingParameter,
-    find_reason_against,
     is_pending,
     mark_pending,
     mark_ready,
@@ -24,7 +23,7 @@ from ovpatch.overlap.tensors.pending_param import (
     wait_for_module,
     wait_for_param,
 )
-from tests.overlap.stale import GARBAGE, Stale, entrances, stale
+from tests.overlap.stale import GARBAGE, Stale, entrances, find_reason_against, stale
 
 
 @pytest.fixture(autouse=True)
@@ -138,8 +137,7 @@ class Own(nn.Parameter):
 def test_foreign_types_are_refused():
     buffer = nn.Buffer(torch.zeros(2))
     for tensor in (Own(torch.zeros(2)), torch.zeros(2), nn.UninitializedParameter(), buffer):
-        assert mark_pending([tensor], wait_for_all)
-        assert find_reason_against(tensor).startswith("it is a ")
+        assert mark_pending([tensor], wait_for_all).startswith("it is a ")
 
 
 def test_a_pending_one_is_refused(param):
@@ -185,8 +183,7 @@ ALIASES = {
 @pytest.mark.parametrize("name", ALIASES)
 def test_shared_memory_is_refused_while_it_is_shared(param, name):
     alias = ALIASES[name](param)
-    assert find_reason_against(param) == "other tensors share its memory"
-    assert mark_pending([param], wait_for_all)
+    assert mark_pending([param], wait_for_all) == "other tensors share its memory"
     assert type(param) is nn.Parameter
     del alias
     assert find_reason_against(param) == ""
@@ -202,8 +199,7 @@ SHARING = {
 @pytest.mark.parametrize("name", SHARING)
 def test_memory_that_other_processes_share_is_refused(param, name):
     SHARING[name](param)
-    assert find_reason_against(param) == "other processes share its memory"
-    assert mark_pending([param], wait_for_all)
+    assert mark_pending([param], wait_for_all) == "other processes share its memory"
     param.data = param.data.clone()
     assert find_reason_against(param) == ""
 

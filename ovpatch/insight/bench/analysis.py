@@ -52,7 +52,7 @@ class Judgement:
 
 
 def compute_spread(times: Sequence[float]) -> Spread:
-    """Return the distribution of times, of which there is at least one."""
+    """Return the distribution of one or more times."""
     if not times:
         raise ValueError("no times to tell the spread of")
     return Spread(median(times), compute_quantile(times, 0.1), compute_quantile(times, 0.9), max(times))
@@ -201,7 +201,7 @@ class BenchFigures:
 
 
 def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
-    """Compute all figures of rounds of which at least the first is complete."""
+    """Compute all figures of rounds; at least the first one is complete."""
     first = runs.list_measured(STOCK)[0]
     peak, no_mfu = _peak(first, given)
     samples = given.samples or first.samples

@@ -173,7 +173,7 @@ class _Worker:
         """Write the file once, if this process has taken steps."""
         if self._pid == os.getpid():
             self._pid = None
-            workers.write_json(self._directory / f"bench-{os.getpid()}.json", self._collect_results())
+            workers.save_json(self._directory / f"bench-{os.getpid()}.json", self._collect_results())
 
     def _collect_results(self) -> dict[str, Any]:
         return {

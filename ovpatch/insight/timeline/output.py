@@ -26,7 +26,7 @@ from ovpatch.insight.timeline.summary import (
 )
 from ovpatch.insight.timeline.trace import MERGED, Intervals, Span, get_time_base, load_trace, to_nanoseconds
 from ovpatch.insight.timeline.tracks import RankTracks, get_step
-from ovpatch.session.workers import write_json
+from ovpatch.session.workers import save_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -380,7 +380,7 @@ class Output:
             "remarks": [remark for one in recordings for remark in one.remarks],
             "runs": [run_to_json(run) for run in runs],
         }
-        write_json(self.folder / _SUMMARY, numbers)
+        save_json(self.folder / _SUMMARY, numbers)
         self.written += [self.trace, self.folder / _SUMMARY]
         costs = [f"{one.run.name}: {one.cost}" for one in recordings if one.cost is not None]
         return "\n".join([summary.format_tables(runs, colour=colour), *costs])

@@ -18,7 +18,7 @@ from ovpatch.insight.timeline.tracks import (
     RankTracks,
     Step,
     get_step,
-    merge_communications,
+    merge_spans,
     read_all_ranks,
 )
 from ovpatch.session.report import render_table
@@ -124,7 +124,7 @@ def group_communications(tracks: RankTracks, step: Step) -> tuple[CollectiveGrou
             members[one.collective, one.phase].append(one)
     groups = []
     for (collective, phase), some in members.items():
-        busy = merge_communications(some).clip(step.start, step.end)
+        busy = merge_spans(some).clip(step.start, step.end)
         hidden = (busy & tracks.compute).total
         groups.append(CollectiveGroup(collective, phase, len(some), hidden, busy.total - hidden))
     return tuple(sorted(groups, key=lambda group: (-group.exposed, -group.hidden)))

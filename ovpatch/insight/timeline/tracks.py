@@ -74,7 +74,7 @@ class RankTracks:
     @property
     def communication(self) -> Intervals:
         """Communication time of the device."""
-        return merge_communications(self.communications)
+        return merge_spans(self.communications)
 
     @property
     def exposed(self) -> Intervals:
@@ -101,9 +101,9 @@ def _moved(intervals: Intervals, by: int) -> Intervals:
     return Intervals(tuple((start + by, end + by) for start, end in intervals))
 
 
-def merge_communications(communications: Iterable[Communication]) -> Intervals:
+def merge_spans(spans: Iterable[Communication | TraceEvent]) -> Intervals:
     """Return the time in which at least one of them runs."""
-    return Intervals.union_of((one.start, one.end) for one in communications)
+    return Intervals.union_of((one.start, one.end) for one in spans)
 
 
 def get_step(tracks: RankTracks, number: int) -> Step:
@@ -221,8 +221,8 @@ def _add_device(
     return replace(
         tracks,
         device=f"gpu {device}",
-        compute=_spans(computing),
-        copies=_spans(event for kind, event in kinds if kind is DeviceTimeKind.COPY),
+        compute=merge_spans(computing),
+        copies=merge_spans(event for kind, event in kinds if kind is DeviceTimeKind.COPY),
         communications=tuple(
             Communication(name_collective(event), launches.find_launch_label(event), event.start, event.end)
             for kind, event in kinds
@@ -247,7 +247,7 @@ def _busiest(events: Sequence[TraceEvent]) -> tuple[int | str, list[TraceEvent],
     by_device: dict[int | str, list[TraceEvent]] = {}
     for event in events:
         by_device.setdefault(event.args.get("device", event.pid), []).append(event)
-    device = max(by_device, key=lambda name: _spans(by_device[name]).total)
+    device = max(by_device, key=lambda name: merge_spans(by_device[name]).total)
     others = sorted(str(name) for name in by_device if name != device)
     remark = f"the process used several devices: gpu {device} is shown, {', '.join(others)} not"
     return device, by_device[device], [remark] if others else []
@@ -265,7 +265,3 @@ def _add_cpu(tracks: RankTracks, trace: Trace) -> RankTracks:
         steps=drop_empty_steps(tracks.steps or make_single_step(trace.events), trace.events),
         actions=find_actions(trace, find_training_thread(trace)),
     )
-
-
-def _spans(events: Iterable[TraceEvent]) -> Intervals:
-    return Intervals.union_of((event.start, event.end) for event in events)

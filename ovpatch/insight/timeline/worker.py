@@ -17,7 +17,7 @@ from ovpatch.insight import steps
 from ovpatch.logs import logger
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.patching import PatchManager
-from ovpatch.session.workers import Orders, write_at_exit, write_json
+from ovpatch.session.workers import Orders, save_json, write_at_exit
 
 #: Name of the mark at the end of step n, without its number; it is inside the optimizer's own range.
 BORDER: Final = profiler_label("timeline", "border")
@@ -247,4 +247,4 @@ class _Session:
             "last": max(self._arrived, default=0),
             "durations": durations,
         }
-        write_json(self._directory / f"recording-rank{self._rank}.json", facts)
+        save_json(self._directory / f"recording-rank{self._rank}.json", facts)

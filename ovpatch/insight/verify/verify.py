@@ -238,7 +238,7 @@ class _Verifier:
         return (Conclusion.NOISE if self.compared.findings else Conclusion.BITWISE), self._describe_scope()
 
     def _may_be_chance(self, wrong: str) -> bool:
-        """Tell whether noise, undersampled so far, may explain all differences."""
+        """Return whether noise, undersampled so far, may explain all differences."""
         different = self.compared.different
         return bool(different) and self.noisy and not wrong and all(one.row.excess < _CHANCE for one in different)
 

@@ -2,8 +2,8 @@
 
 A feature describes its candidates as a :class:`Tuning`; :func:`get_autotuner` returns the group's :class:`Autotuner`.
 The time of a candidate is that of the slowest rank. Times are kept in a file for one feature and environment. Only a
-group's first rank reads and writes it; a measurement that it cannot read is made again. Of several writers the last
-one's entries stay, which include those that it found.
+group's first rank reads and writes it; a measurement that it cannot read is made again. If several processes write the
+file, the last one's entries stay, which include those that it found.
 """
 
 from __future__ import annotations

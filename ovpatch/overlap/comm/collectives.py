@@ -406,7 +406,7 @@ class Broadcast:
 
 
 class ReduceScatter:
-    """Reduce-scatters tensors: sums over the ranks of a group, of which each rank gets its own part.
+    """Reduce-scatters tensors: each rank of a group gets its own part of the sums over the ranks.
 
     ``average`` divides by the number of ranks, for backends that can.
     """
@@ -535,7 +535,7 @@ def abandon_step_communicators(group: dist.ProcessGroup) -> None:
 
 
 def abort_transport(group: dist.ProcessGroup) -> None:
-    """End what a transport has in flight in a group, for which a rank is missing; it is not used again.
+    """End what a transport has in flight in a group that lacks a rank; the transport is not used again.
 
     The backend's collective behind it (:meth:`Collectives.end_reduction`) cannot be aborted before.
     """

@@ -1,8 +1,8 @@
 """Triton kernel that adds several ranks' terms; imported only where Triton is installed.
 
 A launch costs the host more than a small sum costs the device, so one launch makes several sums. Triton compiles a
-kernel for each combination of numbers that are multiples of 16. Sums of which all are go together, and any other sum
-is launched alone, so that there are few kernels.
+kernel for each combination of numbers that are multiples of 16. One launch makes the sums whose numbers all are; any
+other sum is launched alone, so that there are few kernels.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ class GradBucket:
 
 
 def get_grad(param: Tensor) -> Tensor | None:
-    """Return ``param.grad``; ten times as fast where the parameter is pending, whose class answers by Python."""
+    """Return ``param.grad``, without the call of Python by which the class of a pending parameter answers."""
     with torch._C.DisableTorchFunctionSubclass():
         return param.grad
 

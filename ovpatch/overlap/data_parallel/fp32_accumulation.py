@@ -39,7 +39,7 @@ sums: Final[dict[int, _Sum]] = {}
 
 
 def take_sum(grad: Tensor) -> Tensor:
-    """Return the fp32 sum of which a gradient is the rounding, and drop it here; else the gradient itself.
+    """Return the fp32 sum that a gradient was rounded from, and drop it here; else the gradient itself.
 
     Every reduction calls it, also one of the rounding, because the sum takes memory.
     """

@@ -63,7 +63,7 @@ class GradSharder:
     def make_bucket(
         self, indices: Sequence[int], params: Sequence[torch.nn.Parameter], dtype: torch.dtype | None
     ) -> GradBucket | None:
-        """Return the bucket for parameters of which one or more are sharded; None for an ordinary bucket.
+        """Return the bucket for parameters if one or more of them are sharded; None for an ordinary bucket.
 
         Args:
             indices: Index of each parameter in the order of the whole model.

@@ -87,8 +87,8 @@ class _Products(torch.autograd.Function):
 def accumulate_products(due: list[Due]) -> None:
     """Give leaves the gradients that functions return, as :func:`accumulate_grads` does, but not copies of them.
 
-    Each function is called when the leaves before have their gradients. All this is one call of the engine, which hands
-    over to a thread of its own for each: on a GPU that takes the host longer than to launch a product.
+    Each function is called when the leaves before have their gradients. They share one call of the engine:
+    each call hands over to one of its threads, which on a GPU takes the host longer than to launch a product.
 
     Args:
         due: Leaves on one device each, with their functions. The list is emptied, so that what a function keeps is

@@ -128,7 +128,7 @@ class Endpoints:
         return None if group is None else group_store(group)
 
 
-def own_addresses(store: dist.Store | None) -> list[str]:
+def list_own_addresses(store: dist.Store | None) -> list[str]:
     """Return this machine's addresses; the one on the route to the store's host comes first."""
     root = unwrap_store(store)
     store_host = root.host if isinstance(root, dist.TCPStore) else os.environ.get("MASTER_ADDR", "")

@@ -29,7 +29,7 @@ from ovpatch.overlap.comm.kept_state import (
     register_at_exit,
     renew_in_children,
 )
-from ovpatch.overlap.peer_rpc.client import MAX_CONNECTIONS, Endpoints, Replies, Request, own_addresses
+from ovpatch.overlap.peer_rpc.client import MAX_CONNECTIONS, Endpoints, Replies, Request, list_own_addresses
 from ovpatch.overlap.peer_rpc.server import Handler, Server
 
 AT_EXIT_S = 300.0  # without a call, after which a process that exits no longer waits for its peers
@@ -42,8 +42,8 @@ class PeerError(RuntimeError):
 class PeerRpc:
     """Calls to the other ranks of a process group; one object per group, from :meth:`for_group`.
 
-    A forked child is no rank and serves nobody, but it may read what its parent could read: each rank has a part of the
-    content, the child has its parent's in its memory, and the peers still have theirs until they go on.
+    A forked child is no rank and answers no call, but it may read what its parent could read: the child has its
+    parent's part of the content in its memory, and the peers still have theirs until they go on.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -54,7 +54,9 @@ class PeerRpc:
         self._endpoints = Endpoints(group)
         endpoints = self._endpoints  # not self, which the server's threads would keep alive
         self._server = Server(
-            str(group.group_name), own_addresses(group_store(group)), lambda: endpoints.is_destroyed() and not _exiting
+            str(group.group_name),
+            list_own_addresses(group_store(group)),
+            lambda: endpoints.is_destroyed() and not _exiting,
         )
         self._shutdown_barrier = ShutdownBarrier(self._rank, self._global_ranks, self._endpoints, self._server)
         self._endpoints.publish(self._rank, self._server.endpoint)
@@ -353,7 +355,7 @@ def prepare_backward(group: dist.ProcessGroup) -> None:
 
 
 def keep_no_longer(group: dist.ProcessGroup, *, read: bool) -> None:
-    """Keep what is kept for one backward at most; what has been kept for one only if it may still be read."""
+    """Keep everything for one further backward at most; what has passed one already, only if it may still be read."""
     kept = group_state(group).values.get(Kept, {})
     for key, one in list(kept.items()):
         one.left = 1

@@ -83,6 +83,18 @@ class GuardedSource(Source, Protocol):
         """Return a context to fetch in."""
 
 
+class LostContent:
+    """The source of lazy tensors whose content is gone: every read is an error."""
+
+    def __init__(self, message: str, cause: Exception | None = None) -> None:
+        self._message, self._cause = message, cause
+
+    def fetch(self, tensors: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+        """Raise the error."""
+        del tensors, noticed
+        raise RuntimeError(self._message) from self._cause
+
+
 @dataclass(frozen=True)
 class TensorMeta:
     """A dense tensor without its content."""

@@ -134,21 +134,6 @@ def any_dtensors() -> bool:
     return _DTensors.seen
 
 
-def find_reason_against(param: Tensor, *, aliases: int = 0, owners: int = OWNERS) -> str:
-    """Return why a parameter cannot be pending, or "".
-
-    It cannot where its memory can be read without a call that sees its class: through another tensor (a ``detach()``, a
-    view that a live graph keeps, weights that cuDNN flattened), by another process (``share_memory_()``), or from C++
-    (a scripted module, a graph that is still to run backward).
-
-    Args:
-        param: The parameter.
-        aliases: How many other tensors over the parameter's memory the caller keeps.
-        owners: How many owners its tensor object may have; DDP's C++ reducer is three of them.
-    """
-    return _reason_of_type([param]) or _reason_of_memory([param], aliases, owners)
-
-
 def _reason_of_type(params: Iterable[Tensor]) -> str:
     foreign = {*map(type, params)} - {Parameter}
     return f"it is a {foreign.pop().__name__}" if foreign else ""
@@ -172,12 +157,16 @@ def _reason_of_memory(params: Iterable[Tensor], aliases: int, owners: int) -> st
 def mark_pending(params: Sequence[Tensor], wait: Callable[[], None], *, aliases: int = 0, owners: int = OWNERS) -> str:
     """Make readers of some parameters call ``wait`` first: of all of them, or of none.
 
+    A parameter cannot be pending where its memory can be read without a call that sees its class: through another
+    tensor (a ``detach()``, a view that a live graph keeps, weights that cuDNN flattened), by another process
+    (``share_memory_()``), or from C++ (a scripted module, a graph that is still to run backward).
+
     Args:
         params: The parameters.
         wait: Waits for the values and calls :func:`mark_ready`. Several threads may call it, several times, in any
             mode that a reader can be in.
-        aliases: See :func:`find_reason_against`.
-        owners: Likewise.
+        aliases: How many other tensors over each parameter's memory the caller keeps.
+        owners: How many owners each tensor object may have; DDP's C++ reducer is three of them.
 
     Returns:
         "" if they are pending now, else the reason; then the caller has to wait at once. It is not to be asked a second
@@ -391,7 +380,7 @@ def wait_for_module(module: nn.Module, *, tree: bool = False) -> None:
         module: The module.
         tree: Wait for all parameters of its children in any case.
     """
-    # isinstance() would take three times as long; every call of a module comes here.
+    # isinstance() would take longer; every call of a module comes here.
     tree = tree or not _BY_TREE.isdisjoint(type(module).__mro__) or "forward" in module.__dict__
     for part in module.modules() if tree else (module,):
         for param in part._parameters.values():
@@ -453,15 +442,15 @@ class ModuleHook:
         nn.Module._call_impl = self._call  # type: ignore[assignment]  # a descriptor, which returns the method
 
     def remove(self) -> None:
-        """Stop to wait, unless a script has put another function there, which may call this one."""
+        """Stop waiting, unless a script has put another function there, which may call this one."""
         if vars(nn.Module)["_call_impl"] is self._call:
             nn.Module._call_impl = self._call._function  # type: ignore[method-assign]  # what was there before
 
 
 class ContextHook:
-    """Waits where C++ applies an ``autograd.Function`` of which a script took ``apply`` before it was wrapped.
+    """Waits where C++ applies an ``autograd.Function`` whose ``apply`` a script took before it was wrapped.
 
-    That is a built-in method, which no wrapper sees; but for each call it makes a context, whose class is Python's. The
+    No wrapper sees a call of that built-in method; but each call makes a context, whose class is Python's. The
     arguments are not known there, so all parameters are waited for.
     """
 
@@ -469,7 +458,7 @@ class ContextHook:
         BackwardCFunction.__init__ = _wait_for_unseen  # type: ignore[assignment]  # takes one argument, object's takes any
 
     def remove(self) -> None:
-        """Stop to wait."""
+        """Stop waiting."""
         del BackwardCFunction.__init__
 
 
@@ -492,7 +481,7 @@ def waiting_for_compiled_code(original: Callable[..., Any]) -> Callable[..., Any
 
     def waiting(callback: Any) -> Any:
         if callback is not None and PENDING:  # None: code that is not to be compiled
-            function = _variable_of_caller("compile_wrapper", "fn", sys._getframe(1))
+            function = _find_compiled_function(sys._getframe(1))
             module = getattr(function, "__wrapped__", getattr(function, "__self__", function))
             if isinstance(module, nn.Module):
                 wait_for_tree(module)
@@ -540,13 +529,13 @@ def _skip_frames(function: Any) -> None:
         dynamo.set_code_exec_strategy(function.__code__, dynamo.FrameExecStrategy(skip, skip))
 
 
-def _variable_of_caller(name: str, variable: str, frame: FrameType | None) -> Any:
-    """Return a variable of the nearest calling function of this name; None where there is none."""
+def _find_compiled_function(frame: FrameType | None) -> Any:
+    """Return the function that a compiled call was made of, from the frames around it; None where it is not found."""
     for _ in range(_FRAMES):
         if frame is None:
             return None
-        if frame.f_code.co_name == name:
-            return frame.f_locals.get(variable)
+        if frame.f_code.co_name == "compile_wrapper":
+            return frame.f_locals.get("fn")
         frame = frame.f_back
     return None
 

@@ -473,7 +473,7 @@ class GradReducer(BackwardReducer, StockOnly):
         return report.say_unfinished(missing, self._group.rank(), searched=self.config.find_unused_parameters)
 
     def _log_error(self, text: str) -> RuntimeError:
-        """Return an error of which the logger knows."""
+        """Return an error that the logger has been told of."""
         logger = self._logger()
         if logger is not None:
             logger.set_error_and_log(text)

@@ -35,7 +35,7 @@ _USES_OUTPUTS = (
 
 
 def say_unfinished(missing: Mapping[int, str], rank: int, *, searched: bool) -> str:
-    """Say which parameters got no gradient, first in stock's words, which scripts and people look for.
+    """Say which parameters got no gradient, first in stock's words, which scripts look for.
 
     Args:
         missing: Their names by index.

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from ovpatch_plugins.ddp.options import ReducerConfig
 
 
-def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]) -> str:
+_RPC: Final = "RPC is in use, whose distributed autograd keeps gradients in contexts of its own"
+
+
+def find_reason_for_stock(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]) -> str:
     """Return why this model is left to the stock reducer, or ""."""
     from ovpatch.overlap.comm.kept_state import group_store
 
@@ -45,11 +48,8 @@ def objection(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]
     if group_store(ddp.process_group) is None:
         return "its process group has no store, through which ranks would compare their settings"
     if _has_rpc():
-        return "RPC is in use, whose distributed autograd keeps gradients in contexts of its own"
+        return _RPC
     return ""
-
-
-_RPC = "RPC is in use, whose distributed autograd keeps gradients in contexts of its own"
 
 
 def _has_rpc() -> bool:
@@ -133,7 +133,7 @@ class Takeover:
             from ovpatch.overlap.comm.kept_state import group_store
             from ovpatch.overlap.data_parallel.grad_sharder import is_chosen
 
-            reason = objection(ddp, parameters)
+            reason = find_reason_for_stock(ddp, parameters)
             config = self._config(ddp, parameters, expect_sparse_gradient)
             terms = _terms(parameters, config, static_graph)
             together = _ranks_are_together.get()
@@ -415,7 +415,5 @@ def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, stat
 
 
 def _report_stock(ddp: Wrapper, reason: str) -> None:
-    from ovpatch_plugins.ddp.report import remark
-
     COUNTERS.stock_models += 1
-    remark(f"{get_model_name(ddp)} keeps the stock reducer: {reason}")
+    report.remark(f"{get_model_name(ddp)} keeps the stock reducer: {reason}")

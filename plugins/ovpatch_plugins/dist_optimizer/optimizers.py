@@ -169,7 +169,7 @@ class Optimizers:
         """Return what divides an optimizer's steps, made at the first call; None if it is stock."""
         kept = kept_values(optimizer)
         if _SHARDED not in kept:
-            seen = sharded_grads.generation(), [len(group["params"]) for group in optimizer.param_groups]
+            seen = sharded_grads.get_generation(), [len(group["params"]) for group in optimizer.param_groups]
             if kept.get(_SEEN) == seen:  # no parameter has got shards since
                 return None
             if not _has_sharded_grads(optimizer):

@@ -229,7 +229,6 @@ class BroadcastBucket:
         params: Dense parameters of one dtype and device.
         group: The process group.
         owner: The rank in it that has updated them.
-        feature: For labels in profiles.
         name: Of the bucket, for labels in profiles.
     """
 
@@ -239,13 +238,12 @@ class BroadcastBucket:
         group: dist.ProcessGroup,
         owner: int,
         *,
-        feature: str = "dist_optimizer",
         name: str = "",
     ) -> None:
         self._params = tuple(params)
         self._is_owner = group.rank() == owner
         self._broadcast = Broadcast(group, owner)
-        self._labels = profiler_label(feature, "broadcast", name), profiler_label(feature, "wait", name)
+        self._labels = [profiler_label("dist_optimizer", phase, name) for phase in ("broadcast", "wait")]
         self._in_flight: tuple[Work, Tensor] | None = None
 
     def start_broadcast(self) -> None:

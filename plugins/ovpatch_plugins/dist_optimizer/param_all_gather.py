@@ -26,8 +26,9 @@ from ovpatch_plugins.dist_optimizer.sharded_state import ShardedParam, read_vers
 
 MIB = 1024 * 1024
 
-# A bucket holds at most an eighth of a model, as there must be something to hide behind, and costs the host time, so it
-# is not much less. The first hold half of that, since the forward waits for them soon. All may hold _MIN_BUCKET_BYTES.
+# A bucket holds at most an eighth of a model, so that the gathers of most buckets hide behind computation; smaller
+# buckets would cost the host more time. The first ones hold half of that, since the forward waits for them soon. All
+# may hold _MIN_BUCKET_BYTES.
 _SHARE = 1 / 8
 _HALF_BUCKETS = 2
 _MIN_BUCKET_BYTES = MIB
@@ -109,7 +110,6 @@ class AllGatherBucket:
     Args:
         params: Dense parameters of one dtype and device, sharded by :func:`ovpatch.overlap.tensors.memory.shard_range`.
         group: The process group, whose ranks have the shards.
-        feature: For labels in profiles.
         name: Of the bucket, for labels in profiles.
         communicator: Over the same ranks, which the backend gathers on; by default the group itself.
         before_wait: Called before a stream waits for the values.
@@ -120,7 +120,6 @@ class AllGatherBucket:
         params: Sequence[Parameter],
         group: dist.ProcessGroup,
         *,
-        feature: str = "dist_optimizer",
         name: str = "",
         communicator: dist.ProcessGroup | None = None,
         before_wait: Callable[[], None] | None = None,
@@ -129,7 +128,7 @@ class AllGatherBucket:
         self._group, self._world, self._rank = group, group.size(), group.rank()
         self._device = params[0].device
         self._all_gather = AllGather(group, self._device, communicator)
-        self._labels = profiler_label(feature, "all_gather", name), profiler_label(feature, "wait", name)
+        self._labels = [profiler_label("dist_optimizer", phase, name) for phase in ("all_gather", "wait")]
         self._lock = threading.RLock()  # re-entered if a finaliser or a signal handler reads during the wait
         self._works: Sequence[Work] = []
         self._depth = 0  # how many calls wait for them, one inside of the other
@@ -146,11 +145,6 @@ class AllGatherBucket:
         # With these nodes kept, a tensor has as many owners with a graph as without. One more is a scripted module, or
         # a graph that is still to run backward; they read memory without asking.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params if p.requires_grad]
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether an all-gather was started and has not been waited for."""
-        return bool(self._works)
 
     def lend_shards(self) -> dict[int, Tensor]:
         """Return memory for this rank's shards of coalesced parameters, ``[shard.numel]``, by ``id()`` of these.
@@ -334,7 +328,7 @@ class ParamAllGather:
     Args:
         overlap: Wait for a bucket when it is read; otherwise at once.
         granularity: What a bucket holds: ``size``, ``layer`` or ``module``.
-        bucket_mb: Capacity of a bucket in MiB, for ``size``; with overlap, at most a sixteenth of the model's size.
+        bucket_mb: Capacity of a bucket in MiB, for ``size``; with overlap, at most an eighth of the parameters.
         copy_engines: Whether the GPUs' copy engines gather, and reduce what is gathered: ``on``, ``off`` or ``auto``.
     """
 

@@ -190,12 +190,12 @@ def _choose_sharding(options: Mapping[str, Any], prepare: Callable[[], str], *mo
 def _make_sharder(options: Mapping[str, Any], *model: Any, **facts: Any) -> GradSharder:
     """Return the sharder of a model: a ``GradSharderFactory``."""
     from ovpatch_plugins.dist_optimizer.sharded_grads import make_sharded_grads
-    from ovpatch_plugins.dist_optimizer.sharding_choice import min_sharded_numel
+    from ovpatch_plugins.dist_optimizer.sharding_choice import get_min_sharded_numel
 
     return make_sharded_grads(
         *model,
         **facts,
-        min_numel=functools.partial(min_sharded_numel, options),
+        min_numel=functools.partial(get_min_sharded_numel, options),
         max_inflight_bytes=options["grads_in_flight_mb"] * 2**20 or math.inf,
     )
 
@@ -223,7 +223,7 @@ ovpatch_counters = make_counters_hook("ovpatch_plugins.dist_optimizer.report")
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
     """Return which models are sharded and which optimizers were left stock, and why, and what was measured."""
-    from ovpatch_plugins.dist_optimizer.report import remarks
+    from ovpatch_plugins.dist_optimizer.report import list_remarks
 
     autotune = sys.modules.get("ovpatch.overlap.autotune.autotuner")
-    return [*remarks(), *([] if autotune is None else autotune.report_lines("dist_optimizer"))]
+    return [*list_remarks(), *([] if autotune is None else autotune.report_lines("dist_optimizer"))]

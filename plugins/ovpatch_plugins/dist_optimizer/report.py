@@ -85,7 +85,7 @@ def note_choice(text: str) -> None:
         _log.info("%s", text)
 
 
-def remarks() -> Sequence[str]:
+def list_remarks() -> Sequence[str]:
     """Return which models are sharded, if that is chosen, and which optimizers are stock or had nothing to divide."""
     found = list(_remarks)
     if _strangers and not (_remarks or COUNTERS.optimizers):

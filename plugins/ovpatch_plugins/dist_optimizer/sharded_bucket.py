@@ -1,4 +1,4 @@
-"""Gradient buckets of which each rank gets its own shards, and what ranks ask each other for of these."""
+"""Gradient buckets whose reduction leaves each rank its own shards, and the calls by which peers read these."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ovpatch.overlap.data_parallel.bucket import SMALL, GradBucket, get_grad, ma
 from ovpatch.overlap.peer_rpc.rpc import KeepAlive, PeerRpc
 from ovpatch.overlap.peer_rpc.versioned import TornReadError, VersionedTensors, copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, Source
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, LostContent, Source
 from ovpatch.overlap.tensors.memory import (
     compute_contiguous_strides,
     count_grad_owners,
@@ -85,9 +85,9 @@ class GradSource(Source, Protocol):
 class ShardedGradBucket(GradBucket):
     """Gradients of some parameters, most of which are reduce-scattered; the others are all-reduced.
 
-    Small sharded gradients are copied into one tensor ``[ranks, elements]``, in whose row r
-    lie the shards of rank r, and are reduce-scattered by one collective, as FSDP2 does it. Large ones are
-    reduce-scattered where they lie. A gradient that cannot be divided evenly is padded.
+    Small sharded gradients are copied into one tensor ``[ranks, elements]``, whose row r has the shards of rank r, and
+    are reduce-scattered by one collective, as FSDP2 does it. Large ones are reduce-scattered where they lie. A gradient
+    that cannot be divided evenly is padded.
 
     Args:
         indices: Index of each parameter in the order of the whole model.
@@ -318,7 +318,7 @@ class ShardedGradBucket(GradBucket):
         reference = self._freed.pop(i, None)
         freed = None if reference is None else reference()
         if freed is not None and freed is not grad and isinstance(freed, LazyTensor):
-            freed.source = _Lost(self._grads.names[self.indices[i]])
+            freed.source = LostContent(_LOST.format(self._grads.names[self.indices[i]]))
 
     def detach_grads(self) -> None:
         """Take gradients away that are being reduced in place, or were freed."""
@@ -352,18 +352,6 @@ class ShardedGradBucket(GradBucket):
         self._freed.clear()
         if self.device.type == "cuda":  # whose memory is soon of use to others; elsewhere fresh memory is slow
             self._input = None
-
-
-class _Lost:
-    """The source of freed gradients of which there will be no shards."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def fetch(self, tensors: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
-        """Raise an error."""
-        del tensors, noticed
-        raise RuntimeError(_LOST.format(self._name))
 
 
 def _find_freeable(grads: Sequence[Tensor | None]) -> list[bool]:

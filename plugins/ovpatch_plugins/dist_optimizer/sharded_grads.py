@@ -1,4 +1,4 @@
-"""The gradients of one model of which each rank keeps a shard."""
+"""The gradients of one model, where each rank keeps a shard of each."""
 
 from __future__ import annotations
 
@@ -227,9 +227,9 @@ class ShardedGrads(GradSharder):
             self.materialize_grads()  # all of them: the others will be added to as well
 
     def on_backward_start(self, *, staged: bool, counts: Sequence[int] | None) -> None:
-        """Materialize gradients that the script keeps though they are no parameter's any more.
+        """Materialize gradients that the script still holds, but no parameter has.
 
-        Until now no collective was started, so no peer can have overwritten its shards.
+        No collective of this backward has started, so no peer can have overwritten its shards.
         """
         if self._halves:
             self._grads.send_half = False
@@ -520,7 +520,7 @@ class _Models(weakref.WeakSet[ShardedGrads]):
     """The sharded gradients of one process group."""
 
 
-def generation() -> int:
+def get_generation() -> int:
     """Return a number that changes when parameters get other sharded gradients."""
     return _Generation.number
 

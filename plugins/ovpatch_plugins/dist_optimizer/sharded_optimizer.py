@@ -79,7 +79,8 @@ _GRAD: Final = operator.attrgetter("grad")
 
 _ACCUMULATED: Final = 64  # backwards after which a script steps at the latest
 
-#: Of an optimizer that this rank alone has stepped, what leaves those beside it stock, which other ranks still divide.
+#: What is kept for an optimizer that this rank alone has stepped: functions that leave stock the optimizers over the
+#: same parameters that other ranks still divide.
 BESIDE: Final = "dist_optimizer: beside"
 
 
@@ -170,13 +171,7 @@ class ShardedOptimizer:
         known = len(optimizer.state)
         try:
             self._sync.begin_update(params)
-            try:
-                with self._updating, self._swapped_in_shards(optimizer):  # and written back
-                    result = inner(optimizer, *args, **kwargs)
-            except Exception:  # on this rank, perhaps; the others wait for the parameters, and may have written to them
-                torch.autograd.graph.increment_version([one.param for one in params])
-                self._start_param_sync(optimizer, params)
-                raise
+            result = self._update_shards(optimizer, params, functools.partial(inner, optimizer, *args, **kwargs))
             self._start_param_sync(optimizer, params)
         except BaseException:  # a KeyboardInterrupt, or the others do not come: the state has gone on
             self._sync.keep_update()
@@ -185,6 +180,16 @@ class ShardedOptimizer:
         COUNTERS.steps += 1
         COUNTERS.params_updated += len(params)
         return result
+
+    def _update_shards(self, optimizer: Optimizer, params: Sequence[ShardedParam], update: Callable[[], Any]) -> Any:
+        """Swap this rank's shards in, update them, and write them back."""
+        try:
+            with self._updating, self._swapped_in_shards(optimizer):
+                return update()
+        except Exception:  # on this rank, perhaps; the others wait for the parameters, and may have written to them
+            torch.autograd.graph.increment_version([one.param for one in params])
+            self._start_param_sync(optimizer, params)
+            raise
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
@@ -215,7 +220,7 @@ class ShardedOptimizer:
         for shards in models:
             if is_capturing(shards.versions.device):
                 raise RuntimeError(_CAPTURED.format(type(optimizer).__name__))
-        if reason := self._stock_reason(optimizer, models):
+        if reason := self._agree_on_step(optimizer, models):
             self.stand_down(reason)
             return []
         if not params:
@@ -235,8 +240,12 @@ class ShardedOptimizer:
                 shards.arrive_at_hosts()
         return self._stepped
 
-    def _stock_reason(self, optimizer: Optimizer, models: Iterable[ShardedGrads]) -> str:
-        """Return why the optimizer has to go on as stock from now on, the same on all ranks; "" if it has not."""
+    def _agree_on_step(self, optimizer: Optimizer, models: Iterable[ShardedGrads]) -> str:
+        """Agree with the other ranks to divide this step; else return why the optimizer goes on as stock from now on.
+
+        Raises:
+            RuntimeError: A new optimizer has taken this one's place on other ranks.
+        """
         if torch._C._current_graph_task_id() != -1:
             return IN_BACKWARD
         for shards in models:
@@ -244,7 +253,7 @@ class ShardedOptimizer:
                 return LEFT
         if not self._compared:
             self._compared = True
-            return self._agree(optimizer)
+            return self._agree_at_first(optimizer)
         if self._replaced:
             self._stay_away(models)
             raise RuntimeError(_BESIDE.format(type(self._optimizer()).__name__))
@@ -264,11 +273,11 @@ class ShardedOptimizer:
 
     @staticmethod
     def _stay_away(models: Iterable[ShardedGrads]) -> None:
-        """Have ranks raise an error that wait for this one, where they cannot be told before their step."""
+        """Have the ranks that wait for this one raise an error, where they cannot be told before their step."""
         for shards in _one_per_group(models):
             shards.stay_away_from_hosts()
 
-    def _agree(self, optimizer: Optimizer) -> str:
+    def _agree_at_first(self, optimizer: Optimizer) -> str:
         """Agree with the other ranks before the first step; return why the optimizer has to stay stock.
 
         Every rank does so at the optimizer's first step, also one that has nothing to divide.
@@ -315,7 +324,7 @@ class ShardedOptimizer:
         return LOCAL if any(shards.local for shards in names) else ""
 
     def _leave_together(self, older: Mapping[ShardedGrads, Sequence[ShardedOptimizer]], *, told: bool) -> None:
-        """Have ranks that go on with an older optimizer leave it stock, if they can be told, and leave it so here."""
+        """Leave older optimizers stock here and, if they can be told, on the ranks that go on with them."""
         for shards, of_model in older.items() if told else ():
             self._stay_away([shards])
             shards.local = True
@@ -363,7 +372,7 @@ class ShardedOptimizer:
     def params_to_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters with a gradient whose update is divided."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        key = list(map(id, params)), sharded_grads.generation()
+        key = list(map(id, params)), sharded_grads.get_generation()
         with torch._C.DisableTorchFunctionSubclass():  # pending parameters tell as well whether they have a gradient
             if key != self._params_key:
                 self._params, self._params_key = self._find_params(params), key
@@ -404,7 +413,7 @@ class ShardedOptimizer:
         log.adopt(turn)
         shards.optimizers.add(self)
         state = self._states[shards] = self._state_type(shards, turn)
-        # A slower peer may still ask when the script has dropped the optimizer here. So do ranks that go on with it,
+        # A slower peer may still ask when the script has dropped the optimizer here. Ranks that go on with it ask, too,
         # once they hear of a new one that this rank alone has made, at its first step.
         weakref.finalize(optimizer, rpc.keep_until_backward, shards.group, state, _ACCUMULATED).atexit = False
 
@@ -489,7 +498,7 @@ def _evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
 
 
 def put_in_order(optimizer: Optimizer, known: int) -> None:
-    """Put what has come into ``optimizer.state`` since it had ``known`` entries where stock puts it."""
+    """Put the entries that a step has added behind the first ``known`` of ``optimizer.state`` where stock puts them."""
     state = optimizer.state
     if len(state) > known:
         places = {param: i for i, param in enumerate(p for group in optimizer.param_groups for p in group["params"])}
@@ -498,7 +507,7 @@ def put_in_order(optimizer: Optimizer, known: int) -> None:
 
 
 def leave_beside(optimizer: Optimizer) -> None:
-    """Leave stock what an optimizer was stepped beside, on this rank alone, unless it has stepped since."""
+    """Leave stock the optimizers beside which this rank alone has stepped another, unless they have stepped since."""
     for leave in kept_values(optimizer).pop(BESIDE, ()):
         leave()
 
@@ -513,7 +522,7 @@ def _tell_local(models: Collection[ShardedGrads]) -> None:
 
 
 def _keep_no_longer(models: Iterable[ShardedGrads], *, read: bool) -> None:
-    """Keep state of optimizers that are gone no longer, as ranks have agreed on what follows them.
+    """Stop keeping the state of optimizers that are gone: ranks have agreed on what follows them.
 
     Args:
         models: Their models.

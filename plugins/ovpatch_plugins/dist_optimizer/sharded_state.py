@@ -1,4 +1,4 @@
-"""The state of one optimizer for the parameters of one model, of which this rank keeps its shards.
+"""The state of one optimizer for the parameters of one model, where each rank keeps its shards.
 
 A :class:`ShardedParam` is a parameter whose update is divided among the ranks, with what an optimizer is given in its
 place during a step.
@@ -211,8 +211,8 @@ class ShardedState(abc.ABC):
     ranks call one earlier than the other. A reader asks for the version that it has itself: a rank that loads keeps the
     shards from before for a while, and a reader of loaded state waits until its peers have loaded it. Versions are
     numbered by steps first, so ranks agree again after the next step even if one of them alone has loaded. No rank
-    begins a step before all ranks have taken part in its backward. A rank that reads after the backward lets its peers,
-    which perhaps read as well, come to their steps before its own begins (:meth:`wait_for_readers`).
+    begins a step before all ranks have taken part in its backward. A rank that has read after the backward waits until
+    its peers, which may read as well, have come to their steps (:meth:`wait_for_readers`).
 
     [Note: the same tensor] A script may hold a tensor of the state over steps, read it and write to it: stock updates
     it in place. So a lazy tensor that was materialized becomes lazy again in the next step. If its memory is referenced
@@ -311,7 +311,7 @@ class ShardedState(abc.ABC):
         if self._shards.retired:
             return  # the model has other shards now, as after a cast
         if PeerRpc.is_destroyed(self.group):
-            return  # nobody could put it together any more
+            return  # no peer answers any more, so shards could not be put together
         now = {id(value) for state in states.values() for value in state.values()}
         # What the script still holds of the state before keeps its content, as under stock.
         lazy_tensor.materialize(lazy for lazy in self._lazy.values() if id(lazy) not in now and self._is_own(lazy))
@@ -377,7 +377,7 @@ class ShardedState(abc.ABC):
     def _leave_lazy(
         self, key: Key, meta: TensorMeta, state: dict[Any, Any], held: Any = None, *, sole: bool | None = None
     ) -> None:
-        """Leave in ``state`` what stands for a tensor of which this rank has its shard.
+        """Leave in ``state`` what stands for a tensor when this rank keeps its shard.
 
         Args:
             key: Of the tensor.
@@ -404,7 +404,7 @@ class ShardedState(abc.ABC):
             lazy = lazy_tensor.make_lazy(meta, self, key, own=True)
         last = self._lazy.get(key)
         if last is not None and last is not lazy and self._is_own(last):
-            lazy_tensor.set_source(last, LostContent(_REPLACED.format(key[1])), key)
+            lazy_tensor.set_source(last, lazy_tensor.LostContent(_REPLACED.format(key[1])), key)
         self._lazy[key] = state[key[1]] = lazy
 
     def _is_own(self, value: Any) -> bool:
@@ -489,20 +489,8 @@ class ShardedState(abc.ABC):
         return self._versions.read_version(number, lambda: copy(earlier), PATIENCE_S, kept=True)
 
 
-class LostContent:
-    """The source of lazy tensors whose content is gone: every read is an error."""
-
-    def __init__(self, message: str, cause: Exception | None = None) -> None:
-        self._message, self._cause = message, cause
-
-    def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
-        """Raise the error."""
-        del wanted, noticed
-        raise RuntimeError(self._message) from self._cause
-
-
 class KeptState:
-    """The shards behind what a step has left in an optimizer's state, as long as nobody reads or replaces that.
+    """The shards behind what a step has left in an optimizer's state, until that is read or replaced.
 
     It keeps neither parameters nor lazy tensors: a script that holds one of these would keep the model alive.
 

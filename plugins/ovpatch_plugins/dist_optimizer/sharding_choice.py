@@ -32,7 +32,7 @@ def is_half(param: Tensor) -> bool:
     return param.dtype in HALVES
 
 
-def min_sharded_numel(options: Mapping[str, Any], param: Tensor) -> int:
+def get_min_sharded_numel(options: Mapping[str, Any], param: Tensor) -> int:
     """Return with how many elements a parameter is sharded; with a main parameter, any number is worth it."""
     return 1 if options["main_params_in_fp32"] and is_half(param) else int(options["min_param_numel"])
 
@@ -133,7 +133,7 @@ def choose_sharding(
     """
     if options["main_params_in_fp32"] and any(map(is_half, params)):
         return True
-    facts = ModelFacts.of(params, group, min_numel=lambda one: min_sharded_numel(options, one), sparse=sparse)
+    facts = ModelFacts.of(params, group, min_numel=lambda one: get_min_sharded_numel(options, one), sparse=sparse)
     reason = (facts.objection() or prepare()) if together else _APART
     if together:
         answers = gather_values(group, "dist_optimizer: shard", [reason, identify_host()])

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ovpatch.overlap.peer_rpc import rpc
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
-from ovpatch_plugins.dist_optimizer.sharded_state import LostContent, ShardedState
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, LostContent, TensorMeta
+from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState
 
 
 def pack(state: Mapping[Any, Any]) -> tuple[Any, list[Tensor]]:
@@ -107,11 +107,10 @@ class StateDictSource:
 
     [Note: state dicts are lazy] Stock's ``state_dict()`` refers to the live state. A whole copy on every rank would
     need the memory that sharding saves, while mostly rank 0 alone saves it. So a state dict has lazy tensors, which
-    stand for the live ones. An unread state dict shows the live state, as stock's does, and costs nothing. From its
-    first read on it is of that moment: what is unread by then is fetched before this rank joins a further backward,
-    until when no peer changes its shards, or before a step or ``load_state_dict()`` of its own. Tensors that are read
-    in their order, as ``torch.save`` does it, are fetched ahead; ``torch.distributed.checkpoint``, of which each rank
-    saves some tensors, fetches those alone.
+    stand for the live ones. An unread state dict shows the live state, as stock's does, and costs nothing. Its first
+    read fixes the moment that it shows. The rest is fetched before this rank steps, loads state or joins a further
+    backward; no peer changes its shards before that backward. Tensors that are read in their order, as ``torch.save``
+    does it, are fetched ahead. ``torch.distributed.checkpoint`` saves some tensors on each rank and fetches those.
 
     Args:
         states: The ``"state"`` of a state dict: an optimizer's own dicts, by number of the parameter.

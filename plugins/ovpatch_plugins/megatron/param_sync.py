@@ -80,7 +80,7 @@ class ParamGather:
             tensors: How many tensors Megatron keeps, by the address of their memory.
 
         Returns:
-            "" or the reason why nobody waits.
+            "", or the reason why readers do not wait.
         """
         for memory, params in self._buckets:
             for param in params:
@@ -91,16 +91,16 @@ class ParamGather:
                     owners=1 + owners.get(id(param), 0),
                 )
                 if reason:
-                    self.settle()
+                    self.release_readers()
                     return reason
         return ""
 
     def start(self, group: Any) -> bool:
-        """Start the gather; tell whether there is one."""
+        """Start the gather; return whether there is one."""
         group.start_param_sync()
         self._handle = group.param_gather_handle  # which Megatron drops when it has waited
         if self._handle is None:  # one rank
-            self.settle()
+            self.release_readers()
         return self._handle is not None
 
     def wait(self) -> None:
@@ -109,7 +109,7 @@ class ParamGather:
         if self._stream is not None and self._stream != torch.cuda.current_stream(self._stream.device):
             with torch.cuda.stream(self._stream):
                 self._handle.wait()
-        self.settle()
+        self.release_readers()
 
     def wait_for_reader(self) -> None:
         """Wait for the values as a reader does."""
@@ -117,7 +117,7 @@ class ParamGather:
             COUNTERS.reads += 1
             self.wait()
 
-    def settle(self) -> None:
+    def release_readers(self) -> None:
         """Let readers pass: the values are there."""
         self._release.detach()
         mark_ready(self._params)
@@ -155,7 +155,7 @@ def _start(optimizer: Any, groups: Sequence[Any]) -> None:
                 COUNTERS.gathers += 1
     except BaseException:  # a KeyboardInterrupt, too: nothing would ever arrive
         for gather in gathers:
-            gather.settle()
+            gather.release_readers()
         raise
     for group, reason in zip(groups, reasons, strict=True):
         started = _find_gather(group)
@@ -190,7 +190,7 @@ def wrap_finish_param_sync(original: Callable[..., None]) -> Callable[..., None]
             return
         original(self, skip_next_bucket_dispatch=True)  # the next one has been started as well
         with _LOCK:
-            gather.settle()
+            gather.release_readers()
 
     return finish_param_sync
 
@@ -222,7 +222,7 @@ def _finish(group: Any) -> None:
         return
     _wait_for_handle(group)
     with _LOCK:
-        gather.settle()
+        gather.release_readers()
 
 
 def _wait_for_handle(group: Any) -> None:

@@ -1,7 +1,7 @@
 """Megatron's 1F1B by the engine of ``pipeline``, with input gradients sent before the weight gradients are computed.
 
-Megatron's function runs as it is, with its own forward and backward steps. Its messages are the engine's: receives
-start ahead, and nobody waits for a send. A backward leaves out the weight gradients of linears, which are computed
+Megatron's function runs as it is, with its own forward and backward steps. The engine carries its messages: receives
+start ahead, and no stage waits for a send. A backward leaves out the weight gradients of linears, which are computed
 behind the send where the engine's order has them.
 """
 
@@ -122,7 +122,7 @@ class _Step:
         """Compute a microbatch's weight gradients."""
         if not len(self._queue):
             return
-        # In its last backward Megatron has begun to count gradients, of which only the last microbatch's are.
+        # In its last backward Megatron counts gradients; only the last microbatch's are to be counted.
         counts = self._left or microbatch == self._microbatches - 1
         with contextlib.nullcontext() if counts else self._no_sync():
             self._queue.compute(1)
@@ -349,7 +349,7 @@ class PipelinePatches:
                 "weight gradients of a pipeline's stages: auto keeps collectives of tensor-parallel linears under them"
             )
             return False
-        return group.rank() > 0  # nobody waits for the first stage's input gradient
+        return group.rank() > 0  # no stage waits for the first one's input gradient
 
 
 def _make_buffer(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

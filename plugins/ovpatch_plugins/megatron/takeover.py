@@ -12,7 +12,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,9 +29,8 @@ class BucketChain:
     order may differ from rank to rank; that of the groups does not.
     """
 
-    def __init__(self, model: Any, groups: Sequence[Any]) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
-        self._groups = [weakref.ref(group) for group in groups]
         self._starts: dict[int, Callable[[], None]] = {}  # reductions that are ready, by the group's index
         self._next = 0  # index of the group whose reduction has to start next
 
@@ -83,7 +82,7 @@ def find_place(group: Any) -> BucketPlace | None:
 def take_over(model: Any) -> None:
     """Note the bucket groups of a model in Megatron's DistributedDataParallel."""
     for groups in (model.bucket_groups, model.expert_parallel_bucket_groups):
-        chain = BucketChain(model, groups)
+        chain = BucketChain(model)
         for index, group in enumerate(groups):
             kept_values(group)[_PLACE] = BucketPlace(chain, index)
     COUNTERS.models += 1

@@ -1,7 +1,7 @@
 """Weight gradients of a stage's linears, computed after the backward that left them out.
 
 A backward then yields the gradient of the stage's input and the gradients of all parameters but the linears' weights.
-For each of those it keeps input and output gradient, of which the product is made behind the send.
+For each of those it keeps input and output gradient; their product is made behind the send.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class WeightGradQueue:
     Products are made of the operands of Megatron's backward and given to the weight through the engine, which calls
     Megatron's hook, in the order of the microbatches: all bits are Megatron's. A weight that is also read elsewhere
     gets a sum, which would round otherwise. So its first step shows whether it has one contribution; until then, and
-    for good if not, its gradient is computed in the backward. So is that of a weight with hooks of the script.
+    for good if not, its gradient is computed in the backward. The same holds for a weight with hooks of the script.
 
     A later step may bring further contributions. In that step they are held until the product is due, and the weight
     gets the sum then, as one gradient; from the next step on its gradient is computed in the backward.

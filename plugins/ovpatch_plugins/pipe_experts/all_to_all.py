@@ -289,7 +289,7 @@ class SymmAllToAll:
         from ovpatch.overlap.symm_mem.kernels import RANKS
         from ovpatch_plugins.pipe_experts.triton_kernels import HEADER
 
-        self._world, self._rank, self._device = group.size(), group.rank(), device
+        self._world, self._rank = group.size(), group.rank()
         self.channels, self._slot, self._depth, self._block = channels, slot, depth, block
         size = HEADER.value + channels * self._world * depth * slot
         self._memory = memory.allocate_on_all(size, group, device, lambda own: own[: HEADER.value].zero_())
@@ -377,7 +377,7 @@ class _KernelWork:
         self._tensors = ()
 
     def is_done(self) -> bool:
-        """Tell whether the tensors may be freed."""
+        """Return whether the tensors may be freed."""
         return not self._tensors or self._end is None or self._end.query()
 
 

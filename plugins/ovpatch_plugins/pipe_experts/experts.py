@@ -179,7 +179,7 @@ class IndexedExperts(Experts):
 
 
 def _has_trainable(function: Any) -> bool:
-    """Tell whether a module, or a module's method, has a trainable parameter; other functions count as having one."""
+    """Return whether a module, or a module's method, has a trainable parameter; other functions count as having one."""
     while isinstance(function, functools.partial):
         function = function.args[0] if function.args else function.func
     module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)

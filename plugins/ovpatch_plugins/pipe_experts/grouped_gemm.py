@@ -86,14 +86,14 @@ def _grouped_mm(x: Tensor, weight: Tensor, groups: GroupSizes) -> Tensor:
 
 
 def _has_kernel(x: Tensor, other: Tensor, groups: GroupSizes) -> bool:
-    """Tell whether torch's grouped kernel takes two factors; a single expert's product needs none."""
+    """Return whether torch's grouped kernel takes two factors; a single expert's product needs none."""
     if x.device.type != "cuda" or x.dtype != torch.bfloat16 or len(groups.sizes) == 1 or not len(x):
         return False
     return _is_aligned(x) and _is_aligned(other) and hasattr(torch.nn.functional, "grouped_mm")
 
 
 def _is_aligned(factor: Tensor) -> bool:
-    """Tell whether all rows, or columns, start at an aligned address; an activation may return any view."""
+    """Return whether all rows, or columns, start at an aligned address; an activation may return any view."""
     strides = sorted(factor.stride())
     return strides[0] == 1 and all(
         place % _ALIGNMENT == 0 for place in (factor.data_ptr(), *(n * factor.element_size() for n in strides[1:]))

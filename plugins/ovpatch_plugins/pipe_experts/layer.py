@@ -224,7 +224,7 @@ class LayerShape:
 
 
 class MeasuredPlans(PlanCandidates):
-    """Plans of a layer, of which the fastest is chosen.
+    """Plans of a layer; the fastest one is chosen.
 
     The exchange of counts tells all ranks the tokens of the rank that has the most; the choice is by that number,
     rounded to a power of two. So a layer with varying tokens is measured a few times in all, and a recomputed

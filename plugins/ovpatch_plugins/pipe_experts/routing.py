@@ -67,7 +67,7 @@ class ChunkPlan:
 
 
 class PlanCandidates:
-    """Plans of which one is chosen once all ranks know the number of tokens; by itself, one plan."""
+    """One or more plans; one is chosen once all ranks know the number of tokens."""
 
     def __init__(self, plan: ChunkPlan) -> None:
         self.expected = plan  # the plan that is probably chosen; ranks may expect different ones
@@ -167,7 +167,7 @@ def compute_capacity(tokens: int, top_k: int, experts: int, factor: float) -> in
 
 
 def drop_over_capacity(top_k_index: Tensor, experts: int, capacity: int) -> Tensor:
-    """Return the experts of slots, ``[tokens, k]``, of which each keeps its first ``capacity`` tokens of this rank.
+    """Return the experts of slots, ``[tokens, k]``; each expert keeps its first ``capacity`` tokens of this rank.
 
     :data:`DROPPED` stands for no expert.
     """
@@ -263,7 +263,7 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
-    """Tell whether the Triton kernels take these tensors."""
+    """Return whether the Triton kernels take these tensors."""
     return all(t.is_cuda and t.dtype in _KERNEL_DTYPES for t in tensors) and not triton_unavailable_reason()
 
 

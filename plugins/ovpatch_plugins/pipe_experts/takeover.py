@@ -41,7 +41,7 @@ def register_implementation() -> None:
 
 
 def is_stock_implementation(implementation: Any) -> bool:
-    """Tell whether an ``AllToAllEP`` dispatches and combines tokens as transformers' own does.
+    """Return whether an ``AllToAllEP`` dispatches and combines tokens as transformers' own does.
 
     False also for a release whose class lacks the attributes that are read here.
     """

@@ -64,7 +64,7 @@ class Params:
         self._versions = [(id(param), _version(param)) for param in block.parameters()]
 
     def are_there(self, block: nn.Module) -> bool:
-        """Tell whether the block has the parameters of its forward."""
+        """Return whether the block has the parameters of its forward."""
         now = [id(param) for param in block.parameters()]
         return now == [key for key, _ in self._versions]
 
@@ -219,7 +219,7 @@ class _Cache:
 
 
 def is_cache(value: Any) -> bool:
-    """Tell whether an argument is a cache of keys and values of transformers."""
+    """Return whether an argument is a cache of keys and values of transformers."""
     return any(cls.__name__ == "Cache" and cls.__module__.startswith("transformers.") for cls in type(value).__mro__)
 
 

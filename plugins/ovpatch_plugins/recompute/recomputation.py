@@ -1,9 +1,9 @@
 """One call of a block whose activations are computed again in backward.
 
 ``torch.utils.checkpoint`` ties a recomputation to the backward that asks for it. Here it can be launched before, while
-a gradient that the backward waits for is under way; the rest is alike: tensors that the forward saves are left out by
-saved-tensor hooks, and the forward runs again, with the random numbers and the autocast of the first time, when the
-first of them is asked for or when somebody launches it.
+a gradient that the backward waits for is under way. The rest is alike: saved-tensor hooks leave out the tensors that
+the forward saves. The forward runs again, with the random numbers and the autocast of the first time, when the first
+of these tensors is asked for, or when it is launched ahead.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _thread = _Thread()
 
 
 def is_inside_block() -> bool:
-    """Tell whether this thread computes a block already."""
+    """Return whether this thread computes a block already."""
     return _thread.depth > 0
 
 

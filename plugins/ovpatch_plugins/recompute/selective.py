@@ -69,7 +69,7 @@ class _Operators:
         self._seen: list[Any] = []  # so that ids stay theirs
 
     def find(self, operator: Any) -> bool:
-        """Tell whether an operator is kept."""
+        """Return whether an operator is kept."""
         key = id(operator)
         if key not in self.known:
             self._seen.append(operator)
@@ -193,7 +193,7 @@ def _name(operator: Any) -> str:
 
 
 def _has_to_run_again(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call does more than to make its outputs, which a recomputation would lack without it.
+    """Return whether a call does more than to make its outputs, which a recomputation would lack without it.
 
     If it moves the random generator, dropout behind it would drop other elements than the forward did. If it writes
     into a tensor or makes a view, the recomputation's own tensors would not be changed by it, or through it.

@@ -55,7 +55,7 @@ class _WrappedForward:
         self._write(self._wrapped)
 
     def restore(self) -> None:
-        """Give the class its own forward, unless somebody has wrapped ours, which does nothing without marks."""
+        """Give the class its own forward, unless ours was wrapped; without marks ours does nothing."""
         now = vars(self._owner).get("forward") if self._cell is None else self._cell.cell_contents
         if now is self._wrapped:
             self._write(self._stock)
@@ -225,7 +225,7 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """Tell whether a module is more than one layer: to recompute one layer saves nothing, for it keeps its input."""
+    """Return whether a module is more than one layer: to recompute one layer saves nothing, for it keeps its input."""
     return next(module.children(), None) is not None and not isinstance(module, _LISTS)
 
 
@@ -252,7 +252,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
-    """Tell whether a module checkpoints the one inside of it."""
+    """Return whether a module checkpoints the one inside of it."""
     return any(cls.__name__ == _CHECKPOINT_WRAPPER for cls in type(module).__mro__)
 
 
@@ -350,7 +350,7 @@ def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
             return _run_compiled(stock, self, mark, args, kwargs)
         if is_inside_block() or not _may_save():
             return stock(self, *args, **kwargs)
-        if _is_checkpointed(self):
+        if _is_checkpointed():
             COUNTERS.stock_calls += 1
             return stock(self, *args, **kwargs)
         call = Recomputation(self, mark[2], stock, args, kwargs, make_contexts(mark[0], mark[1]))
@@ -378,7 +378,7 @@ def _count_compiled() -> int:
 
 
 def _may_save() -> bool:
-    """Tell whether tensors for backward may be left out: not under torch.func and tracers, which refuse hooks."""
+    """Return whether tensors for backward may be left out: not under torch.func and tracers, which refuse hooks."""
     autograd: Any = torch._C._autograd
     return (
         not torch._C._are_functorch_transforms_active()
@@ -387,8 +387,8 @@ def _may_save() -> bool:
     )
 
 
-def _is_checkpointed(block: nn.Module) -> bool:
-    """Tell whether the script checkpoints this call itself: torch's hooks are on top, or a backward recomputes."""
+def _is_checkpointed() -> bool:
+    """Return whether the script checkpoints this call itself: torch's hooks are on top, or a backward recomputes."""
     if torch._C._current_graph_task_id() != -1:
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -1,6 +1,6 @@
 """Feature ``tp_linear``: tensor-parallel linears whose collectives hide under their matrix products.
 
-Two operators on local tensors stand alone, for people with parallel layers of their own::
+Two operators on local tensors stand alone, for parallel layers of a script::
 
     from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 """

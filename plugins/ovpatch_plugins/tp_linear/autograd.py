@@ -89,7 +89,7 @@ def _once(backward: Callable[..., Any]) -> Any:
     return run
 
 
-class GatherLinear(torch.autograd.Function):
+class GatheredLinears(torch.autograd.Function):
     """Gathers a sequence and applies linears to it; can return the gathered input as well.
 
     [Note: what is kept for backward] Where rows are a view of the input, the input itself is kept: autograd notices a
@@ -140,7 +140,7 @@ class GatherLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: OpContext, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
-        results, kept = GatherLinear.compute(call, x, *params, keeps=True)
+        results, kept = GatheredLinears.compute(call, x, *params, keeps=True)
         if call.constant:  # then outputs differ in whether they need gradients
             ctx.mark_non_differentiable(*_constant(call, results, params))
         if kept is results[-1]:  # itself, it would stay alive as long as the graph, or be taken apart and put together
@@ -224,7 +224,7 @@ class SingleLinear(torch.autograd.Function):
         return _grads(ctx, dx, params)
 
 
-FUNCTIONS: Final[dict[str, Any]] = {"gather_linear": GatherLinear} | {
+FUNCTIONS: Final[dict[str, Any]] = {"gather_linear": GatheredLinears} | {
     name: type(type(operator).__name__, (SingleLinear,), {})
     for name, operator in OPERATORS.items()
     if operator is not GATHER_LINEAR
@@ -277,7 +277,7 @@ def _resume(ctx: Any) -> tuple[Tensor | None, list[Tensor], ParamGrads]:
 
 
 def _wants_input(ctx: Any) -> bool:
-    """Tell whether this backward continues to the input, and is not for the weights' gradients alone."""
+    """Return whether this backward continues to the input, and is not for the weights' gradients alone."""
     return ctx.needs_input_grad[1] and will_execute(ctx.next_functions[0][0])
 
 

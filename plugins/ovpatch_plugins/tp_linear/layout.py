@@ -89,11 +89,11 @@ def find_sequence_dim(layout: Placement, x: Tensor) -> int | None:
 
 
 def is_traced() -> bool:
-    """Tell whether single operations are recorded, to be kept, changed or repeated: stock's have to be seen then.
+    """Return whether single operations are recorded, to be kept, changed or repeated: stock's have to be seen then.
 
     Selective checkpointing, torch.func and tracers record. Modes that only count do not: they may be on one rank alone,
-    which must not issue other collectives then. Nor does a checkpoint whose policy keeps no collective
-    (``repeats_collectives``).
+    which must not issue other collectives then. A checkpoint whose policy keeps no collective
+    (``repeats_collectives``) does not record either.
     """
     if torch._C._len_torch_dispatch_stack() and any(map(_records, _get_current_dispatch_mode_stack())):
         return True
@@ -157,5 +157,5 @@ def unwrap_grad(grad: Any, placement: Any) -> Tensor:
 
 
 def is_partial(tensor: Any) -> bool:
-    """Tell whether a DTensor is this rank's term of a sum."""
+    """Return whether a DTensor is this rank's term of a sum."""
     return bool(tensor._spec.placements[0].is_partial())

@@ -100,7 +100,7 @@ def _accumulation_target(weight: Tensor) -> Tensor | None:
 
 
 def _is_accumulated(weight: Tensor) -> bool:
-    """Tell whether the running backward adds to ``weight.grad``: with ``inputs=``, it adds to theirs alone."""
+    """Return whether the running backward adds to ``weight.grad``: with ``inputs=``, it adds to theirs alone."""
     if not weight.is_leaf:
         return True
     node = torch.autograd.graph.get_gradient_edge(weight).node
@@ -283,7 +283,7 @@ class CustomOp:
         self, grad: Tensor, x: Tensor, weight: Tensor, group: str, schedule: str, dtype: str, *needs: bool
     ) -> list[Tensor]:
         needs_x, needs_weight, needs_bias = needs
-        # The weight stands for the bias as well, of which only the dtype counts.
+        # The weight stands for the bias as well: only its dtype counts.
         params = ParamGrads(multiply_weight_grad, [weight], [weight], (needs_weight, needs_bias))
         take = params.compute_weights if needs_weight else None
         wanted = getattr(torch, dtype) if needs_x else None

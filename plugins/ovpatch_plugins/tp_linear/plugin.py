@@ -38,7 +38,7 @@ def ovpatch_reasons_against() -> Sequence[str]:
 
 @hookimpl
 def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
-    """Register the patches; they wait for the import of their target, which costs half a second."""
+    """Register the patches; they wait until the script imports their target, since that import takes long."""
     _settings.clear()
     _settings.update(options)
     for name in ("ColwiseParallel", "RowwiseParallel"):
@@ -107,7 +107,7 @@ def _wrap(apply: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _has_cut_modules() -> bool:
-    """Tell whether ``parallelize_module`` has cut a module; looks through all objects where it can have."""
+    """Return whether ``parallelize_module`` has cut a module; looks through all objects where it can have."""
     import torch
 
     if _STYLE not in sys.modules or not torch.distributed.is_initialized():

@@ -191,7 +191,7 @@ def recover_modules() -> list[str]:
 
 
 def _is_cut_and_changed(module: nn.Module) -> bool:
-    """Tell whether a cut linear has got a class derived from nn.Linear since, as ``fully_shard`` makes one."""
+    """Return whether a cut linear has got a class derived from nn.Linear since, as ``fully_shard`` makes one."""
     kind = type(module)
     return kind is not Linear and nn.Linear in kind.__bases__ and bool(vars(module).get("_distribute_module_applied"))
 

@@ -214,7 +214,7 @@ class TPLinear:
         return self.finish_as_stock(linear, output) if plan.finish else output
 
     def matches(self, weight: Any, bias: Any) -> bool:
-        """Tell whether weight and bias are as the style has left them, and cut evenly."""
+        """Return whether weight and bias are as the style has left them, and cut evenly."""
         spec, other = getattr(weight, "_spec", None), getattr(bias, "_spec", None)
         if spec is None or (bias is None) is not (other is None):
             return False
@@ -231,7 +231,7 @@ class TPLinear:
         return True
 
     def _takes(self, plan: _OpPlan, x: Tensor) -> bool:
-        """Tell whether the plan's operator can compute a tensor of its layout."""
+        """Return whether the plan's operator can compute a tensor of its layout."""
         if not x.numel() or (plan.operator == "linear_scatter" and x.shape[plan.dim] % self._world):
             return False
         return plan.given is not None or (x.get_device() < 0) is self._on_cpu  # stock moves it
@@ -358,7 +358,7 @@ class SharedAllGather:
         """Prepare the inputs; ``args`` are the positional ones and, if the style wants them, those by keyword."""
         if not STATE.on or not STATE.shares or torch.compiler.is_compiling():
             return self.stock(module, *args)
-        if self._is_alone and len(args) == 1 and len(args[0]) == 1:  # as mostly
+        if self._is_alone and len(args) == 1 and len(args[0]) == 1:  # the usual case
             layouts: Any = self._style.input_layouts, self._style.desired_input_layouts
             return (self._argument(module, args[0][0], self._mesh, layouts[0][0], layouts[1][0]),)
         style: Any = copy.copy(self._style)  # stock walks the arguments, and asks this copy for each
@@ -427,7 +427,7 @@ def _how(ranks: TPGroup, linears: Sequence[nn.Linear], x: Tensor) -> TPConfig:
 
 
 def is_gather(layout: Any, desired: Any) -> bool:
-    """Tell whether preparing an argument means to gather it."""
+    """Return whether preparing an argument means to gather it."""
     return layout is not None and desired is not None and layout.is_shard() and desired.is_replicate()
 
 
@@ -452,7 +452,7 @@ def find_readers(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> list[nn.Line
 
 
 def _is_parameter(linear: nn.Linear) -> bool:
-    """Tell whether a weight is a parameter, and not computed at every look or call.
+    """Return whether a weight is a parameter, and not computed at every look or call.
 
     ``DistributedDataParallel(device_mesh=)`` takes local tensors for parameters, and its first forward puts DTensors of
     them in their places, as plain attributes. These are views of the parameters by a node that keeps nothing, so they
@@ -472,7 +472,7 @@ def _is_parameter(linear: nn.Linear) -> bool:
 
 
 def can_share_node(linear: nn.Linear, parent: nn.Module | None) -> bool:
-    """Tell whether a linear's product can be one of the gather's node, as far as this rank knows.
+    """Return whether a linear's product can be one of the gather's node, as far as this rank knows.
 
     The input of ``parent`` is gathered, if the product is computed ahead; None if it is computed later.
     """

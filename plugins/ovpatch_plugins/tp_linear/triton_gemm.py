@@ -157,7 +157,7 @@ def gather_gemm_kernel(
 ):  # fmt: skip
     """Fetch the other ranks' rows with the first programs, and multiply with the others, own rows first.
 
-    - ``whole``: all rows, ``[world * m, K]``, of which this rank's are there.
+    - ``whole``: all rows, ``[world * m, K]``; this rank's are there.
     - ``w``, ``bias``, ``out``: ``COUNT`` weights ``[n, K]`` (``[K, n]`` if ``KN``), biases ``[n]`` or all None, and
       products ``[world * m, n]``; the others are None and their ``n`` is 0. K and n are multiples of 8.
     - ``peers``, ``state``, ``half_bytes``: see :mod:`ovpatch.overlap.symm_mem.kernels`.
@@ -268,7 +268,7 @@ def gemm_scatter_kernel(
 def scatter_kernel(x, peers, state, rank, size, half_bytes, WORLD: tl.constexpr, BLOCK: tl.constexpr):
     """Store rows that are there already to the ranks that own them; in the place of a product.
 
-    ``x`` has ``world * size`` numbers, by owner, of which a program copies ``BLOCK`` at a time.
+    ``x`` has ``world * size`` numbers, by owner; a program copies ``BLOCK`` at a time.
     """
     sequence = tl.load(state + SEQUENCE)
     wait_for_signals(signals_of(peers, rank) + DONE, sequence - 2, WORLD)

@@ -279,14 +279,14 @@ def objecting_alone() -> dict[str, Any]:
     from ovpatch_plugins.ddp import takeover
     from ovpatch_plugins.ddp.report import REMARKS
 
-    original = takeover.objection
-    takeover.objection = lambda *a: "planted" if dist.get_rank() == 1 else original(*a)
+    original = takeover.find_reason_for_stock
+    takeover.find_reason_for_stock = lambda *a: "planted" if dist.get_rank() == 1 else original(*a)
     try:
         with ovpatch.applied("ddp"):
             wrapped = DDP(net())
             return {"ours": is_ours(wrapped), "records": steps(wrapped, 2), "remarks": list(REMARKS)}
     finally:
-        takeover.objection = original
+        takeover.find_reason_for_stock = original
 
 
 def test_an_objection_of_one_rank_holds_for_all(ranks):

@@ -216,9 +216,9 @@ def test_other_optimizers_stay_stock(ranks):
 def reported() -> list[str]:
     with apply():
         train("own step")
-        from ovpatch_plugins.dist_optimizer.report import remarks
+        from ovpatch_plugins.dist_optimizer.report import list_remarks
 
-        return remarks()
+        return list_remarks()
 
 
 def test_the_report_says_which_and_why(ranks):

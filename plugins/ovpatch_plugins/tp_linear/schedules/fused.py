@@ -155,7 +155,7 @@ def find_workspace(
 
 
 def is_supported(dtype: torch.dtype, features: int) -> bool:
-    """Tell whether kernels can load rows of a dtype and a number of features."""
+    """Return whether kernels can load rows of a dtype and a number of features."""
     return dtype in DTYPES and features * dtype.itemsize % _ALIGNED == 0
 
 
@@ -192,6 +192,6 @@ def match_layouts(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_packed(weight: Tensor, dim: int) -> bool:
-    """Tell whether the elements along a dimension are adjacent, without gaps along the other one."""
+    """Return whether the elements along a dimension are adjacent, without gaps along the other one."""
     dense = weight.is_contiguous() if dim == 1 else weight.stride() == (1, weight.shape[0])
     return dense and weight.data_ptr() % _ALIGNED == 0

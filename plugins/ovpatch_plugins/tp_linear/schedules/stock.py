@@ -61,7 +61,7 @@ class Schedule:
         return outs, whole
 
     def can_run(self, ranks: TPGroup, device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
-        """Tell whether this schedule can run, and not only its substitute; a collective with one result on all ranks.
+        """Return whether this schedule can run, and not only its substitute; a collective with one result on all ranks.
 
         ``dtype`` is that of the products, ``features`` are the numbers of features of inputs and outputs.
         """
