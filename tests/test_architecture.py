@@ -251,11 +251,12 @@ def layer(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def test_public_functions_have_a_name_of_their_own_in_a_layer():
+def test_public_functions_and_classes_have_a_name_of_their_own_in_a_layer():
     found: dict[tuple[str, str], list[str]] = {}
     for name, path in FILES.items():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name not in BY_NAME:
+            public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+            if public and node.name not in BY_NAME:
                 found.setdefault((layer(name), node.name), []).append(name)
     assert len(found) > 500
     assert {key: names for key, names in found.items() if len(names) > 1} == {}

@@ -19,7 +19,7 @@ _TRAINED_COPIES: Final = 4  # of a parameter: itself, its gradient and two momen
 
 
 @dataclass
-class Costs:
+class BlockCosts:
     """What one microbatch costs.
 
     Attributes:
@@ -47,7 +47,7 @@ class Costs:
 
 def measure_costs(
     model: nn.Module, stack: BlockStack, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
-) -> Costs:
+) -> BlockCosts:
     """Measure the forward and the backward of each block, and of what is before and behind them.
 
     Each block is detached from the one before it, and its backward runs right behind its forward: at one time the
@@ -62,7 +62,7 @@ def measure_costs(
     """
     rounds = [_Round(model, stack, device).run(args, kwargs) for _ in range(_ROUNDS)][1:]
     if any(len(found.blocks) != len(stack.blocks) for found in rounds):
-        return Costs([1.0] * len(stack.blocks))  # the trace says what is wrong
+        return BlockCosts([1.0] * len(stack.blocks))  # the trace says what is wrong
     blocks = [min(found.blocks[index] for found in rounds) for index in range(len(stack.blocks))]
     kinds: dict[Any, list[float]] = {}
     for block, seconds in zip(stack.blocks, blocks, strict=True):
@@ -71,7 +71,7 @@ def measure_costs(
     inside = {id(param) for block in stack.blocks for param in block.parameters()}
     outside = [param for param in model.parameters() if id(param) not in inside]
     behind = {id(param) for param in rounds[-1].params_behind}
-    return Costs(
+    return BlockCosts(
         [medians[_kind_of(block)] for block in stack.blocks],
         min(found.before for found in rounds),
         min(found.behind for found in rounds),
@@ -198,7 +198,7 @@ def _detach(value: Any, found: list[Tensor]) -> Any:
 # --- the partition ---
 
 
-def split_blocks(costs: Costs, placement: Sequence[int]) -> list[int]:
+def split_blocks(costs: BlockCosts, placement: Sequence[int]) -> list[int]:
     """Return the first block of each stage: the slowest stage is as fast as can be, then the fullest as small.
 
     Args:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values, wait_limit_s
-from ovpatch_plugins.pipeline.balance import Costs, check_count, measure_costs, split_blocks, split_evenly
+from ovpatch_plugins.pipeline.balance import BlockCosts, check_count, measure_costs, split_blocks, split_evenly
 from ovpatch_plugins.pipeline.block_stack import (
     BlockStack,
     CutError,
@@ -279,7 +279,7 @@ def _choose_starts(
     world = dist.distributed_c10d._get_default_group()
     # One rank's costs for all: replicas of a pipeline must have the same stages.
     first = gather_values(world, _TOPIC, costs.as_dict() if world.rank() == 0 else 0)[0]
-    return split_blocks(Costs(**first), ranks)
+    return split_blocks(BlockCosts(**first), ranks)
 
 
 def _make_trees(

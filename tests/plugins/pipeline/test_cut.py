@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ovpatch
 from ovpatch_plugins.pipeline import CutError, cut
-from ovpatch_plugins.pipeline.balance import Costs, measure_costs, split_blocks, split_evenly
+from ovpatch_plugins.pipeline.balance import BlockCosts, measure_costs, split_blocks, split_evenly
 from ovpatch_plugins.pipeline.block_stack import find_blocks, prepared
 from ovpatch_plugins.pipeline.cut_schedule import name_args
 from ovpatch_plugins.pipeline.stage_run import list_stages
@@ -387,15 +387,15 @@ def test_stages_are_wrapped_for_data_parallelism(ranks: Any, kind: str) -> None:
 
 
 def test_stages_are_balanced_by_time_then_by_memory() -> None:
-    costs = Costs([1.0] * 6, before=1.0, behind=3.0)
+    costs = BlockCosts([1.0] * 6, before=1.0, behind=3.0)
     assert split_blocks(costs, (0, 1)) == [0, 4]  # the head is worth three blocks, the embedding one
-    heavy = Costs([1.0] * 6, block_bytes=[9.0, 1.0, 1.0, 1.0, 1.0, 1.0], activation_bytes=[1.0] * 6, behind=0.01)
+    heavy = BlockCosts([1.0] * 6, block_bytes=[9.0, 1.0, 1.0, 1.0, 1.0, 1.0], activation_bytes=[1.0] * 6, behind=0.01)
     assert split_blocks(heavy, (0, 1)) == [0, 3]
-    slow = Costs([3.0, 1.0, 1.0, 1.0])
+    slow = BlockCosts([3.0, 1.0, 1.0, 1.0])
     assert split_blocks(slow, (0, 1)) == [0, 1]
     assert split_evenly(7, 3) == [0, 2, 4]
     with pytest.raises(CutError, match="3 blocks make no 4 stages"):
-        split_blocks(Costs([1.0] * 3), (0, 1, 2, 3))
+        split_blocks(BlockCosts([1.0] * 3), (0, 1, 2, 3))
 
 
 def test_costs_are_measured_per_block() -> None:
