@@ -370,7 +370,7 @@ def test_notes_are_few_short_and_defined_once():
 # --- each module alone ---
 
 ALONE = """
-import json, os, sys
+import gc, json, os, sys
 def alone(name):
     pid = os.fork()
     if pid:
@@ -390,6 +390,7 @@ try:
     import triton
 except ModuleNotFoundError:
     pass
+gc.freeze()  # each process would look through all of torch, and copy it for that
 result.update({name: alone(name) for name in names["torch"]})
 print(json.dumps(result))
 """

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ovpatch.overlap.symm_mem.memory import Memory
 
+_POLL = 1e-4  # seconds
 _NO_SIGNATURE = "no signature found for builtin <built-in function print>"
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -85,7 +86,8 @@ def _mend_triton() -> None:
     """Let scalars be indices, which Triton 3.6 makes of arrays by int(), and numpy 2.4 refuses; and save time.
 
     The interpreter replaces the language anew for every function that a kernel calls. Here it is replaced once: this
-    process does nothing else with it.
+    process does nothing else with it. An addition of 0 asks for what another rank signals: one that waits leaves the
+    core to those that it waits for.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -100,6 +102,15 @@ def _mend_triton() -> None:
     _Everything.__globals__.update(tl=tl, core=tl.core)
     interpreter._patch_lang(_Everything)
     interpreter._patch_lang = lambda function: _Lasting()
+
+    atomic = interpreter.InterpreterBuilder.create_atomic_rmw
+
+    def create_atomic_rmw(self: Any, operation: Any, pointer: Any, value: Any, *others: Any) -> Any:
+        if not value.data.any():
+            time.sleep(_POLL)
+        return atomic(self, operation, pointer, value, *others)
+
+    interpreter.InterpreterBuilder.create_atomic_rmw = create_atomic_rmw
 
 
 def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], args: Any) -> None:

@@ -488,9 +488,10 @@ def _patch_for_ovpatch_to_revert():
 
     def revert():
         DistributedDataParallel.forward = original
-        sys.modules["ovpatch"] = real
+        del sys.modules["ovpatch"]
+        sys.modules |= real
 
-    real = sys.modules.get("ovpatch", types.ModuleType("ovpatch"))
+    real = {name: sys.modules[name] for name in ("ovpatch",) if name in sys.modules}
     DistributedDataParallel.forward = _patched
     sys.modules["ovpatch"] = types.SimpleNamespace(revert=revert)
 

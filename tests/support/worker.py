@@ -75,9 +75,8 @@ class Case:
     arguments: bytes
 
 
-_MANY = 50  # modules
+_MANY = 10_000  # objects; a collection looks through some ten million a second
 _MOST_PASSES = 200  # of the collector, after a case
-_imported = 0  # modules that there were at the last freezing
 
 _case: Case | None = None
 _client: dist.TCPStore | None = None
@@ -100,7 +99,7 @@ def main(connection: Connection, output: Path, stack_file: Path, environment: Ma
     use_one_thread()
     _seed_what_is_there()
     keep = stacks.install(stack_file)
-    _freeze_imports()  # what is there by now never dies: collecting after each case takes a millisecond, not sixty
+    gc.freeze()  # what is there by now never dies: collecting after each case takes a millisecond, not sixty
     while True:
         try:
             case: Case = wire.loads(connection.recv_bytes())
@@ -180,7 +179,7 @@ class _Runner:
         _reset_torch()
         _set_environment(self.environment)
         _collect_all()
-        _freeze_imports()
+        _freeze_remainder()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         left = guard.leftovers(self.before, guard.snapshot())
@@ -298,14 +297,13 @@ def _collect_all() -> None:
             return
 
 
-def _freeze_imports() -> None:
-    """Take what a case has imported out of later collections, which would look through all of Dynamo each time.
+def _freeze_remainder() -> None:
+    """Take what a case leaves behind out of later collections: what it imported, and all that Dynamo keeps for good.
 
-    Not after every case: a process group that is garbage a moment later would never go then.
+    Collections would look through that in each case that follows, 50 ms each after a file that compiles. Not after
+    every case: a process group that is garbage a moment later would never go then.
     """
-    global _imported
-    if len(sys.modules) > _imported + _MANY:
-        _imported = len(sys.modules)
+    if len(gc.get_objects()) > _MANY:
         gc.freeze()
 
 
