@@ -120,7 +120,7 @@ def _register_work(patches: Registrar, options: Mapping[str, Any], named: NamedC
     patches.register_patch(
         f"{_CLIP}._get_total_norm",
         wrap=wrap_norm,
-        why="is what clip_grad_norm_ and get_total_norm call, by whatever name the script imported them",
+        why="is what clip_grad_norm_ calls, by whatever name the script took that, and get_total_norm itself",
     )
     patches.register_patch(f"{_CLIP}._clip_grads_with_norm_", wrap=wrap_clip, why="as _get_total_norm")
     patches.register_patch(
