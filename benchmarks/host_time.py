@@ -53,6 +53,16 @@ _FAKED_WORLD = 8
 
 
 _CLOCKS: Final = ("main ms", "cpu ms", "wall ms")
+_COLUMNS: Final = {  # of the table, by the name of the figure
+    "main ms": "main thread ms",
+    "main beyond us": "beyond, us",
+    "least beyond us": "least, us",
+    "cpu ms": "all threads ms",
+    "beyond us": "beyond, us",
+    "cpu ratio": "x stock",
+    "wall ms": "wall ms",
+    "least wall ratio": "least x stock",
+}
 
 
 def make_step(
@@ -158,30 +168,9 @@ def measure(arm: str, parameters: int, steps: int, seconds: float, *, profiled: 
 
 def show(rows: list[dict[str, Any]]) -> Table:
     """Return a table of the figures."""
-    table = Table(
-        "parameters",
-        "arm",
-        "main thread ms",
-        "beyond, us",
-        "least, us",
-        "all threads ms",
-        "beyond, us",
-        "x stock",
-        "wall ms",
-        "least x stock",
-    )
-    names = (
-        "main ms",
-        "main beyond us",
-        "least beyond us",
-        "cpu ms",
-        "beyond us",
-        "cpu ratio",
-        "wall ms",
-        "least wall ratio",
-    )
+    table = Table("parameters", "arm", *_COLUMNS.values())
     for row in rows:
-        table.add_row(str(row["parameters"]), row["arm"], *(f"{row[name]:.2f}" for name in names))
+        table.add_row(str(row["parameters"]), row["arm"], *(f"{row[name]:.2f}" for name in _COLUMNS))
     return table
 
 

@@ -488,10 +488,12 @@ def _patch_for_ovpatch_to_revert():
 
     def revert():
         DistributedDataParallel.forward = original
-        del sys.modules["ovpatch"]
-        sys.modules |= real
+        if real is None:
+            del sys.modules["ovpatch"]
+        else:
+            sys.modules["ovpatch"] = real
 
-    real = {name: sys.modules[name] for name in ("ovpatch",) if name in sys.modules}
+    real = sys.modules.get("ovpatch")
     DistributedDataParallel.forward = _patched
     sys.modules["ovpatch"] = types.SimpleNamespace(revert=revert)
 

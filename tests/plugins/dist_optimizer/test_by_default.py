@@ -156,7 +156,7 @@ def test_functions_that_were_taken_by_name_before_know_shards(ranks):
     results = ranks(2)(both_with_names_from_before)
     check(results, steps=STEPS, bitwise=False)  # norms are summed from shards
     for result in results:
-        assert result["counters"]["norms"] >= 2 * (STEPS - 2)  # from shards, which there are behind the third backward
+        assert result["counters"]["norms"] >= 2 * (STEPS - 2)  # from shards, from the third backward on
         assert result["counters"]["grads_read"] == 0
 
 
