@@ -1,7 +1,7 @@
 """Ranks compare terms through the process group's store before a feature's first collective.
 
-One of the three ways for ranks to agree: this one blocks; ``comm.step_flags`` is asynchronous, by all-reduce; and
-``peer_rpc.host_barrier`` synchronises hosts.
+One of the three ways for ranks to agree: this one blocks; ``comm.step_flags`` is an all-reduce within a step;
+and ``peer_rpc.host_barrier`` synchronises hosts.
 """
 
 from __future__ import annotations

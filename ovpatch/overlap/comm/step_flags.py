@@ -1,8 +1,9 @@
-"""Flags that every rank raises after a step, summed over the ranks by one asynchronous all-reduce."""
+"""Flags that ranks raise in a step, each an asynchronous all-reduce: one way for ranks to agree (``comm.consensus``)."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,25 @@ class StepFlags:
             raise RuntimeError(text(steps[0]))
 
 
+def is_raised_anywhere(group: dist.ProcessGroup, device: torch.device, flag: bool) -> bool:
+    """Return whether any rank raises a flag; all ranks call this. A rank that raises it waits for no other.
+
+    Args:
+        group: A communicator that is not kept once the flag is raised: the ranks that raise it leave a collective
+            there, which ends when all drop the communicator.
+        device: Where its collectives run; the host waits for it.
+        flag: Whether this rank raises it.
+    """
+    raised = torch.full((1,), int(flag), dtype=torch.int32, device=device)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    work = group.allreduce([raised], options)
+    if flag:
+        return True
+    work.wait()
+    return bool(raised.item())
+
+
 @dataclass
 class _FlagSum:
     """One all-reduce of flags."""
@@ -109,10 +129,12 @@ class _FlagSum:
     def start(steps: range, flags: Sequence[int], device: torch.device, all_reduce: AllReduce) -> _FlagSum:
         # Filled on the device. A copy from the host would wait for the device's whole queue. An allocation of pinned
         # memory would wait for a collective of the script's, behind which another rank may call this one.
-        sums = torch.zeros(len(flags), dtype=torch.int32, device=device)
-        for i, flag in enumerate(flags):
-            if flag:
-                sums[i].fill_(flag)
+        sums = torch.empty(len(flags), dtype=torch.int32, device=device)
+        begin = 0
+        for flag, alike in itertools.groupby(flags):  # most are as the one before, and a fill takes microseconds
+            end = begin + len(list(alike))
+            sums[begin:end].fill_(flag)
+            begin = end
         (work,) = all_reduce([sums])
         if device.type != "cuda":
             return _FlagSum(steps, flags[0] > 0, work, sums)

@@ -27,6 +27,7 @@ from ovpatch.overlap.comm.kept_state import (
     is_destroyed,
     param_state,
 )
+from ovpatch.overlap.comm.step_flags import is_raised_anywhere
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.bucket import GradBucket, get_grad
@@ -432,15 +433,7 @@ class ShardedGrads(GradSharder):
         if not (shards and self.tells and self.backwards) or is_destroyed(self.group):
             return
         device = self.versions.device
-        # Not kept: a rank that waits for no other leaves a collective in it, which ends when all drop it.
-        communicator = step_communicator(self.group, device)
-        flag = torch.full((1,), int(self.local), dtype=torch.int32, device=device)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        work = communicator.allreduce([flag], options)
-        if not self.local:
-            work.wait()
-            self.local = bool(flag.item())
+        self.local = is_raised_anywhere(step_communicator(self.group, device), device, self.local)
 
     # ---------------------------------------------------------------- reading
 

@@ -17,11 +17,9 @@ from ovpatch.overlap.tensors.memory import can_be_sharded
 from ovpatch_plugins.dist_optimizer.report import note_choice
 
 #: How many elements of each sharded tensor, on average, a rank must no longer update. To shard a tensor costs the host
-#: some 50 us a step. It saves the device the update of the other ranks' shards, for which AdamW reads and writes 28
-#: bytes an element. Measured with AdamW and 2 ranks, on NCCL: with blocks compiled one by one, a GPT of 1B (5.1M
-#: elements) is slower for it, one of 2B (10.7M) faster; eager, 0.4B (1.4M) is slower and 1B faster. Whether modules are
-#: compiled is not known here, since scripts compile behind DistributedDataParallel as well as before. On gloo, linears
-#: of 0.03M are slower, those of 0.5M as fast as stock, those of 2.1M faster.
+#: time; it saves the device the update of the other ranks' shards. The border is that of compiled models: scripts
+#: compile behind DistributedDataParallel as well as before, so it is not known here. docs/features/
+#: dist_optimizer-reference.md has what was measured on both sides.
 MIN_SPARED_NUMEL: Final = {("nccl", "cuda"): 10_000_000, ("gloo", "cpu"): 2_000_000}
 
 _APART: Final = "its ranks did not build it together, so they cannot decide together"
