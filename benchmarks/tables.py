@@ -33,6 +33,8 @@ TP_ARMS = {
     "ovpatch, bulk": "**ovpatch**",
     "ovpatch, bulk, regather": "and regather",
     "ovpatch, bulk, graphed": "ovpatch, graphed",
+    "ovpatch, fused": "**`fused`**",
+    "ovpatch, fused, graphed": "`fused`, graphed",
 }
 
 _COMPILED = {"model": "compiled", "blocks": "blocks compiled"}
@@ -99,7 +101,7 @@ def group_runs(name: str) -> list[list[dict[str, Any]]]:
     for result in _results(name):
         arms = {row["arm"] for row in result["summary"]}
         if "ovpatch" in arms and any(arm.startswith("stock") for arm in arms):
-            kind = f"{name_run(result)}, {result['world']} {result['device'].split()[1]}"
+            kind = f"{name_run(result)}, {_gpus(result)}"
             groups.setdefault(kind, []).append(result)
     return list(groups.values())
 
@@ -114,7 +116,7 @@ def _summary_row(runs: list[dict[str, Any]], arm: str, features: str) -> list[st
     best = [pick_best(run) for run in runs]
     ours = [row for run in runs for row in run["summary"] if row["arm"] == arm]
     rounds = sum(len(row["round_medians_ms"]) for row in ours)
-    kind = f"{name_run(runs[0])}, {runs[0]['world']} {runs[0]['device'].split()[1]}"
+    kind = f"{name_run(runs[0])}, {_gpus(runs[0])}"
     times = f"{rounds} rounds" if rounds > 1 else "1 round"
     if len(runs) > 1:
         times += f" in {len(runs)} runs"
@@ -247,24 +249,28 @@ def zero_alone() -> str:
 
 
 def tp_blocks() -> str:
-    """Return the table of ``benchmarks/tp_blocks.py``: one row per run."""
-    results = _results("tp_blocks")
+    """Return the table of ``benchmarks/tp_blocks.py``: one row for all runs of the same blocks, GPUs and day."""
     header = ["blocks", "GPUs", *TP_ARMS.values(), "peak GiB, stock → ovpatch → regather"]
     lines = [_row(header), _row(["---"] * len(header))]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    results = _results("tp_blocks")
     for result in results:
-        arms, settings = {row["arm"]: row for row in result["summary"]}, result["settings"]
+        settings = result["settings"]
         name = {"8b": "h 4096, 8 layers", "70b": "h 8192, 4 layers", "gpt": "h 3072, 8 layers"}[settings["size"]]
         name += ", local residuals" if settings["plain"] else ""
-        times = [_ms(arms[arm]) if arm in arms else "" for arm in TP_ARMS]
-        peaks = " → ".join(
-            f"{arms[arm]['peak_gib']:.2f}" for arm in ("stock", "ovpatch, bulk", "ovpatch, bulk, regather")
-        )
-        lines.append(_row([name, str(result["world"]), *times, peaks]))
-    newest = results[-1]
+        groups.setdefault((name, f"{_gpus(result)}, {result['date']}"), []).append(result)
+    for (name, gpus), runs in groups.items():
+        times, peaks = dict[str, list[float]](), dict[str, float]()
+        for row in (row for run in runs for row in run["rows"]):
+            times.setdefault(row["arm"], []).extend(row["ms"])
+            peaks.setdefault(row["arm"], row["peak_gib"])
+        medians = [f"{statistics.median(times[arm]):.1f}" if arm in times else "" for arm in TP_ARMS]
+        compared = ("stock", "ovpatch, bulk", "ovpatch, bulk, regather")
+        lines.append(_row([name, gpus, *medians, " → ".join(f"{peaks[arm]:.2f}" for arm in compared)]))
     return "\n".join(lines) + (
-        f"\n\nMilliseconds, forward and backward of a stack of blocks, bf16, median, the slowest rank counts; "
-        f"{newest['device']}, torch {newest['torch']}, random data, 8192 tokens (h 3072: 4096), {newest['date']}. "
-        "ovpatch: schedule bulk. Raw data, with worst cases: `benchmarks/results/tp_blocks.jsonl`."
+        "\n\nMilliseconds, forward and backward of a stack of blocks, bf16, median of all steps, the slowest rank counts; "
+        f"torch {results[-1]['torch']}, NCCL without NVLink multicast, random data, 8192 tokens (h 3072: 4096). ovpatch: "
+        "schedule `bulk`, the default, or `fused`. Raw data, with worst cases: `benchmarks/results/tp_blocks.jsonl`."
     )
 
 
@@ -295,7 +301,7 @@ def moe_layer() -> str:
             _row(
                 [
                     name,
-                    str(result["world"]),
+                    f"{_gpus(result)}, {result['date']}",
                     *(f"{arms[arm]['median_ms']:.2f}" if arm in arms else "" for arm in columns),
                     f"{before['median_ms'] / ours['median_ms']:.2f}",
                     f"{before['peak_gib']:.2f} → {ours['peak_gib']:.2f}",
@@ -304,24 +310,24 @@ def moe_layer() -> str:
         )
     newest = results[-1]
     return "\n".join(lines) + (
-        f"\n\nMilliseconds, median, the slowest rank counts; {newest['device']}, torch {newest['torch']}, bf16, random "
-        f"data, 4096 tokens a rank unless said, balanced routing unless said, {newest['date']}. Raw data, with worst "
-        "cases and more settings: `benchmarks/results/moe_layer.jsonl`."
+        f"\n\nMilliseconds, median, the slowest rank counts; torch {newest['torch']}, bf16, random data, 4096 tokens a "
+        "rank unless said, balanced routing unless said. Raw data, with worst cases and more settings: "
+        "`benchmarks/results/moe_layer.jsonl`."
     )
 
 
 def ablation() -> str:
     """Return the table of ``benchmarks/ablation.py``: one row per run and arm."""
     results = _results("ablation")
-    header = ["model", "mesh", "run", "ms", "TFLOP/s per GPU", "MFU", "over stock", "over no overlap", "peak GiB"]
+    header = ["model", "mesh, GPUs", "run", "ms", "TFLOP/s per GPU", "MFU", "over stock", "over no overlap", "peak GiB"]
     header += ["what came under compute"]
     lines = [_row(header), _row(["---"] * len(header))]
     for result in results:
         lines += _ablation_rows(result)
     newest = results[-1]
     return "\n".join(lines) + (
-        f"\n\nMilliseconds per training step, median, the slowest rank counts; {newest['device']}, torch "
-        f"{newest['torch']}, fused AdamW, random data, settings by turns in one run, {newest['date']}. MFU is of the "
+        f"\n\nMilliseconds per training step, median, the slowest rank counts; torch {newest['torch']}, fused AdamW, random "
+        "data, settings by turns in one run. MFU is of the "
         "989 dense bf16 TFLOP/s that the maker states. No overlap: all features on, each with its overlap off. Raw "
         "data, with worst cases, losses and counters: `benchmarks/results/ablation.jsonl`."
     )
@@ -332,7 +338,7 @@ def _ablation_rows(result: dict[str, Any]) -> list[str]:
     model = settings["model"]
     name = f"{'Llama' if model['llama'] else 'GPT'} {settings['parameters'] / 1e9:.1f}B, {model['layers']} layers, "
     name += {"bf16": "bf16 weights", "fp32": "fp32 weights, autocast"}[settings["dtype"]]
-    mesh = f"DP {result['world'] // settings['tp']} x TP {settings['tp']}"
+    mesh = f"DP {result['world'] // settings['tp']} x TP {settings['tp']}, {_gpus(result)}, {result['date']}"
     how = {row["arm"]: row["features"] for row in result["rows"]}
     lines = []
     for arm, row in arms.items():
@@ -397,12 +403,12 @@ def tp_operators() -> str:
         cut = f", cut for {settings['tp']}" if settings["tp"] else ""
         times = [f"{arms[arm]:.3f}" if arm in arms else "" for arm in shown]
         lines.append(
-            _row([f"{settings['shapes']}{cut}: {kind}", str(result["world"]), *times, *(f"{r:.2f}" for r in ratios)])
+            _row([f"{settings['shapes']}{cut}: {kind}", f"{_gpus(result)}", *times, *(f"{r:.2f}" for r in ratios)])
         )
     newest = results[-1]
     return "\n".join(lines) + (
-        f"\n\nMilliseconds of one call, forward, bf16, median, the slowest rank counts; {newest['device']}, torch "
-        f"{newest['torch']}, NCCL without NVLink multicast, random data, {newest['date']}. Speed of light: the longer "
+        f"\n\nMilliseconds of one call, forward, bf16, median, the slowest rank counts; torch {newest['torch']}, NCCL "
+        "without NVLink multicast, random data; H200 on 2026-11-23, H100 on 2026-11-26. Speed of light: the longer "
         "one of cuBLAS's product and NCCL's collective, over ours, both graphed. Raw data, with worst cases: "
         "`benchmarks/results/tp_operators.jsonl`."
     )
@@ -443,6 +449,11 @@ def _row(cells: list[str]) -> str:
 
 def _ms(row: dict[str, Any]) -> str:
     return f"{row['median_ms']:.1f}"
+
+
+def _gpus(result: dict[str, Any]) -> str:
+    """Return on how many GPUs, and of what kind, a run was measured."""
+    return f"{result['world']} {result['device'].split()[1]}"
 
 
 def name_run(result: dict[str, Any]) -> str:
