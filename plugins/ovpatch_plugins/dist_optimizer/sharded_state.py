@@ -91,7 +91,7 @@ def attach_shards(params: Sequence[ShardedParam]) -> list[Parameter]:
         RuntimeError: A parameter's elements lie in another order than when its model was wrapped.
     """
     owners = tuple([one.param for one in params if one.memory is None])
-    versions = tuple(read_versions(owners))
+    versions = tuple(read_versions(owners)) if owners else ()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         try:
             for one in params:
@@ -117,7 +117,8 @@ def attach_shards(params: Sequence[ShardedParam]) -> list[Parameter]:
                     continue
                 shard_param.grad = shard if shard.dtype is dtype else shard.to(dtype)
         finally:  # set_() counts as a write
-            torch._C._autograd._unsafe_set_version_counter(owners, versions)
+            if owners:
+                torch._C._autograd._unsafe_set_version_counter(owners, versions)
     return [one.shard_param for one in params]
 
 
