@@ -268,9 +268,10 @@ def tp_blocks() -> str:
         compared = ("stock", "ovpatch, bulk", "ovpatch, bulk, regather")
         lines.append(_row([name, gpus, *medians, " → ".join(f"{peaks[arm]:.2f}" for arm in compared)]))
     return "\n".join(lines) + (
-        "\n\nMilliseconds, forward and backward of a stack of blocks, bf16, median of all steps, the slowest rank counts; "
-        f"torch {results[-1]['torch']}, NCCL without NVLink multicast, random data, 8192 tokens (h 3072: 4096). ovpatch: "
-        "schedule `bulk`, the default, or `fused`. Raw data, with worst cases: `benchmarks/results/tp_blocks.jsonl`."
+        "\n\nMilliseconds, forward and backward of a stack of blocks, bf16, median of all steps, the slowest rank "
+        f"counts; torch {results[-1]['torch']}, NCCL without NVLink multicast, random data, 8192 tokens (h 3072: "
+        "4096). ovpatch: schedule `bulk`, the default, or `fused`. Raw data, with worst cases: "
+        "`benchmarks/results/tp_blocks.jsonl`."
     )
 
 
@@ -326,8 +327,8 @@ def ablation() -> str:
         lines += _ablation_rows(result)
     newest = results[-1]
     return "\n".join(lines) + (
-        f"\n\nMilliseconds per training step, median, the slowest rank counts; torch {newest['torch']}, fused AdamW, random "
-        "data, settings by turns in one run. MFU is of the "
+        f"\n\nMilliseconds per training step, median, the slowest rank counts; torch {newest['torch']}, fused AdamW, "
+        "random data, settings by turns in one run. MFU is of the "
         "989 dense bf16 TFLOP/s that the maker states. No overlap: all features on, each with its overlap off. Raw "
         "data, with worst cases, losses and counters: `benchmarks/results/ablation.jsonl`."
     )

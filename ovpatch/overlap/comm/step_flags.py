@@ -1,4 +1,4 @@
-"""Flags that ranks raise in a step, each an asynchronous all-reduce: one way for ranks to agree (``comm.consensus``)."""
+"""Flags that ranks raise in a step, summed by an all-reduce: one of the three ways to agree (``comm.consensus``)."""
 
 from __future__ import annotations
 
