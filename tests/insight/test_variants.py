@@ -57,7 +57,9 @@ def run(tmp_path):
         script = tmp_path / "train.py"
         script.write_text(head + textwrap.dedent(body))
         more = {"timeout": 60.0, **more}
-        return variants.run_variant(variant, [*(launcher or preloaded()), str(script)], WORKER, tmp_path / "out", **more)
+        return variants.run_variant(
+            variant, [*(launcher or preloaded()), str(script)], WORKER, tmp_path / "out", **more
+        )
 
     return run
 
@@ -119,7 +121,9 @@ def test_the_code_of_a_script_that_fails_is_kept(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["forked", pytest.param("torchrun", marks=RARELY)])  # where it does not hang: above
+@pytest.mark.parametrize(
+    "launcher", ["forked", pytest.param("torchrun", marks=RARELY)]
+)  # where it does not hang: above
 def test_a_hang_is_ended_and_every_process_says_where_it_is(run, launcher, monkeypatch):
     for name, value in programs.address().items():
         monkeypatch.setenv(name, value)

@@ -43,10 +43,8 @@ def import_torch() -> None:
     wanted = os.environ.get(SWITCH)
     os.environ[SWITCH] = "0"
     gc.disable()  # there is nothing to find yet, and looking is a fifth of these imports' time
-    import torch
-    import torch._dynamo  # the first optimizer imports it
-
-    for module in filter(None, os.environ.pop("PRELOAD", "").split(",")):
+    # The first optimizer imports dynamo.
+    for module in ("torch", "torch._dynamo", *filter(None, os.environ.pop("PRELOAD", "").split(","))):
         importlib.import_module(module)
     gc.enable()
 

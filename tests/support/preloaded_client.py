@@ -1,4 +1,6 @@
-"""Asks the server of ``preloaded`` for a process, and ends as that does: ``preloaded_client.py SOCKET RANKS SCRIPT ...``.
+"""Asks the server of ``preloaded`` for a process, and ends as that does.
+
+    python preloaded_client.py SOCKET RANKS SCRIPT ...
 
 It imports little: it is started for each run, in place of an interpreter that imports torch.
 """

@@ -11,7 +11,6 @@ import ctypes
 import faulthandler
 import gc
 import os
-import runpy
 import selectors
 import signal
 import socket
@@ -149,7 +148,7 @@ def run(ranks: str, program: list[str]) -> int:
             return left.code or 0
         print(left.code, file=sys.stderr)
         return 1
-    except BaseException:  # as the interpreter does
+    except BaseException:  # noqa: BLE001 - as the interpreter does
         sys.excepthook(*sys.exc_info())
         return 1
     return 0
