@@ -5,6 +5,8 @@ run in a process of their own, which forks into ranks if it is to have any:
 
     interpreted(cases, 5)            # cases(5), in one process
     interpreted(cases, 5, world=2)   # on each of two ranks in a gloo group; the results by rank
+
+It is forked from one that stays for all calls: the imports of torch and Triton take longer than most of these.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.symm_mem.memory import Memory
+from tests.support.preloaded import preloaded
 
 _POLL = 1e-4  # seconds
 _NO_SIGNATURE = "no signature found for builtin <built-in function print>"
+INTERPRETING = {"TRITON_INTERPRET": "1"}
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -40,8 +44,8 @@ def interpreted(function: Callable[..., Any], *args: Any, world: int = 0, timeou
     with tempfile.TemporaryDirectory() as folder:
         call = pickle.dumps((function.__module__, function.__qualname__, args, world))
         Path(folder, "call").write_bytes(call)
-        env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "tests.support.interpreter", folder]
+        env = {**os.environ, **INTERPRETING, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [*preloaded(**INTERPRETING), __file__, folder]
         done = subprocess.run(
             command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout
         )

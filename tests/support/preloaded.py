@@ -28,19 +28,20 @@ SECONDS = 60.0  # until the server has imported torch
 ROOM = "." * (1 << 16)  # for a client's environment, where the system keeps that of the server
 
 
-def preloaded(ranks: int = 0) -> list[str]:
+def preloaded(ranks: int = 0, **variables: str) -> list[str]:
     """Return what comes before a script in a command.
 
     Args:
         ranks: How many processes run the script, as under torchrun, with its variables but for the address; 0: one,
             as under ``python``.
+        variables: What torch is to find in the environment when it is imported, by a server of its own.
     """
-    return [sys.executable, "-I", "-S", str(HERE / "preloaded_client.py"), _server(), str(ranks)]
+    return [sys.executable, "-I", "-S", str(HERE / "preloaded_client.py"), _server(**variables), str(ranks)]
 
 
 @cache
-def _server() -> str:
-    """Start the server, once a session, which ends when this process does; return where it listens."""
+def _server(**variables: str) -> str:
+    """Start a server, once a session, which ends when this process does; return where it listens."""
     folder = tempfile.TemporaryDirectory(prefix="preloaded-")
     address = os.path.join(folder.name, "socket")
     environment = {name: value for name, value in clean(os.environ).items() if name != "PYTHONPATH"}
@@ -48,7 +49,7 @@ def _server() -> str:
         [sys.executable, "-u", str(HERE / "preloaded_server.py"), address],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**environment, "ROOM": ROOM},
+        env={**environment, **variables, "ROOM": ROOM},
     )
     assert process.stdin is not None
     assert process.stdout is not None
