@@ -140,7 +140,13 @@ def is_sum(problem: Problem, rank: int, out: Tensor) -> bool:
 
 
 Shape = tuple[int, int, tuple[int, ...]]  # rows of a rank, features in, and out
-SHAPES: tuple[Shape, ...] = ((20, 40, (24,)), (16, 16, (8, 24, 40)), (1, 8, (16, 8)), (35, 24, (48,)), (17, 32, (24, 8)))
+SHAPES: tuple[Shape, ...] = (
+    (20, 40, (24,)),
+    (16, 16, (8, 24, 40)),
+    (1, 8, (16, 8)),
+    (35, 24, (48,)),
+    (17, 32, (24, 8)),
+)
 
 
 def wrong(world: int, shapes: tuple[Shape, ...]) -> list[str]:
