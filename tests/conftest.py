@@ -40,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest imports, exports it to what the first process starts.
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
+    # Before torch is imported, here and in programs that tests start. Tests and their ranks share the cores: the
+    # threads of each would wait for those that others keep from running, for seconds where the work takes some ms.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     gc.disable()  # until all tests are imported, see below: a seventh of that time
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -91,7 +91,7 @@ def test_one_rank_of_eight_is_measured_alone(tmp_path):
     arms = ["ovpatch, NCCL", "ovpatch, gradients kept"]
     command = [sys.executable, "-m", "benchmarks.zero_alone", "--world=8", "--size=tiny", "--rounds=1", "--steps=2"]
     done = subprocess.run(
-        [*command, "--arms", *arms, "--json", result], cwd=suite.ROOT, capture_output=True, timeout=200
+        [*command, "--batch=1", "--arms", *arms, "--json", result], cwd=suite.ROOT, capture_output=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(result.read_text())

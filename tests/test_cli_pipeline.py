@@ -13,6 +13,8 @@ from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import pipeline_plan
 from ovpatch.settings.settings import SettingsError
 from ovpatch_plugins.pipeline import solver
+from tests.insight.programs import address
+from tests.support.preloaded import preloaded
 
 
 @pytest.fixture
@@ -132,6 +134,7 @@ def test_torch_is_not_imported(command):
 
     program = (
         "import sys; from ovpatch.cli.main import main; "
+        "from ovpatch_plugins.pipeline import solver; solver.solve.__kwdefaults__['effort'] = 30_000; "
         "main(['pipeline', '--what-if', 'p=2,m=2,memory=1x']); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
@@ -145,7 +148,9 @@ THREE_D = Path(__file__).parents[1] / "examples" / "three_d.py"
 
 def test_a_command_is_measured_with_all_orders(command, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(THREE_D)]
+    for name, value in address().items():
+        monkeypatch.setenv(name, value)
+    torchrun = [*preloaded(ranks=2), str(THREE_D)]
     small = ["--dp=1", "--tp=1", "--width=16", "--context=8", "--microbatches=4", "--steps=1000"]
     code, out, err = command("--json", "--out", str(tmp_path / "out"), "--", *torchrun, *small)
     assert code == ExitCode.OK, err
@@ -173,7 +178,8 @@ def test_a_command_is_measured_with_all_orders(command, tmp_path, monkeypatch):
 
 
 def test_a_command_without_a_pipeline_is_told_so(command, tmp_path):
-    code, _, err = command("--out", str(tmp_path / "out"), "--", sys.executable, "-c", "import torch")
+    (tmp_path / "train.py").write_text("import torch")
+    code, _, err = command("--out", str(tmp_path / "out"), "--", *preloaded(), str(tmp_path / "train.py"))
     assert code == ExitCode.UNDECIDED
     assert "no schedule of torch.distributed.pipelining was run" in err
 

@@ -15,6 +15,7 @@ import pytest
 
 from ovpatch.cli import main
 from tests.support import scripts
+from tests.support.preloaded import preloaded
 from tests.support.rarely import RARELY
 from tests.test_docs import PAGES, ROOT, docstrings
 from tools.run_commands import TRAIN, as_here, console_blocks
@@ -190,11 +191,15 @@ def test_tests_that_run_commands_are_there_and_every_example_runs():
 
 # --- run here ---
 
+#: The console script of setup.cfg.
+COMMAND = "import sys\nfrom ovpatch.cli.main import main\nsys.exit(main())\n"
+
 
 @pytest.fixture
 def run_here(tmp_path, forks):
     """Run a command as a reader would, with the tests' launcher in torchrun's place, which takes half as long."""
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+    (tmp_path / "command.py").write_text(COMMAND, encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
 
     def run_here(command):
@@ -206,11 +211,14 @@ def run_here(tmp_path, forks):
             _, _, ranks, script, *arguments = words
             done = forks.torchrun(int(ranks), tmp_path / script, *arguments, env=variables, timeout=240)
         elif words[0] == "ovpatch":
-            launcher = {"torchrun": [sys.executable, str(scripts.FORKING)], "--nproc-per-node": []}
-            program = [part for word in words for part in launcher.get(word, [word])]
+            launch = re.compile(r"torchrun --nproc-per-node (\d+)")
+            program = launch.sub(lambda match: shlex.join(preloaded(int(match[1]))), shlex.join(words))
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(scripts.free_port())}
             where["OVPATCH_CACHE_DIR"] = str(tmp_path)
-            done = scripts.run([sys.executable, "-m", *program], cwd=tmp_path, env=where | variables, timeout=240)
+            alone = len(words) == 2  # as users start it: its interpreter, too
+            start = [sys.executable, "-m", "ovpatch"] if alone else [*preloaded(), tmp_path / "command.py"]
+            line = [*start, *shlex.split(program)[1:]]
+            done = scripts.run(line, cwd=tmp_path, env=where | variables, timeout=240)
         else:
             done = scripts.run(["bash", "-c", command], cwd=tmp_path)
         assert done.check().stdout, command

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from tests.support.environment import clean
+from tests.support.preloaded import preloaded
 
 TIMED = """
 import time
@@ -78,14 +79,18 @@ MOST = 0.15
 
 
 def output_of(program: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", program, *arguments]
+    return output([sys.executable, "-c", program, *arguments])
+
+
+def output(command: list[str]) -> str:
     done = subprocess.run(command, env=clean(os.environ), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_a_step_of_ddp_imports_nothing_of_other_features(tmp_path):
-    output_of(STEPPED, str(tmp_path))
+    (tmp_path / "stepped.py").write_text(STEPPED)
+    output([*preloaded(), str(tmp_path / "stepped.py"), str(tmp_path)])
     for rank in range(2):
         backwards, loaded = (tmp_path / str(rank)).read_text().splitlines()
         assert backwards == "2", "our reducer ran"
@@ -114,8 +119,10 @@ def test_nothing_is_imported_that_does_the_work_before_there_is_any():
         assert not work
 
 
-def test_styles_that_are_imported_and_cut_nothing_bring_no_work_module():
+def test_styles_that_are_imported_and_cut_nothing_bring_no_work_module(tmp_path):
     """Transformers imports them in every script."""
-    loaded = {name.removeprefix("ovpatch_plugins.tp_linear.") for name in output_of(IDLE).split()}
+    (tmp_path / "idle.py").write_text(IDLE)
+    found = output([*preloaded(), str(tmp_path / "idle.py")]).split()
+    loaded = {name.removeprefix("ovpatch_plugins.tp_linear.") for name in found}
     assert "plugin" in loaded, "the feature is on"
     assert loaded <= {"plugin", "options", "report"}

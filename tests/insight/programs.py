@@ -13,12 +13,9 @@ from tests.support.environment import cleaned
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 
-#: Starts two ranks with one import of torch, where it is not torchrun that is tested; needs :func:`address`.
-FORKED = [sys.executable, str(scripts.FORKING), "2"]
-
 #: Time-outs for what shall hang, to try one after the other: on a busy machine it may not have come that far. To wait
 #: costs no processor, and to begin anew does.
-PATIENCE = (12, 30, 80)
+PATIENCE = (3, 12, 30, 80)
 
 #: One process without a group; add what it does with ``step()``.
 ALONE = """

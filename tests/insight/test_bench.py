@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 import textwrap
 
 import pytest
 
 from ovpatch.cli import main
 from tests.insight import programs
-from tests.insight.programs import ALONE, FORKED, address
+from tests.insight.programs import ALONE, address
+from tests.support.preloaded import preloaded
 from tests.support.rarely import RARELY
 
 environment = programs.environment
@@ -44,11 +44,11 @@ while True:
 
 @pytest.fixture
 def bench(tmp_path, capfd):
-    def bench(script, *arguments, launcher=(sys.executable,)):
+    def bench(script, *arguments, ranks=0):
         (tmp_path / "train.py").write_text(script)
         file, out = tmp_path / "found.json", tmp_path / "out"
         options = ["--json", str(file), "--out", str(out), "--warmup", "3", "--timeout", "90", *arguments]
-        code = main.main(["bench", *options, "--", *launcher, str(tmp_path / "train.py")])
+        code = main.main(["bench", *options, "--", *preloaded(ranks), str(tmp_path / "train.py")])
         return code, capfd.readouterr(), json.loads(file.read_text()) if file.exists() else None
 
     return bench
@@ -58,7 +58,7 @@ def bench(tmp_path, capfd):
 def test_a_script_on_two_ranks_is_measured(bench, monkeypatch):
     for name, value in address().items():
         monkeypatch.setenv(name, value)
-    code, texts, found = bench(LANGUAGE, "--steps", "6", "--rounds", "1", launcher=FORKED)
+    code, texts, found = bench(LANGUAGE, "--steps", "6", "--rounds", "1", ranks=2)
     assert code == 0, texts.err
     assert (found["exercised"], found["samples"], found["tokens"]) == (["ddp"], 24.0, 144.0)
     stock, patched = (run["measured"] for run in found["runs"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import sys
+
+from tests.support.preloaded import preloaded
 
 # What is replaced is replaced for the rest of a process.
 PROGRAM = """
@@ -52,6 +53,8 @@ for pieces in (2, 3, 1):
 """
 
 
-def test_sums_are_near_and_not_the_same():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+def test_sums_are_near_and_not_the_same(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [*preloaded(), str(tmp_path / "program.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -17,10 +17,11 @@ from ovpatch.cli import main
 from ovpatch.cli import timeline as command
 from ovpatch.insight.timeline import output
 from ovpatch.insight.timeline.trace import read_trace
-from tests.insight.programs import ALONE, FORKED, ROOT, TORCHRUN, address
+from tests.insight.programs import ALONE, ROOT, TORCHRUN, address
 from tests.insight.traces import DATA, Synthetic, recorded
 from tests.support import scripts
 from tests.support.environment import forget
+from tests.support.preloaded import preloaded
 
 SMALL = ["--layers=2", "--width=64", "--heads=2", "--eval-every=0", "--steps=30", "--bucket-cap-mb=1"]
 FILES = {"timeline.png", "timeline.svg", "timeline.json.gz", "summary.json"}
@@ -248,7 +249,7 @@ def written(folder, *lines):
 
 @pytest.mark.slow
 def test_a_whole_program_is_compared(tmp_path):
-    command = [*FORKED, str(ROOT / "examples" / "train_gpt.py"), *SMALL]
+    command = [*preloaded(ranks=2), str(ROOT / "examples" / "train_gpt.py"), *SMALL]
     done = run(tmp_path, "--compare", "--step", "4", "--steps", "2", "--", *command).check()
     folder = tmp_path / "ovpatch-timeline"
     assert {path.name for path in folder.iterdir()} == FILES | {"stock", "patched", "stock.log", "patched.log"}
@@ -276,7 +277,7 @@ def test_a_whole_program_is_compared(tmp_path):
 @pytest.mark.slow
 def test_a_command_that_fails_keeps_its_code_and_shows_how_far_it_got(tmp_path):
     script = written(tmp_path, "for _ in range(3): step()", "sys.exit('the data ran out')")
-    done = run(tmp_path, "--step", "2", "--", sys.executable, script)
+    done = run(tmp_path, "--step", "2", "--", *preloaded(), script)
     assert done.rc == 1
     assert "the data ran out" in done.stderr
     assert "steps 2 to 4 were asked for, recorded was 2 to 3" in done.stderr
@@ -286,7 +287,7 @@ def test_a_command_that_fails_keeps_its_code_and_shows_how_far_it_got(tmp_path):
 @pytest.mark.slow
 def test_an_variant_that_recorded_nothing_does_not_take_the_other_with_it(tmp_path):
     script = written(tmp_path, "for _ in range(20 if os.environ.get('OVPATCH') == '0' else 1): step()")
-    done = run(tmp_path, "--compare", "--step", "2", "--no-picture", "--", sys.executable, script)
+    done = run(tmp_path, "--compare", "--step", "2", "--no-picture", "--", *preloaded(), script)
     assert done.rc == 3
     assert "patched: nothing was recorded. The command ended after step 1, and step 2 was asked for" in done.stderr
     assert "\nstock: no communication in step 3" in done.stdout

@@ -19,6 +19,7 @@ from ovpatch.session import workers
 from ovpatch.settings.settings import SettingsError
 from tests.insight import programs
 from tests.insight.programs import TORCHRUN
+from tests.support.preloaded import preloaded
 from tests.support.rarely import RARELY
 
 environment = programs.environment
@@ -50,13 +51,15 @@ def step(optimizer=sgd):
 
 @pytest.fixture
 def run(tmp_path):
-    def run(body, variant=STOCK, head=HEAD, launcher=(sys.executable,), **more):
+    def run(body, variant=STOCK, head=HEAD, launcher=None, **more):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         (tmp_path / "train.py.store").unlink(missing_ok=True)
         script = tmp_path / "train.py"
         script.write_text(head + textwrap.dedent(body))
         more = {"timeout": 60.0, **more}
-        return variants.run_variant(variant, [*launcher, str(script)], WORKER, tmp_path / "out", **more)
+        return variants.run_variant(
+            variant, [*(launcher or preloaded()), str(script)], WORKER, tmp_path / "out", **more
+        )
 
     return run
 
@@ -118,7 +121,12 @@ def test_the_code_of_a_script_that_fails_is_kept(run):
 
 
 @pytest.mark.slow
-def test_a_hang_is_ended_and_every_process_says_where_it_is(run):
+@pytest.mark.parametrize(
+    "launcher", ["forked", pytest.param("torchrun", marks=RARELY)]
+)  # where it does not hang: above
+def test_a_hang_is_ended_and_every_process_says_where_it_is(run, launcher, monkeypatch):
+    for name, value in programs.address().items():
+        monkeypatch.setenv(name, value)
     body = """
         def wait_for_nobody():
             if dist.get_rank() == 0:
@@ -128,7 +136,7 @@ def test_a_hang_is_ended_and_every_process_says_where_it_is(run):
         wait_for_nobody()
         """
     for timeout in programs.PATIENCE:
-        outcome = run(body, launcher=TORCHRUN, timeout=timeout)
+        outcome = run(body, launcher=TORCHRUN if launcher == "torchrun" else preloaded(ranks=2), timeout=timeout)
         if len(variants.read_ranks(outcome.folder)) == 2 and variants.read_slowest_step(outcome.folder) == 1:
             break
     assert outcome.timed_out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import textwrap
 
 import pytest
@@ -14,6 +13,7 @@ from ovpatch.insight.verify.verify import Conclusion
 from tests.insight.programs import PATIENCE
 from tests.support.environment import cleaned
 from tests.support.fake_plugins import Site
+from tests.support.preloaded import preloaded
 from tests.support.rarely import RARELY
 
 LOOP = """
@@ -77,7 +77,7 @@ def verify(site, monkeypatch, capfd):
     def verify(script, *options):
         (site.folder / "train.py").write_text(script)
         file = site.folder / "verify.json"
-        line = ["verify", "--json", str(file), *options, "--", sys.executable, str(site.folder / "train.py")]
+        line = ["verify", "--json", str(file), *options, "--", *preloaded(), str(site.folder / "train.py")]
         code = main.main(line)
         out = capfd.readouterr().out
         return code, out, json.loads(file.read_text()) if file.exists() else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -14,6 +13,7 @@ from ovpatch.insight.verify.verify import WORKER, Request
 from tests.insight import faults
 from tests.support.environment import cleaned
 from tests.support.fake_plugins import Site
+from tests.support.preloaded import preloaded
 from tests.support.scripts import free_port
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def ran(tmp_path_factory):
     faults.install(Site(folder))
     with pytest.MonkeyPatch.context() as patch:
         cleaned(patch, PYTHONPATH=str(folder))
-        command = [sys.executable, str(folder / "train.py"), str(free_port())]
+        command = [*preloaded(), str(folder / "train.py"), str(free_port())]
         made = Variants(Request(command, folder / "out", steps=10))
         made.run("stock")
         yield made

@@ -38,14 +38,13 @@ def fork(count: int) -> int:
     os._exit(code)
 
 
-if __name__ == "__main__":
+def import_torch() -> None:
+    """Import it, and what else each rank would import, without what it loads by itself."""
     wanted = os.environ.get(SWITCH)
     os.environ[SWITCH] = "0"
     gc.disable()  # there is nothing to find yet, and looking is a fifth of these imports' time
-    import torch
-    import torch._dynamo  # the first optimizer imports it
-
-    for module in filter(None, os.environ.pop("PRELOAD", "").split(",")):
+    # The first optimizer imports dynamo.
+    for module in ("torch", "torch._dynamo", *filter(None, os.environ.pop("PRELOAD", "").split(","))):
         importlib.import_module(module)
     gc.enable()
 
@@ -53,13 +52,29 @@ if __name__ == "__main__":
         del os.environ[SWITCH]
     else:
         os.environ[SWITCH] = wanted
-    world, *program = sys.argv[1:]
+
+
+def become_rank(world: str, program: list[str]) -> None:
+    """Fork the ranks; return in each of them, with torchrun's variables."""
     rank = str(fork(int(world)))
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0"}
     os.environ |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
-    sys.argv = program
     sys.orig_argv = [sys.executable, "-u", *program]
+
+
+def run(program: list[str]) -> None:
+    """Run a program as Python would, with what torch loads by itself."""
+    import torch
+
+    sys.argv = program
     sys.path[0] = os.path.dirname(program[0])
     if torch._is_device_backend_autoload_enabled():
         torch._import_device_backends()
     runpy.run_path(program[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    import_torch()
+    world, *program = sys.argv[1:]
+    become_rank(world, program)
+    run(program)

@@ -5,11 +5,14 @@ run in a process of their own, which forks into ranks if it is to have any:
 
     interpreted(cases, 5)            # cases(5), in one process
     interpreted(cases, 5, world=2)   # on each of two ranks in a gloo group; the results by rank
+
+It is forked from one that stays for all calls: the imports of torch and Triton take longer than most of these.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import importlib
 import multiprocessing
 import os
@@ -28,9 +31,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.symm_mem.memory import Memory
+from tests.support.preloaded import preloaded
 
 _POLL = 1e-4  # seconds
 _NO_SIGNATURE = "no signature found for builtin <built-in function print>"
+INTERPRETING = {"TRITON_INTERPRET": "1"}
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -39,8 +44,8 @@ def interpreted(function: Callable[..., Any], *args: Any, world: int = 0, timeou
     with tempfile.TemporaryDirectory() as folder:
         call = pickle.dumps((function.__module__, function.__qualname__, args, world))
         Path(folder, "call").write_bytes(call)
-        env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "tests.support.interpreter", folder]
+        env = {**os.environ, **INTERPRETING, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [*preloaded(**INTERPRETING), __file__, folder]
         done = subprocess.run(
             command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout
         )
@@ -82,12 +87,27 @@ class _Lasting:
         """Leave the language as it is, for the next kernel."""
 
 
+class _Types(dict[str, Any]):
+    """numpy's types for Triton's, by name: those have no hash that lasts."""
+
+    def __init__(self, get: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._get = get
+
+    def __call__(self, dtype: Any) -> Any:
+        found = self.get(dtype.name)
+        if found is None:
+            found = self[dtype.name] = self._get(dtype)
+        return found
+
+
 def _mend_triton() -> None:
     """Let scalars be indices, which Triton 3.6 makes of arrays by int(), and numpy 2.4 refuses; and save time.
 
     The interpreter replaces the language anew for every function that a kernel calls. Here it is replaced once: this
-    process does nothing else with it. An addition of 0 asks for what another rank signals: one that waits leaves the
-    core to those that it waits for.
+    process does nothing else with it. It makes a table of numpy's types whenever it wants one, and computes each sum
+    of integers again in 64 bits, to see an overflow of numbers that are small here: two fifths of the time. An
+    addition of 0 asks for what another rank signals: one that waits leaves the core to those that it waits for.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -102,6 +122,9 @@ def _mend_triton() -> None:
     _Everything.__globals__.update(tl=tl, core=tl.core)
     interpreter._patch_lang(_Everything)
     interpreter._patch_lang = lambda function: _Lasting()
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    interpreter._get_np_dtype = _Types(interpreter._get_np_dtype)
 
     atomic = interpreter.InterpreterBuilder.create_atomic_rmw
 

@@ -126,11 +126,21 @@ def check(
 ) -> list[Record]:
     run = ranks(4 if "copies" in args else 2)
     results = run(patched, options, *args, **kwargs)
-    for right, result in zip(run(train, *args, **(kwargs if stock is None else stock)), results, strict=True):
+    for right, result in zip(stock_run(run, *args, **(kwargs if stock is None else stock)), results, strict=True):
         compare(right, result["records"], floor=floor(kwargs)).assert_equal()
         assert result["taken_over"] == result["calls"] > 0
     return results
 
+
+def stock_run(run: Any, *args: Any, **kwargs: Any) -> list[list[Record]]:
+    """Train under stock; once for all tests that compare with it."""
+    key = (args if args[1:] else (*args, "data"), tuple(sorted(kwargs.items())))
+    if key not in _stock_runs:
+        _stock_runs[key] = run(train, *args, **kwargs)
+    return _stock_runs[key]
+
+
+_stock_runs: dict[Any, list[list[Record]]] = {}
 
 WAYS: dict[str, list[dict[str, Any]]] = {
     "mixtral": [{}, {"cut": "tokens", "parts": 3}],
@@ -224,7 +234,7 @@ def turned_on(function: Any, *args: Any) -> Any:
 
 @pytest.mark.parametrize("change", [overriding_class, replaced_forward, replaced_in_the_registry])
 def test_what_a_script_has_put_in_the_place_of_transformers_is_called(ranks, saved, change):
-    plain = ranks(2)(train, saved["mixtral"], steps=1)[0]
+    plain = stock_run(ranks(2), saved["mixtral"], steps=1)[0]
     right, found = ranks(2)(change, saved["mixtral"]), ranks(2)(turned_on, change, saved["mixtral"])
     assert compare(plain, right[0], floor=1e-9).verdict is Verdict.DIFFERENT, "it does something"
     for stock, ours in zip(right, found, strict=True):
@@ -355,7 +365,7 @@ def reverted(path: str) -> Record:
 
 
 def test_it_can_be_turned_off_in_the_middle(ranks, saved):
-    for right, result in zip(ranks(2)(train, saved["mixtral"]), ranks(2)(reverted, saved["mixtral"]), strict=True):
+    for right, result in zip(stock_run(ranks(2), saved["mixtral"]), ranks(2)(reverted, saved["mixtral"]), strict=True):
         compare(right, result["records"], floor=1e-9).assert_equal()
         assert result["calls"][0] == result["calls"][1]
 

@@ -96,12 +96,25 @@ def whole(tensor: Tensor | None) -> Tensor | None:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def seen(model: nn.Module) -> Record:
-    """Return all gradients and parameters, whole, and how they are laid out."""
-    named = dict(model.named_parameters())
+def part(tensor: Tensor | None) -> Tensor | None:
+    """Return a copy of a tensor; of a DTensor what this rank has of it, or all of it where that is a term of a sum."""
+    if isinstance(tensor, DTensor) and not any(placement.is_partial() for placement in tensor.placements):
+        return tensor.detach().to_local().clone()
+    return whole(tensor)
+
+
+def seen(model: nn.Module, *, gathered: bool = False) -> Record:
+    """Return all gradients and parameters, and how they are laid out.
+
+    Args:
+        model: The model.
+        gathered: Whether all of each, to be held against a model that is not cut. Otherwise a rank returns its own
+            parts: a gather of each takes as long as the step, and both arms' parts are compared on all ranks.
+    """
+    named, of = dict(model.named_parameters()), whole if gathered else part
     return {
-        "grad": {name: whole(param.grad) for name, param in named.items()},
-        "param": {name: whole(param) for name, param in named.items()},
+        "grad": {name: of(param.grad) for name, param in named.items()},
+        "param": {name: of(param) for name, param in named.items()},
         "layout": {name: (layout(param), layout(param.grad)) for name, param in named.items()},
     }
 

@@ -19,8 +19,9 @@ from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, 
 from ovpatch_plugins.tp_linear.options import MEASURED
 from ovpatch_plugins.tp_linear.schedules import autotuned, find_schedule
 from ovpatch_plugins.tp_linear.schedules.autotuned import Auto, Shape, round_rows
+from tests.plugins.ddp.arms import counted, seeded
 from tests.plugins.tp_linear import test_compiled, test_gpu, test_llama, test_operators, test_shared
-from tests.plugins.tp_linear.arms import Record, both, draw, mesh
+from tests.plugins.tp_linear.arms import Record, apply, both, counters, draw, mesh
 from tests.plugins.tp_linear.models import MLP, WIDTH
 from tests.plugins.tp_linear.training import equal
 from tests.support import races
@@ -139,26 +140,50 @@ def test_only_what_differs_is_measured():
 # --- models ---
 
 
+MODELS: dict[str, dict[str, Any]] = {"": {}, "checkpoints": {"checkpointing": "reentrant"}}
+
+
+def models() -> list[tuple[Record, list[str]]]:
+    """What a model computes stock and with each winner, and who won how often."""
+    stocks = {name: seeded(test_llama.llama, steps=1, **case) for name, case in MODELS.items()}
+    found = []
+    for first, options in enumerate(({}, {"regather": True}, {}, {"chunks": 2})):
+        for name, case in MODELS.items():
+            with forced(first) as won, apply({**AUTO, **options}):
+                found.append(
+                    ({"stock": stocks[name], **counted(test_llama.llama, counters=counters, steps=1, **case)}, won)
+                )
+    return found
+
+
 def test_a_model_computes_the_same_whoever_wins(ranks):
-    for first, options in ((0, {}), (1, {"regather": True}), (2, {}), (3, {"chunks": 2})):
-        for case in ({}, {"checkpointing": "reentrant"}):
-            for result, won in ranks(2)(
-                won_by, first, test_llama.llama, steps=1, options={**AUTO, **options}, **case, env=NOWHERE
-            ):
-                equal(result["stock"], result["patched"])
-                assert result["counters"]["stock_calls"] == 0
-                assert result["counters"]["shared_calls"] > 0
-                assert len(won) > 4
+    for results in ranks(2)(models, env=NOWHERE):
+        for result, won in results:
+            equal(result["stock"], result["patched"])
+            assert result["counters"]["stock_calls"] == 0
+            assert result["counters"]["shared_calls"] > 0
+            assert len(won) > 4
+
+
+def watched(watch: Any) -> list[Record]:
+    """What layers with some reader of the gathered input see, whichever schedule wins."""
+    bodies = (test_shared.both_called, *test_shared.OTHER_READERS)
+    stocks = [seeded(test_shared.watched, watch, body, "a", True) for body in bodies]
+    found = []
+    for first in (0, 1, 2):
+        with forced(first), apply(AUTO):
+            found += [
+                {"stock": stock, "patched": seeded(test_shared.watched, watch, body, "a", True)}
+                for body, stock in zip(bodies, stocks, strict=True)
+            ]
+    return found
 
 
 @pytest.mark.parametrize("watch", test_shared.WATCHES, ids=lambda watch: watch.__name__)
 def test_one_rank_alone_may_watch(ranks, watch):
-    for first in (0, 1, 2):
-        for body in (test_shared.both_called, *test_shared.OTHER_READERS):
-            for result, _ in ranks(2)(
-                won_by, first, test_shared.watched, watch, body, "a", True, options=AUTO, env=NOWHERE
-            ):
-                equal([result["stock"]], [result["patched"]], ("y", "x", "grads"))
+    for results in ranks(2)(watched, watch, env=NOWHERE):
+        for result in results:
+            equal([result["stock"]], [result["patched"]], ("y", "x", "grads"))
 
 
 def test_a_compiled_model(ranks):

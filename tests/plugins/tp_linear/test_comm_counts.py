@@ -203,8 +203,8 @@ def embedding(words: Any, head: Any, tied: bool = False) -> Callable[[], Made]:
     return make
 
 
-def llama(frozen: str = "", trained: str = "", losses_cut: bool = True) -> Made:
-    model = parallel_llama(Llama(layers=2).double(), mesh(), loss_parallel=losses_cut)
+def llama(frozen: str = "", trained: str = "", losses_cut: bool = True, layers: int = 1) -> Made:
+    model = parallel_llama(Llama(layers=layers).double(), mesh(), loss_parallel=losses_cut)
     for name, param in model.named_parameters():
         param.requires_grad_(not (frozen and frozen in name) and trained in name)
     tokens = torch.randint(WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -252,12 +252,12 @@ CASES: dict[str, Callable[[], Made]] = {
     ),
     "words by features": embedding(ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))),
     "words, tied": embedding(RowwiseParallel(input_layouts=WHOLE), ColwiseParallel(), tied=True),
-    "model": llama,
+    "model": lambda: llama(layers=2),
     "model, losses of all": lambda: llama(losses_cut=False),
     "model, frozen attention": lambda: llama(frozen="attention"),
     "model, frozen words": lambda: llama(frozen="words"),
     "model, only its head": lambda: llama(trained="head"),
-    "model, only one norm": lambda: llama(trained="layers.1.norm2"),
+    "model, only one norm": lambda: llama(trained="layers.0.norm2"),
     "model, only one weight": lambda: llama(trained="layers.0.attention.v.weight"),
 }
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 import ovpatch
 from tests.plugins.ddp.arms import table
+from tests.plugins.tp_linear import arms
 from tests.plugins.tp_linear.arms import Record, all_both, both, check_same, counters, draw, layout, mesh, seen, whole
 from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
 from tests.plugins.tp_linear.training import equal
@@ -309,7 +310,7 @@ def accumulated(kind: str) -> Record:
         for name, linear in {"up": model.up, "down": model.down}.items():
             assert linear.weight.grad is None
             grad = DTensor.from_local(linear.weight.main_grad.double(), mesh(), linear.weight.placements)
-            record["grad"][f"{name}.weight"] = whole(grad)
+            record["grad"][f"{name}.weight"] = arms.part(grad)
             record["layout"][f"{name}.weight"] = None
     return {**record, "told": told}
 

@@ -143,7 +143,7 @@ def test_blocks_are_no_farther_from_the_truth_than_stock(ranks):
     exact = ranks(2)(test_llama.llama, dtype=torch.float64, tp=False, steps=1, **NCCL)
     options = {"schedule": "fused"}
     for checkpointing in ("", "not reentrant"):
-        case = {"dtype": torch.bfloat16, "steps": 1, "checkpointing": checkpointing}
+        case = {"dtype": torch.bfloat16, "steps": 1, "checkpointing": checkpointing, "gathered": True}
         for single, result in zip(
             exact, ranks(2)(both, test_llama.llama, options=options, **case, **NCCL), strict=True
         ):

@@ -61,7 +61,8 @@ def test_compiled_models(ranks, backend):
 def test_bfloat16_is_no_farther_from_the_truth_than_stock(ranks):
     exact = ranks(2)(test_llama.llama, dtype=torch.float64, tp=False, steps=1, **NCCL)
     for schedule in SCHEDULES:
-        found = ranks(2)(both, test_llama.llama, dtype=torch.bfloat16, steps=1, options={"schedule": schedule}, **NCCL)
+        case = {"dtype": torch.bfloat16, "steps": 1, "gathered": True, "options": {"schedule": schedule}}
+        found = ranks(2)(both, test_llama.llama, **case, **NCCL)
         for single, result in zip(exact, found, strict=True):
             truth = single[0]["grad"]
             error = {

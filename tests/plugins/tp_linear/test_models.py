@@ -26,6 +26,7 @@ def mlp(
     bias: bool = True,
     steps: int = 2,
     tp: bool = True,
+    gathered: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> list[Record]:
     """Train an MLP whose input and output are laid out as told; the loss is the sum of the ranks'."""
@@ -54,7 +55,7 @@ def mlp(
         tensor = tensor.detach()
         return tensor.chunk(world, layout.dim)[rank] if isinstance(layout, Shard) else tensor.clone()
 
-    return trained(model, run, steps)
+    return trained(model, run, steps, gathered=gathered)
 
 
 LAYOUTS = {
@@ -84,7 +85,7 @@ def test_an_mlp(ranks, world, schedule, names):
 
 
 def alone_and_cut() -> dict[str, list[list[Record]]]:
-    return {name: [seeded(mlp, *case, tp=tp) for tp in (False, True)] for name, case in LAYOUTS.items()}
+    return {name: [seeded(mlp, *case, tp=tp, gathered=True) for tp in (False, True)] for name, case in LAYOUTS.items()}
 
 
 def test_stock_is_what_one_process_computes(ranks):

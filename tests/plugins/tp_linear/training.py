@@ -10,9 +10,11 @@ from tests.plugins.tp_linear.arms import Record, seen, whole
 from tests.support.equality import compare
 
 
-def trained(model: torch.nn.Module, run: Any, steps: int, *, backward: bool = True) -> list[Record]:
+def trained(
+    model: torch.nn.Module, run: Any, steps: int, *, backward: bool = True, gathered: bool = False
+) -> list[Record]:
     """Train with AdamW and clipping; ``run(step)`` returns the loss of a step, and what else is to be seen; and has
-    run backward, if we must not."""
+    run backward, if we must not. For ``gathered`` see :func:`tests.plugins.tp_linear.arms.seen`."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01, foreach=False)
     records = []
     for step in range(steps):
@@ -20,10 +22,11 @@ def trained(model: torch.nn.Module, run: Any, steps: int, *, backward: bool = Tr
         if backward:
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
-        records.append({"loss": whole(loss), "norm": whole(norm), **seen(model), **{k: v() for k, v in more.items()}})
+        record = {"loss": whole(loss), "norm": whole(norm), **seen(model, gathered=gathered)}
+        records.append({**record, **{k: v() for k, v in more.items()}})
         optimizer.step()
         optimizer.zero_grad()
-    return [*records, seen(model)]
+    return [*records, seen(model, gathered=gathered)]
 
 
 def equal(expected: list[Record], found: list[Record], names: tuple[str, ...] = (), floor: float = 1e-11) -> None:
