@@ -121,6 +121,8 @@ def _summary_row(runs: list[dict[str, Any]], arm: str, features: str) -> list[st
     if len(runs) > 1:
         times += f" in {len(runs)} runs"
     ratio = _middle(ours) / _middle(best) - 1
+    dates = sorted({run["date"] for run in runs})
+    times += f", {dates[0]}" + (f" to {dates[-1]}" if len(dates) > 1 else "")
     return [
         f"{kind}{f', `{features}`' if features else ''} ({times})",
         _spread(best),
@@ -158,9 +160,9 @@ def ddp_step() -> str:
     lines += [_ddp_row(result) for result in results]
     newest = results[-1]
     return "\n".join(lines) + (
-        f"\n\nMilliseconds per training step, median, the slowest rank counts; {newest['device']}, torch "
-        f"{newest['torch']}, fp32 weights under bf16 autocast, fused AdamW, 4 sequences of 1024 tokens per GPU and "
-        f"microbatch, random data, settings by turns in one run, {newest['date']}. TFLOP/s per GPU and MFU are "
+        f"\n\nMilliseconds per training step, median, the slowest rank counts; torch {newest['torch']}, fp32 weights "
+        "under bf16 autocast, fused AdamW, 4 sequences of 1024 tokens per GPU and microbatch, random data, settings "
+        "by turns in one run. TFLOP/s per GPU and MFU are "
         "ovpatch's. Stock's settings: 25, 100, 200 and 400 MiB buckets, with and without `gradient_as_bucket_view`, as "
         "far as the run has them. Raw data, with worst cases and more settings: `benchmarks/results/ddp_step.jsonl`."
     )
@@ -175,7 +177,7 @@ def _ddp_row(result: dict[str, Any]) -> str:
     return _row(
         [
             name_run(result),
-            str(result["world"]),
+            f"{_gpus(result)}, {result['date']}",
             _ms(arms["no sync"]),
             _ms(arms["stock"]),
             f"{_ms(best)} ({setting})",
@@ -205,7 +207,7 @@ def zero_step() -> str:
             _row(
                 [
                     name_run(result),
-                    str(result["world"]),
+                    f"{_gpus(result)}, {result['date']}",
                     *(_ms(arms[arm]) if arm in arms else "" for arm in columns),
                     f"{ours['median_ms'] / limit['median_ms']:.2f}",
                     f"{stock['median_ms'] / ours['median_ms']:.2f}",
@@ -217,9 +219,8 @@ def zero_step() -> str:
         )
     newest = results[-1]
     return "\n".join(lines) + (
-        f"\n\nMilliseconds per training step, median, the slowest rank counts; {newest['device']}, torch "
-        f"{newest['torch']}, fused AdamW, 4 sequences of 1024 tokens per GPU and microbatch, random data, settings "
-        f"by turns in one run, {newest['date']}. Stock in the ratios is the best of its settings in the run. "
+        f"\n\nMilliseconds per training step, median, the slowest rank counts; torch {newest['torch']}, fused AdamW, "
+        "4 sequences of 1024 tokens per GPU and microbatch, random data, settings by turns in one run. Stock in the ratios is the best of its settings in the run. "
         "TFLOP/s per GPU and MFU are ovpatch's. Raw data, with worst cases and more settings: "
         "`benchmarks/results/zero_step.jsonl`."
     )
@@ -249,27 +250,32 @@ def zero_alone() -> str:
 
 
 def tp_blocks() -> str:
-    """Return the table of ``benchmarks/tp_blocks.py``: one row for all runs of the same blocks, GPUs and day."""
+    """Return the table of ``benchmarks/tp_blocks.py``: one row for all runs of the same blocks, GPUs, torch and day."""
     header = ["blocks", "GPUs", *TP_ARMS.values(), "peak GiB, stock → ovpatch → regather"]
     lines = [_row(header), _row(["---"] * len(header))]
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     results = _results("tp_blocks")
     for result in results:
         settings = result["settings"]
         name = {"8b": "h 4096, 8 layers", "70b": "h 8192, 4 layers", "gpt": "h 3072, 8 layers"}[settings["size"]]
         name += ", local residuals" if settings["plain"] else ""
-        groups.setdefault((name, f"{_gpus(result)}, {result['date']}"), []).append(result)
-    for (name, gpus), runs in groups.items():
+        name += f", {settings['batch']} sequences" if settings["batch"] > 1 else ""
+        groups.setdefault((name, f"{_gpus(result)}, {result['date']}", result["torch"]), []).append(result)
+    for (name, gpus, _), runs in groups.items():
         times, peaks = dict[str, list[float]](), dict[str, float]()
         for row in (row for run in runs for row in run["rows"]):
             times.setdefault(row["arm"], []).extend(row["ms"])
             peaks.setdefault(row["arm"], row["peak_gib"])
         medians = [f"{statistics.median(times[arm]):.1f}" if arm in times else "" for arm in TP_ARMS]
         compared = ("stock", "ovpatch, bulk", "ovpatch, bulk, regather")
-        lines.append(_row([name, gpus, *medians, " → ".join(f"{peaks[arm]:.2f}" for arm in compared)]))
+        gpus += f", {len(runs)} runs" if len(runs) > 1 else ""
+        lines.append(
+            _row([name, gpus, *medians, " → ".join(f"{peaks[arm]:.2f}" if arm in peaks else "?" for arm in compared)])
+        )
     return "\n".join(lines) + (
-        "\n\nMilliseconds, forward and backward of a stack of blocks, bf16, median of all steps, the slowest rank "
-        f"counts; torch {results[-1]['torch']}, NCCL without NVLink multicast, random data, 8192 tokens (h 3072: "
+        "\n\nMilliseconds, forward and backward of a stack of blocks, bf16, the slowest rank counts; the median of "
+        "all steps, and of all runs of a row that have the column, which are not the same for all columns; "
+        f"torch {results[-1]['torch']}, NCCL without NVLink multicast, random data, 8192 tokens (h 3072: "
         "4096). ovpatch: schedule `bulk`, the default, or `fused`. Raw data, with worst cases: "
         "`benchmarks/results/tp_blocks.jsonl`."
     )
@@ -404,12 +410,19 @@ def tp_operators() -> str:
         cut = f", cut for {settings['tp']}" if settings["tp"] else ""
         times = [f"{arms[arm]:.3f}" if arm in arms else "" for arm in shown]
         lines.append(
-            _row([f"{settings['shapes']}{cut}: {kind}", f"{_gpus(result)}", *times, *(f"{r:.2f}" for r in ratios)])
+            _row(
+                [
+                    f"{settings['shapes']}{cut}: {kind}",
+                    f"{_gpus(result)}, {result['date']}",
+                    *times,
+                    *(f"{r:.2f}" for r in ratios),
+                ]
+            )
         )
     newest = results[-1]
     return "\n".join(lines) + (
         f"\n\nMilliseconds of one call, forward, bf16, median, the slowest rank counts; torch {newest['torch']}, NCCL "
-        "without NVLink multicast, random data; H200 on 2026-11-23, H100 on 2026-11-26. Speed of light: the longer "
+        "without NVLink multicast, random data. Speed of light: the longer "
         "one of cuBLAS's product and NCCL's collective, over ours, both graphed. Raw data, with worst cases: "
         "`benchmarks/results/tp_operators.jsonl`."
     )

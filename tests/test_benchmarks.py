@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import moe_layer, suite
+from benchmarks import moe_layer, suite, tables
 from benchmarks.message_clock import replay
 from benchmarks.suite import SHORT, SUITE, Row, run
 
@@ -102,6 +102,20 @@ def test_one_rank_of_eight_is_measured_alone(tmp_path):
     assert fp32["loss"] == row["loss"], "they work on different numbers"
     assert counters["state_bytes"] * 8 == counters["state_bytes_whole"] > 0
     assert min(counters[name] for name in ("grads_sharded", "gathers_overlapped")) > 0
+
+
+def test_a_row_of_blocks_shows_what_its_runs_have(tmp_path, monkeypatch):
+    """The suite's short rows have fewer arms than its long ones."""
+    settings = {"size": "8b", "plain": False, "batch": 1}
+    run = {"settings": settings, "world": 4, "device": "NVIDIA X100", "torch": "2.11", "date": "2030-01-01"}
+    rows = [{"arm": "stock", "ms": [3.0, 5.0], "peak_gib": 2.0}, {"arm": "ovpatch, bulk", "ms": [2.0], "peak_gib": 1.0}]
+    runs = [{**run, "rows": rows}, {**run, "rows": rows[:1]}, {**run, "rows": rows, "torch": "2.12"}]
+    (tmp_path / "tp_blocks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in runs))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    _, _, both, alone, *_ = tables.tp_blocks().splitlines()
+    assert both.startswith("| h 4096, 8 layers | 4 X100, 2030-01-01, 2 runs |  | 4.0 |")
+    assert both.endswith(" 2.0 |  |  |  |  | 2.00 → 1.00 → ? |")
+    assert alone.startswith("| h 4096, 8 layers | 4 X100, 2030-01-01 |")
 
 
 def test_a_rank_waits_for_messages_on_the_clock_of_their_sender():

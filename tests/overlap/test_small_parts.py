@@ -98,3 +98,14 @@ def test_a_sum_for_several_steps_names_them_all(ranks):
     well, bad = ranks(2)(raise_flags_now_and_then, 1, [3, 5, 6, 11, 14])
     assert bad == []
     assert well == [[3], [4, 5, 6, 7], [8, 9, 10, 11]]  # the sum after step 14 has not been started
+
+
+def sum_flags_of_ranks() -> tuple[list[int], list[int]]:
+    flags = StepFlags(dist.distributed_c10d._get_default_group(), torch.device("cpu"), "test")
+    own = [0, 1, 1, dist.get_rank(), 0, 2, 0]
+    flags.start_all_reduce(0, get_flags=lambda: own)
+    return flags.result(0), flags.result(1)
+
+
+def test_flags_of_the_caller_are_summed_one_by_one_and_take_effect_in_the_next_step(ranks):
+    assert ranks(3)(sum_flags_of_ranks) == [([], [0, 3, 3, 3, 0, 6, 0])] * 3

@@ -97,7 +97,7 @@ class StepFlags:
 
 
 def is_raised_anywhere(group: dist.ProcessGroup, device: torch.device, flag: bool) -> bool:
-    """Return whether any rank raises a flag; all ranks call this. A rank that raises it waits for no other.
+    """Return whether any rank raises a flag; all ranks call this. The others wait, a rank that raises it does not.
 
     Args:
         group: A communicator that is not kept once the flag is raised: the ranks that raise it leave a collective
@@ -129,12 +129,15 @@ class _FlagSum:
     def start(steps: range, flags: Sequence[int], device: torch.device, all_reduce: AllReduce) -> _FlagSum:
         # Filled on the device. A copy from the host would wait for the device's whole queue. An allocation of pinned
         # memory would wait for a collective of the script's, behind which another rank may call this one.
-        sums = torch.empty(len(flags), dtype=torch.int32, device=device)
-        begin = 0
-        for flag, alike in itertools.groupby(flags):  # most are as the one before, and a fill takes microseconds
-            end = begin + len(list(alike))
-            sums[begin:end].fill_(flag)
-            begin = end
+        if device.type != "cuda":
+            sums = torch.tensor(flags, dtype=torch.int32, device=device)
+        else:
+            sums, begin = torch.zeros(len(flags), dtype=torch.int32, device=device), 0
+            for flag, alike in itertools.groupby(flags):  # a launch for each run of equal ones
+                end = begin + len(list(alike))
+                if flag:
+                    sums[begin:end].fill_(flag)
+                begin = end
         (work,) = all_reduce([sums])
         if device.type != "cuda":
             return _FlagSum(steps, flags[0] > 0, work, sums)

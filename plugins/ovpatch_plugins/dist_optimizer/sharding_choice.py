@@ -18,8 +18,8 @@ from ovpatch_plugins.dist_optimizer.report import note_choice
 
 #: How many elements of each sharded tensor, on average, a rank must no longer update. To shard a tensor costs the host
 #: time; it saves the device the update of the other ranks' shards. The border is that of compiled models: scripts
-#: compile behind DistributedDataParallel as well as before, so it is not known here. docs/features/
-#: dist_optimizer-reference.md has what was measured on both sides.
+#: compile behind DistributedDataParallel as well as before, so it is not known here. What was measured on both sides
+#: is in docs/features/dist_optimizer-reference.md.
 MIN_SPARED_NUMEL: Final = {("nccl", "cuda"): 10_000_000, ("gloo", "cpu"): 2_000_000}
 
 _APART: Final = "its ranks did not build it together, so they cannot decide together"

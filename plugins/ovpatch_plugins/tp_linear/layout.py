@@ -148,7 +148,7 @@ def wrap_local(tensor: Tensor, mesh: Any, placement: Any) -> Tensor:
 
 
 def _make_dtensor(local: Tensor, spec: Any) -> Tensor:
-    # Not by DTensor(), whose __init__ does nothing, in three calls that hide it from Dynamo: 12 of these in a block.
+    # Not by DTensor(): outside of torch.export its __init__ does nothing, in three calls that hide it from Dynamo.
     made: Tensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
     return made
 
