@@ -21,20 +21,21 @@ pytestmark = pytest.mark.slow
 
 
 class Job:
-    """Trains on two processes in a folder of its own; ``forks`` has the stock runs, which are only the yardstick."""
+    """Trains on two processes in a folder of its own; ``forks`` has all but one run, which torchrun starts."""
 
     def __init__(self, folder, forks):
         self.folder, self.forks = folder, forks
 
     def train(self, name, *args, patched, steps=STEPS, report=False):
-        """Return what each step logged: loss and gradient norm; with a report torchrun starts the ranks."""
+        """Return what each step logged: loss and gradient norm; with a report torchrun starts the patched ranks."""
         log = self.folder / f"{name}.jsonl"
         arguments = [*SIZE, *WAYS, f"--steps={steps}", f"--log-file={log}", *args]
-        options = ["--report", str(self.folder / f"{name}.report")] if report else []
-        if patched:
-            scripts.torchrun(2, demo.SCRIPT, *arguments, ovpatch=options, forked=not report, timeout=240).check()
-        else:
-            self.forks.torchrun(2, demo.SCRIPT, *arguments, env={"OVPATCH": "0"}, timeout=240).check()
+        if report:
+            options = ["--report", str(self.folder / f"{name}.report")]
+            scripts.torchrun(2, demo.SCRIPT, *arguments, ovpatch=options, timeout=240).check()
+        else:  # the script itself calls ovpatch.apply()
+            env = {"OVPATCH": None if patched else "0"}
+            self.forks.torchrun(2, demo.SCRIPT, *arguments, env=env, timeout=240).check()
         return [(entry["loss"], entry["grad_norm"]) for entry in demo.read_log(log)]
 
     def checkpoint(self, name):
