@@ -49,10 +49,10 @@ def test_the_heuristic_of_the_paper_prints_what_its_authors_print(vector):
 
 
 def test_published_vectors_are_met_or_beaten():
-    """Those of 4 ranks and one row of 8; ``python -m benchmarks.pipeline_solver`` has all of them."""
+    """Those of 4 ranks and one row of 8, with transfers that take time; ``benchmarks.pipeline_solver`` has all."""
     beaten = 0
     for *size, memory, rate in VECTORS:
-        if size[0] == 8 and size[1:4] != [32, 1000, 1100]:
+        if not size[-1] or (size[0] == 8 and size[1:4] != [32, 1000, 1100]):
             continue
         problem = make_problem(*size, memory)
         solution = solve(problem, effort=10_000)
