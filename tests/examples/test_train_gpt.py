@@ -84,7 +84,7 @@ def test_a_run_resumed_the_other_way_goes_on_bitwise(job, stock):
 
 def test_the_script_runs_alone_compiled_and_in_bfloat16(tmp_path, forks):
     log = tmp_path / "log"
-    args = [*SIZE, "--steps=2", "--compile=aot_eager", "--dtype=bfloat16", f"--log-file={log}"]
+    args = [*SIZE, "--layers=1", "--steps=2", "--compile=aot_eager", "--dtype=bfloat16", f"--log-file={log}"]
     alone = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"))
     forks.torchrun(1, demo.SCRIPT, *args, env=alone, timeout=240).check()
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1]
