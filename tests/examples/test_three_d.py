@@ -14,7 +14,7 @@ from tests.support import scripts
 from tests.support.rarely import RARELY
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "three_d.py"
-STEPS, MICROBATCHES = 2, 4
+STEPS, MICROBATCHES = 2, 3
 SMALL = [f"--steps={STEPS}", f"--microbatches={MICROBATCHES}", "--layers=2", "--width=16", "--context=8", "--rows=1"]
 HEAVY = "torch.distributed.tensor.parallel,torch.distributed.fsdp,torch.distributed.pipelining"
 

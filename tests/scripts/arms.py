@@ -1,8 +1,8 @@
 """Runs a program of ``programs/`` stock and patched, and takes up what it left behind.
 
 The stock run is the yardstick; where its launcher is torchrun, its ranks are forked instead, which computes the same.
-The patched run is started the way users start it wherever the launcher matters, and once for each kind of program; else
-its ranks are forked, too. Most of the time of these tests was the import of torch.
+The patched run is started the way users start it wherever the launcher matters; else its ranks are forked, too. Most of
+the time of these tests was the import of torch.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def ports(count):
 
 @pytest.fixture(scope="module")
 def plain(runner):
-    return runner.both("plain", launcher=[])
+    return runner.both("plain")
 
 
 def test_a_plain_loop(plain, compatibility):

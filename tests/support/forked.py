@@ -8,6 +8,7 @@ of program is started once as users start it, see ``scripts``.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import resource
@@ -174,6 +175,7 @@ def _kill(rank: BaseProcess) -> None:
 
 def _run(argv: Sequence[str], environment: Mapping[str, str], out: Path, err: Path) -> None:
     """Become a rank: the program, as Python would run it."""
+    gc.freeze()  # else a collection writes to all that it shares with the server, which is copied for that
     os.setsid()
     threading.Thread(target=die_with_parent, name="die with pytest", daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
