@@ -26,16 +26,15 @@ class Job:
     def __init__(self, folder, forks):
         self.folder, self.forks = folder, forks
 
-    def train(self, name, *args, patched, steps=STEPS, report=False):
-        """Return what each step logged: loss and gradient norm; with a report torchrun starts the patched ranks."""
-        log = self.folder / f"{name}.jsonl"
+    def train(self, name, *args, patched, steps=STEPS, launched=False):
+        """Return what each step logged: loss and gradient norm; torchrun starts the ranks of a launched run."""
+        log, report = (self.folder / f"{name}.{suffix}" for suffix in ("jsonl", "report"))
         arguments = [*SIZE, *WAYS, f"--steps={steps}", f"--log-file={log}", *args]
-        if report:
-            options = ["--report", str(self.folder / f"{name}.report")]
-            scripts.torchrun(2, demo.SCRIPT, *arguments, ovpatch=options, timeout=240).check()
-        else:  # the script itself calls ovpatch.apply()
-            env = {"OVPATCH": None if patched else "0"}
-            self.forks.torchrun(2, demo.SCRIPT, *arguments, env=env, timeout=240).check()
+        if launched:
+            scripts.torchrun(2, demo.SCRIPT, *arguments, ovpatch=["--report", str(report)], timeout=240).check()
+        else:
+            how = {"report": report} if patched else {"env": {"OVPATCH": "0"}}
+            self.forks.torchrun(2, demo.SCRIPT, *arguments, timeout=240, **how).check()
         return [(entry["loss"], entry["grad_norm"]) for entry in demo.read_log(log)]
 
     def checkpoint(self, name):
@@ -54,7 +53,7 @@ def stock(job):
 
 @pytest.fixture(scope="module")
 def patched(job):
-    return job.train("patched", f"--checkpoint={job.folder}/patched.pt", patched=True, report=True)
+    return job.train("patched", f"--checkpoint={job.folder}/patched.pt", patched=True, launched=True)
 
 
 def test_losses_and_gradient_norms_are_bitwise_equal(stock, patched):
@@ -80,6 +79,7 @@ def test_a_run_resumed_the_other_way_goes_on_bitwise(job, stock):
     head = job.train("half", f"--checkpoint={file}", patched=False, steps=HALF)
     tail = job.train("half-resumed", f"--resume={file}", patched=True)
     assert head + tail == stock
+    assert demo.check_report(demo.read_report(job.folder / "half-resumed.report"), 2) == []
 
 
 def test_the_script_runs_alone_compiled_and_in_bfloat16(tmp_path, forks):
