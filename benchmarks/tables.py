@@ -220,8 +220,9 @@ def zero_step() -> str:
     newest = results[-1]
     return "\n".join(lines) + (
         f"\n\nMilliseconds per training step, median, the slowest rank counts; torch {newest['torch']}, fused AdamW, "
-        "4 sequences of 1024 tokens per GPU and microbatch, random data, settings by turns in one run. Stock in the ratios is the best of its settings in the run. "
-        "TFLOP/s per GPU and MFU are ovpatch's. Raw data, with worst cases and more settings: "
+        "4 sequences of 1024 tokens per GPU and microbatch, random data, settings by turns in one run. Stock in "
+        "the ratios is the best of its settings in the run. TFLOP/s per GPU and MFU are ovpatch's. Raw data, with worst "
+        "cases and more settings: "
         "`benchmarks/results/zero_step.jsonl`."
     )
 

@@ -87,7 +87,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "OVPATCH=+dist_optimizer torchrun --nproc-per-node 4 examples/train_2d.py",
         "ovpatch verify --features ddp,dist_optimizer,tp_linear -- torchrun --nproc-per-node 4 examples/train_2d.py",
     ),
-    f"{EXAMPLES}train_megatron.py::test_verify_finds_stocks_bits": (
+    f"{EXAMPLES}train_megatron.py::test_it_trains_to_stocks_bits": (
         "OVPATCH=+megatron torchrun --nproc-per-node 4 examples/train_megatron.py",
         "OVPATCH=0 torchrun --nproc-per-node 4 examples/train_megatron.py",
         "OVPATCH=+megatron torchrun --nproc-per-node 4 examples/train_megatron.py --pp 1",

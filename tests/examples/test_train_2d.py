@@ -28,20 +28,19 @@ def losses(result: scripts.Result) -> list[float]:
 
 
 def test_all_features_train_the_same(tmp_path, forks):
-    args, report = [*SMALL, "--steps=4", "--accumulate=2"], tmp_path / "report.json"
+    args, report = [*SMALL, "--steps=3", "--accumulate=2"], tmp_path / "report.json"
     stock = losses(forks.torchrun(4, SCRIPT, *args, env={"OVPATCH": "0"}, timeout=240))
-    how = {"env": {"OVPATCH": FEATURES, "PRELOAD": HEAVY, **DIVIDED}, "forked": True, "timeout": 240}
-    patched = losses(scripts.torchrun(4, SCRIPT, *args, ovpatch=["--report", str(report)], **how))
-    assert len(stock) == 4
+    patched = losses(forks.torchrun(4, SCRIPT, *args, env={"OVPATCH": FEATURES, **DIVIDED}, report=report, timeout=240))
+    assert len(stock) == 3
     assert patched == pytest.approx(stock, abs=2e-4)
     features = {feature["name"]: feature for feature in json.loads(report.read_text())["features"]}
     ddp, optimizer, linears = (features[name]["counters"] for name in FEATURES.split(","))
-    assert (ddp["models"], ddp["stock_models"], ddp["backwards"]) == (4, 0, 4 * 4)  # of four ranks
-    assert optimizer["steps"] == 4 * 4
+    assert (ddp["models"], ddp["stock_models"], ddp["backwards"]) == (4, 0, 4 * 3)  # of four ranks
+    assert optimizer["steps"] == 4 * 3
     assert optimizer["grads_sharded"] > 0
     assert optimizer["gathers_overlapped"] == optimizer["gathers"] > 0
-    assert (linears["linears"], linears["calls"], linears["stock_calls"]) == (4 * 8, 4 * 8 * 8, 0)
-    assert linears["shared_calls"] == 4 * 5 * 8
+    assert (linears["linears"], linears["calls"], linears["stock_calls"]) == (4 * 8, 4 * 8 * 6, 0)
+    assert linears["shared_calls"] == 4 * 5 * 6
 
 
 @RARELY

@@ -21,20 +21,20 @@ pytestmark = pytest.mark.slow
 
 
 class Job:
-    """Trains on two processes in a folder of its own; ``forks`` has the stock runs, which are only the yardstick."""
+    """Trains on two processes in a folder of its own; ``forks`` has all but one run, which torchrun starts."""
 
     def __init__(self, folder, forks):
         self.folder, self.forks = folder, forks
 
-    def train(self, name, *args, patched, steps=STEPS, report=False):
-        """Return what each step logged: loss and gradient norm; with a report torchrun starts the ranks."""
-        log = self.folder / f"{name}.jsonl"
+    def train(self, name, *args, patched, steps=STEPS, launched=False):
+        """Return what each step logged: loss and gradient norm; torchrun starts the ranks of a launched run."""
+        log, report = (self.folder / f"{name}.{suffix}" for suffix in ("jsonl", "report"))
         arguments = [*SIZE, *WAYS, f"--steps={steps}", f"--log-file={log}", *args]
-        options = ["--report", str(self.folder / f"{name}.report")] if report else []
-        if patched:
-            scripts.torchrun(2, demo.SCRIPT, *arguments, ovpatch=options, forked=not report, timeout=240).check()
+        if launched:
+            scripts.torchrun(2, demo.SCRIPT, *arguments, ovpatch=["--report", str(report)], timeout=240).check()
         else:
-            self.forks.torchrun(2, demo.SCRIPT, *arguments, env={"OVPATCH": "0"}, timeout=240).check()
+            how = {"report": report} if patched else {"env": {"OVPATCH": "0"}}
+            self.forks.torchrun(2, demo.SCRIPT, *arguments, timeout=240, **how).check()
         return [(entry["loss"], entry["grad_norm"]) for entry in demo.read_log(log)]
 
     def checkpoint(self, name):
@@ -53,7 +53,7 @@ def stock(job):
 
 @pytest.fixture(scope="module")
 def patched(job):
-    return job.train("patched", f"--checkpoint={job.folder}/patched.pt", patched=True, report=True)
+    return job.train("patched", f"--checkpoint={job.folder}/patched.pt", patched=True, launched=True)
 
 
 def test_losses_and_gradient_norms_are_bitwise_equal(stock, patched):
@@ -79,11 +79,12 @@ def test_a_run_resumed_the_other_way_goes_on_bitwise(job, stock):
     head = job.train("half", f"--checkpoint={file}", patched=False, steps=HALF)
     tail = job.train("half-resumed", f"--resume={file}", patched=True)
     assert head + tail == stock
+    assert demo.check_report(demo.read_report(job.folder / "half-resumed.report"), 2) == []
 
 
 def test_the_script_runs_alone_compiled_and_in_bfloat16(tmp_path, forks):
     log = tmp_path / "log"
-    args = [*SIZE, "--steps=2", "--compile=aot_eager", "--dtype=bfloat16", f"--log-file={log}"]
+    args = [*SIZE, "--layers=1", "--steps=2", "--compile=aot_eager", "--dtype=bfloat16", f"--log-file={log}"]
     alone = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"))
     forks.torchrun(1, demo.SCRIPT, *args, env=alone, timeout=240).check()
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 1]

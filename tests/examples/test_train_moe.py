@@ -11,6 +11,7 @@ import pytest
 
 from tests.scripts.arms import needs, together
 from tests.support import scripts
+from tests.support.forked import Server
 from tests.support.rarely import RARELY
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_moe.py"
@@ -21,17 +22,23 @@ HEAVY = "transformers,transformers.models.qwen3_moe.modeling_qwen3_moe,torch.dis
 pytestmark = [pytest.mark.slow, needs("transformers")]
 
 
-def test_it_trains_the_same(tmp_path):
+@pytest.fixture
+def forks():
+    """A server that has imported what the example imports."""
+    server = Server(*HEAVY.split(","))
+    yield server
+    server.close()
+
+
+def test_it_trains_the_same(tmp_path, forks):
     file = tmp_path / "report.json"
 
-    def train(**how):
-        env = {"PRELOAD": HEAVY, **how.pop("env", {})}
-        done = scripts.torchrun(2, SCRIPT, *SMALL, "--steps=11", env=env, forked=True, timeout=240, **how).check()
+    def train(features, report=None):
+        how = {"env": {"OVPATCH": features}, "report": report, "timeout": 240}
+        done = forks.torchrun(2, SCRIPT, *SMALL, "--steps=11", **how).check()
         return [(int(step), float(loss)) for step, loss in STEP.findall(done.stdout)]
 
-    stock, patched = together(
-        lambda: train(env={"OVPATCH": "0"}), lambda: train(ovpatch=["--features=pipe_experts", "--report", str(file)])
-    )
+    stock, patched = together(lambda: train("0"), lambda: train("pipe_experts", file))
     assert [step for step, _ in stock] == [step for step, _ in patched] == [0, 10]
     assert stock[1][1] < stock[0][1], "it trains"
     for (_, ours), (_, theirs) in zip(patched, stock, strict=True):

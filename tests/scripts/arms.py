@@ -1,8 +1,8 @@
 """Runs a program of ``programs/`` stock and patched, and takes up what it left behind.
 
 The stock run is the yardstick; where its launcher is torchrun, its ranks are forked instead, which computes the same.
-The patched run is started the way users start it wherever the launcher matters, and once for each kind of program; else
-it has a launcher that forks. Most of the time of these tests was the import of torch.
+The patched run is started the way users start it wherever the launcher matters; else its ranks are forked, too. Most of
+the time of these tests was the import of torch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.support.equality import compare
 from tests.support.forked import Server
 
 PROGRAMS = Path(__file__).with_name("programs")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 WORLD = 2
 TIMEOUT = 240  # a busy machine is slower by far; the hard limit of a test is 300
 GLOO_AT_EXIT = "terminate called without an active exception"
@@ -54,13 +55,12 @@ class Runner:
 
     Args:
         folder: For all output.
-        server: Forks the ranks of stock runs.
-        preloaded: What a launcher that forks imports once for all ranks.
+        server: Forks ranks.
+        plain: A server that has imported torch alone.
     """
 
-    def __init__(self, folder: Path, server: Server, preloaded: Sequence[str] = ()) -> None:
-        self.folder = folder
-        self._server, self._preload = server, {"PRELOAD": ",".join(preloaded)}
+    def __init__(self, folder: Path, server: Server, plain: Server) -> None:
+        self.folder, self._server, self._plain = folder, server, plain
 
     def torchrun(self, name: str, *args: str, patched: bool, to: str, **more: Any) -> Arm:
         """Run it on two ranks; output folder, report and the like are named ``to``.
@@ -70,7 +70,8 @@ class Runner:
             args: Its arguments.
             patched: Whether ``ovpatch run`` goes before.
             to: Name of the output.
-            more: ``env``, and ``launcher`` with options of torchrun, even if none, where torchrun starts patched ranks.
+            more: ``env``; ``launcher`` with options of torchrun, even if none, where torchrun starts patched ranks; and
+                ``fresh`` where patched ranks import ovpatch before the libraries, as users' do.
         """
         env, launcher = more.get("env") or {}, more.get("launcher")
         line = (PROGRAMS / name, str(self.folder / to), *args)
@@ -78,11 +79,21 @@ class Runner:
         def run() -> scripts.Result:
             if not patched:
                 return self._server.torchrun(WORLD, *line, env={**env, "OVPATCH": "0"}, timeout=TIMEOUT)
-            forked = launcher is None
-            how = {"forked": True, "env": {**env, **self._preload}} if forked else {"launcher": launcher, "env": env}
-            return scripts.torchrun(WORLD, *line, ovpatch=self._report(to), timeout=TIMEOUT, **how)
+            if launcher is None:
+                server, report = self._plain if more.get("fresh") else self._server, self.folder / f"{to}.report"
+                return server.torchrun(WORLD, *line, env=env, report=report, timeout=TIMEOUT)
+            how = {"launcher": launcher, "env": env, "timeout": TIMEOUT}
+            return scripts.torchrun(WORLD, *line, ovpatch=self._report(to), **how)
 
         return self._arm(run, patched=patched, to=to)
+
+    def alone(self, text: str, *args: str) -> scripts.Result:
+        """Run the text of a program, to which the examples are modules, as one process that no launcher has started."""
+        program = self.folder / "alone.py"
+        program.write_text(f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n{text}")
+        launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+        env = dict.fromkeys((*launched, "MASTER_ADDR", "MASTER_PORT"))
+        return self._server.torchrun(1, program, *args, env=env).check()
 
     def both(self, name: str, *args: str, to: str = "", **more: Any) -> tuple[Arm, Arm]:
         """Run it on two ranks stock and patched, at the same time."""

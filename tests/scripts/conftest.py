@@ -12,6 +12,7 @@ from tests.scripts import compatibility as record
 
 if TYPE_CHECKING:
     from tests.scripts.arms import Arm, Runner
+    from tests.support.forked import Server
 
 ROWS = pytest.StashKey[list[record.Row]]()
 
@@ -36,14 +37,14 @@ def compatibility(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="module")
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Server) -> Iterator[Runner]:
     """``runner.both("plain")``; what its runs shall not import each time is in the module's ``PRELOADED``."""
     from tests.scripts.arms import Runner
-    from tests.support.forked import Server
+    from tests.support import forked
 
     preloaded = getattr(request.module, "PRELOADED", ())
-    server = Server(*preloaded) if preloaded else request.getfixturevalue("forks")
-    yield Runner(tmp_path_factory.mktemp("programs"), server, preloaded)
+    server = forked.Server(*preloaded) if preloaded else forks
+    yield Runner(tmp_path_factory.mktemp("programs"), server, forks)
     if preloaded:
         server.close()
 

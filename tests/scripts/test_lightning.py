@@ -56,6 +56,35 @@ def test_automatic_optimization(fitted, compatibility):
     )
 
 
+LOGGED = """
+import lightning, torch
+from lightning.pytorch.loggers import CSVLogger
+import callbacks, ovpatch
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+ovpatch.apply()
+trainer = lightning.Trainer(
+    accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False, enable_model_summary=False,
+    enable_checkpointing=False, logger=CSVLogger(sys.argv[1]), callbacks=[callbacks.make_lightning_callback()],
+)
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(4, 2)))
+"""
+
+
+def test_the_callback_of_the_examples_logs_the_counters(runner, tmp_path):
+    assert "| ddp " in runner.alone(LOGGED, str(tmp_path)).stdout, "the report is printed"
+    (metrics,) = tmp_path.rglob("metrics.csv")
+    assert "ovpatch/ddp/collectives" in metrics.read_text()
+
+
 @RARELY
 def test_resumes_the_other_ways_checkpoint_under_torchrun(runner, fitted, compatibility):
     whole_stock, whole_patched = fitted

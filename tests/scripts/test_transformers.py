@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -36,7 +37,7 @@ def values(arm, name):
 
 @pytest.fixture(scope="module")
 def defaults(runner):
-    return both(runner, to="defaults", launcher=[])
+    return both(runner, to="defaults", fresh=True)
 
 
 def test_trainer_with_its_defaults(defaults, compatibility):
@@ -50,6 +51,38 @@ def test_trainer_with_its_defaults(defaults, compatibility):
         libraries=LIBRARIES,
         compared="losses, gradient norms, evaluations, parameters, checkpoints",
     )
+
+
+LOGGED = """
+import torch, transformers
+import callbacks, ovpatch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def forward(self, x, labels):
+        return {"loss": (self.layer(x) - labels).square().mean()}
+
+ovpatch.apply()
+rows = [{"x": torch.randn(2), "labels": torch.randn(1)} for _ in range(4)]
+options = dict(max_steps=2, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True)
+trainer = transformers.Trainer(
+    Model(),
+    transformers.TrainingArguments(sys.argv[1], **options),
+    train_dataset=rows,
+    callbacks=[callbacks.make_trainer_callback()],
+)
+trainer.train()
+trainer.save_state()
+"""
+
+
+def test_the_callback_of_the_examples_logs_the_counters(runner, tmp_path):
+    assert "| ddp " in runner.alone(LOGGED, str(tmp_path)).stdout, "the report is printed"
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    assert history[0]["ovpatch/ddp/collectives"] == 0.0, "one process reduces nothing"
+    assert "loss" in history[0]
 
 
 @RARELY

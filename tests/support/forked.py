@@ -1,13 +1,14 @@
 """Runs programs as ranks forked from a server that has imported torch, and the program's libraries, already.
 
-For runs that are only a yardstick: what stock PyTorch computes does not depend on who started it. Such a run costs a
-second instead of the ten that a launcher and its ranks need for their imports. What is under test is started as users
-start it, see ``scripts``.
+For runs of which the start is not what is tested: what a program computes, stock or patched, does not depend on who
+started it. Such a run costs a second instead of the ten that a launcher and its ranks need for their imports. Each kind
+of program is started once as users start it, see ``scripts``.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import resource
@@ -24,10 +25,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
+import torch
+
 from tests.support.environment import clean, exactly, updated
 from tests.support.gloo import keep_groups, use_one_thread
 from tests.support.scripts import Result, free_port
 from tests.support.worker import die_with_parent
+
+REPORT_DIR = "OVPATCH_REPORT_DIR"
 
 #: Seconds that the other ranks may go on once one has failed.
 GRACE = 5.0
@@ -60,6 +65,7 @@ class Server:
     def close(self) -> None:
         """End a server of its own; what it has forked has ended by then."""
         if self._is_own:
+            os.kill(self._server._forkserver_pid, signal.SIGKILL)  # to take down its modules would take a second
             self._server._stop()
 
     def torchrun(
@@ -68,6 +74,7 @@ class Server:
         script: str | os.PathLike[str],
         *args: str,
         env: Mapping[str, str | None] | None = None,
+        report: Path | None = None,
         timeout: float = 120,
     ) -> Result:
         """Run a script on several ranks, in an environment as torchrun's.
@@ -77,6 +84,8 @@ class Server:
             script: The program.
             args: Its arguments.
             env: Changes to the environment, as for :func:`tests.support.scripts.run`.
+            report: Gets the merged report as from ``ovpatch run --report``, which with this is imitated: ovpatch is
+                loaded where torch's import would have loaded it.
             timeout: Seconds; then all ranks write their stacks.
         """
         argv = (os.fspath(script), *args)
@@ -87,6 +96,8 @@ class Server:
             out, err = Path(folder, "out"), Path(folder, "err")
             out.touch()
             err.touch()
+            if report is not None:
+                common |= {"OVPATCH_AUTO": "1", REPORT_DIR: folder}
             ranks = []
             for rank in range(processes):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -102,6 +113,8 @@ class Server:
                 for rank in ranks:
                     _kill(rank)
             rc = int(any(rank.exitcode for rank in ranks))  # 1, whatever the rank's own, as torchrun does
+            if report is not None:
+                _merge_reports(Path(folder), report)
             texts = (file.read_text(errors="replace") for file in (out, err))
             return Result(argv, rc, *texts, seconds, timed_out)
 
@@ -112,6 +125,13 @@ class Server:
         with _starting, mock.patch.object(forkserver, "connect_to_new_process", connect):
             process.start()
         return process
+
+
+def _merge_reports(folder: Path, report: Path) -> None:
+    from ovpatch.session import workers  # here: in stock ranks, which import this module, nothing of ovpatch is
+
+    if reports := workers.read_reports(folder, "worker"):
+        workers.save_json(report, workers.merge_reports(reports))
 
 
 def _wait(ranks: Sequence[BaseProcess], deadline: float) -> bool:
@@ -155,6 +175,7 @@ def _kill(rank: BaseProcess) -> None:
 
 def _run(argv: Sequence[str], environment: Mapping[str, str], out: Path, err: Path) -> None:
     """Become a rank: the program, as Python would run it."""
+    gc.freeze()  # else a collection writes to all that it shares with the server, which is copied for that
     os.setsid()
     threading.Thread(target=die_with_parent, name="die with pytest", daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -166,7 +187,12 @@ def _run(argv: Sequence[str], environment: Mapping[str, str], out: Path, err: Pa
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = list(argv)
+    sys.orig_argv = [sys.executable, "-u", *argv]
     sys.path[0] = str(Path(argv[0]).parent)
-    keep_groups()
-    use_one_thread()
+    if REPORT_DIR in environment:
+        if torch._is_device_backend_autoload_enabled():
+            torch._import_device_backends()
+    else:  # what is ours needs no help with gloo
+        keep_groups()
+        use_one_thread()
     runpy.run_path(argv[0], run_name="__main__")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import scripts
+from tests.support import forked, scripts
+from tests.support.rarely import RARELY
 
 PROGRAM = """
 import atexit, os, sys, time
@@ -32,35 +33,36 @@ def program(tmp_path):
     return path
 
 
-@pytest.fixture(params=["server", "launcher"])
-def start(request, program, forks):
-    """Both ways to fork ranks are alike."""
-
-    def start(*args, **options):
-        if request.param == "server":
-            return forks.torchrun(2, program, *args, **options)
-        return scripts.torchrun(2, program, *args, forked=True, **options)
-
-    return start
+@pytest.fixture
+def server(program, forks):
+    return lambda *args, **options: forks.torchrun(2, program, *args, **options)
 
 
-def test_ranks_are_as_under_torchrun(start, monkeypatch):
+@pytest.fixture
+def launcher(program):
+    return lambda *args, **options: scripts.torchrun(2, program, *args, forked=True, **options)
+
+
+@pytest.mark.parametrize("way", ["server", "launcher"])
+def test_ranks_are_as_under_torchrun_and_one_that_fails_ends_the_others(request, way, monkeypatch):
+    monkeypatch.setattr(forked, "GRACE", 0.5)
     monkeypatch.setenv("OVPATCH", "nonsense")
-    result = start("a", env={"OVPATCH": "0"}).check()
-    said = [f"__main__ {rank} 2 True {rank}: 2 ['a'] 0" for rank in (0, 1)]
+    result = request.getfixturevalue(way)("a", "fail", env={"OVPATCH": "0"})
+    said = [f"__main__ {rank} 2 True {rank}: 2 ['a', 'fail'] 0" for rank in (0, 1)]
     assert sorted(line for line in result.stdout.splitlines() if line.startswith("__main__")) == said
-
-
-def test_a_rank_that_fails_ends_the_others(start):
-    result = start("fail")
     assert (result.rc, result.timed_out, result.left) == (1, False, ())
     assert "ValueError: lost" in result.stderr
 
 
-def test_a_hang_shows_the_stacks_of_all_ranks(start, request):
-    first = 6 if "server" in request.node.callspec.id else 15  # seconds; the launcher has torch to import
-    for timeout in (first, 40, 90):  # a busy machine may not have come that far
-        result = start("hang", timeout=timeout)
+def test_a_run_that_succeeds(server):
+    assert server().check().stdout.count("__main__") == 2
+
+
+# The launcher's processes are stopped as any program's, see test_scripts; it has torch to import.
+@pytest.mark.parametrize(("way", "first"), [("server", 2), pytest.param("launcher", 15, marks=RARELY)])
+def test_a_hang_shows_the_stacks_of_all_ranks(request, way, first):
+    for timeout in (first, 20, 90):  # a busy machine may not have come that far
+        result = request.getfixturevalue(way)("hang", timeout=timeout)
         assert result.timed_out
         if result.stdout.count("__main__") == result.stderr.count("in hangs_here") == 2:
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -250,6 +251,17 @@ def read_elsewhere_later(module: nn.Module) -> None:
 
 def run_both(cases: dict[str, Case], schedules: tuple[str, ...], **options: Any) -> dict[str, Any]:
     """Return for each case and schedule what differs from Megatron's run, what was counted, and the remarks."""
+    found: dict[str, Any] = {}
+    for (tp, pp), own in itertools.groupby(cases.items(), lambda item: (item[1].tp, item[1].pp)):
+        with parallel(tp=tp, pp=pp):
+            found |= _run_on_the_same_groups(dict(own), schedules, options)
+    assert dist.is_initialized()
+    return found
+
+
+def _run_on_the_same_groups(
+    cases: dict[str, Case], schedules: tuple[str, ...], options: dict[str, Any]
+) -> dict[str, Any]:
     from ovpatch_plugins.megatron.report import COUNTERS
 
     stock = {name: train(case) for name, case in cases.items()}
@@ -265,5 +277,4 @@ def run_both(cases: dict[str, Case], schedules: tuple[str, ...], **options: Any)
                     {key: value - before[key] for key, value in COUNTERS.as_dict().items()},
                     list(ovpatch.report()["megatron"].remarks),
                 )
-    assert dist.is_initialized()
     return found

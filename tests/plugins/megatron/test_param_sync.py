@@ -99,7 +99,8 @@ def read_between(name: str, patched: bool, reader: int | None) -> tuple[list[flo
 
 
 def all_reads(names: list[str], patched: bool, reader: int | None) -> dict[str, Any]:
-    return {name: read_between(name, patched, reader) for name in names}
+    with parallel():
+        return {name: read_between(name, patched, reader) for name in names}
 
 
 def test_reads_between_step_and_forward_are_stale_on_stock(ranks):
@@ -166,7 +167,8 @@ def train_with(kept: str, patched: bool) -> tuple[list[Tensor], list[int]]:
 
 
 def all_kept(patched: bool) -> dict[str, Any]:
-    return {kept: train_with(kept, patched) for kept in KEPT}
+    with parallel():
+        return {kept: train_with(kept, patched) for kept in KEPT}
 
 
 def test_a_graph_or_an_alias_that_is_there_at_each_step_reads_new_values(ranks):

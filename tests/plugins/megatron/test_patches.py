@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,6 @@ from torch import nn
 
 from tests.plugins.megatron.models import parallel, rows, transformer_config
 from tests.scripts.arms import needs
-from tests.support.environment import clean
 
 pytestmark = needs("megatron")
 
@@ -86,6 +82,7 @@ def test_an_adaptors_patches_reach_all_callers_after_the_import_and_go(ranks):
 
 ALONE = """
 import sys
+sys.path.insert(0, sys.argv[2])
 import torch.distributed as dist
 from tests.plugins.megatron.test_patches import adaptor
 assert not [name for name in sys.modules if name.startswith("megatron")]
@@ -95,7 +92,7 @@ dist.destroy_process_group()
 """
 
 
-def test_an_adaptors_patches_wait_for_the_import_and_go(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-c", ALONE, str(tmp_path / "meet")]
-    done = subprocess.run(command, env=clean(os.environ), capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+def test_an_adaptors_patches_wait_for_the_import_and_go(tmp_path, forks):
+    program = tmp_path / "alone.py"
+    program.write_text(ALONE)
+    forks.torchrun(1, program, str(tmp_path / "meet"), str(ROOT)).check()

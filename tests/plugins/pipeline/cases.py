@@ -140,9 +140,15 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
     return [] if a is None and b is None else [f"{where}: {type(a).__name__} and {type(b).__name__}"]
 
 
-def train_both(case: Case, order: str = "as-given", group: dist.ProcessGroup | None = None, **options: Any) -> Outcome:
-    """Train stock and patched, and compare."""
-    stock = train(case, group)
+def train_both(
+    case: Case,
+    order: str = "as-given",
+    group: dist.ProcessGroup | None = None,
+    stock: list[Any] | None = None,
+    **options: Any,
+) -> Outcome:
+    """Train stock, unless its results are given, and patched, and compare."""
+    stock = train(case, group) if stock is None else stock
     ovpatch.apply("pipeline", options={"pipeline": {"schedule": order, **options}})
     before = counters()
     patched = train(case, group)

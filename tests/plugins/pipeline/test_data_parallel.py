@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from tests.plugins.pipeline.cases import Case, counters, differences, feature_report, train
 from tests.plugins.pipeline.models import Block, Part
-from tests.support.rarely import ALL_CASES
+from tests.support.rarely import ALL_CASES, RARELY
 
-EIGHT: dict[str, Any] = {"microbatches": 8, "chunks": 2}
+# With as few microbatches, where no backward comes before the last forward, stock's reducer of DDP fails.
+LOOP: dict[str, Any] = {"microbatches": 4, "chunks": 2}
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -63,16 +64,16 @@ SETTINGS: dict[str, tuple[Callable[..., Wrap], dict[str, Any], dict[str, Any], t
     "ddp": (_ddp, {}, {}, ()),
     "ddp, gradients in buckets": (_ddp, {"gradient_as_bucket_view": True}, {"pieces": 2}, ()),
     "ddp, unused parameters": (_ddp, {"find_unused_parameters": True}, {}, ()),
-    "ddp, loop": (_ddp, {}, {"schedule": "ScheduleInterleaved1F1B", **EIGHT}, ()),
+    "ddp, loop": (_ddp, {}, {"schedule": "ScheduleInterleaved1F1B", **LOOP, "microbatches": 8}, ()),
     "our ddp": (_ddp, {}, {"pieces": 2}, ("ddp",)),
     "our ddp, dist_optimizer": (_ddp, {}, {}, ("ddp", "dist_optimizer")),
     "fsdp": (_fsdp, {}, {}, ()),
     "fsdp, bf16": (_fsdp, {"mp_policy": HALF}, {}, ()),
     "fsdp, bf16, checkpoint": (_fsdp, {"mp_policy": HALF}, {"part": _checkpointed}, ()),
-    "fsdp, loop": (_fsdp, {"mp_policy": HALF}, {"schedule": "ScheduleInterleaved1F1B", **EIGHT}, ()),
+    "fsdp, loop": (_fsdp, {"mp_policy": HALF}, {"schedule": "ScheduleInterleaved1F1B", **LOOP}, ()),
     "replicate": (_replicate, {}, {}, ()),
     "tensor parallel": (_tensor_parallel, {}, {}, ()),
-    "tensor parallel, loop": (_tensor_parallel, {}, {"schedule": "ScheduleInterleavedZeroBubble", **EIGHT}, ()),
+    "tensor parallel, loop": (_tensor_parallel, {}, {"schedule": "ScheduleInterleavedZeroBubble", **LOOP}, ()),
     "tp_linear": (_tensor_parallel, {}, {}, ("tp_linear",)),
 }
 
@@ -112,7 +113,7 @@ def test_as_stock(ranks: Any, part: int) -> None:
 def _zero_bubble_in_fsdp(schedule: str) -> tuple[list[str], int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     group, seed = mesh["pp"].get_group(), mesh.get_local_rank("dp")
-    case: dict[str, Any] = {"schedule": schedule, "vee": "ZBV" in schedule, "steps": 1, **EIGHT}
+    case: dict[str, Any] = {"schedule": schedule, "vee": "ZBV" in schedule, "steps": 1, **LOOP}
     wanted = train(Case(**case), group, seed)[2]
     for grad in wanted.values():
         dist.all_reduce(grad, group=mesh["dp"].get_group())
@@ -164,6 +165,7 @@ def _three_dimensions() -> tuple[list[str], int]:
     return changes, counters()["weight_grads"] - before
 
 
+@RARELY  # tests/examples/test_three_d.py compares parameters behind each step, on as many ranks
 def test_three_dimensions(ranks: Any) -> None:
     for rank, (changes, deferred) in enumerate(ranks(8)(_three_dimensions, timeout=150)):
         assert not changes, f"rank {rank}: {changes[:4]}"

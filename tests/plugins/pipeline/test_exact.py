@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ovpatch
-from tests.plugins.pipeline.cases import Case, Outcome, make_schedule, train_both
+from tests.plugins.pipeline.cases import Case, Outcome, make_schedule, train, train_both
 from tests.plugins.pipeline.models import ROWS, VARIANTS, WIDTH, Autocast, Block, Part, Raw, Variant
 from tests.support.rarely import ALL_CASES
 
@@ -67,8 +68,11 @@ def _run_classes(names: list[str]) -> dict[str, Outcome]:
     found = {}
     for name in names:
         case = CLASSES[name]
+        if case.chunks > 1:
+            case = replace(case, microbatches=min(case.microbatches, 2 * dist.get_world_size()))
+        stock = train(case)
         for order in _list_orders() if case.chunks == 1 else ("as-given",):
-            found[f"{name}, {order}"] = train_both(case, order)
+            found[f"{name}, {order}"] = train_both(case, order, stock=stock)
     return found
 
 
@@ -113,8 +117,8 @@ def test_models_on_four_ranks(ranks: Any) -> None:
 
 def _run_dropout() -> dict[str, Outcome]:
     cases = {
-        "vee": Case("ScheduleZBVZeroBubble", vee=True, part=_blocks(0.2), **EIGHT),
-        "loop": Case("ScheduleInterleavedZeroBubble", part=_blocks(0.2, False), **EIGHT),
+        "vee": Case("ScheduleZBVZeroBubble", vee=True, part=_blocks(0.2), microbatches=4, chunks=2),
+        "loop": Case("ScheduleInterleavedZeroBubble", part=_blocks(0.2, False), microbatches=4, chunks=2),
     }
     return {name: train_both(case) for name, case in cases.items()}
 
@@ -130,7 +134,8 @@ def _run_options() -> dict[str, Outcome]:
         {"overlap_p2p_comm": False},
         {"gradient_accumulation_fusion": True},
     ]
-    return {str(change): train_both(Case(), "zb-h1", **change) for change in changes}
+    stock = train(Case())
+    return {str(change): train_both(Case(), "zb-h1", stock=stock, **change) for change in changes}
 
 
 def test_options_keep_the_bits_in_fp32(ranks: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from ovpatch_plugins.pipeline import failures
 from ovpatch_plugins.pipeline.stage_run import list_stages
 from tests.plugins.pipeline.cases import Case, counters, device, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
+from tests.support.rarely import ALL_CASES
 
 SIX = ROWS * 6
 
@@ -84,29 +86,27 @@ class Armed:
 
 def fail(
     where: str,
-    victims: list[int],
+    cases: Sequence[tuple[int, int]],
     order: str,
     schedule: str = "Schedule1F1B",
     *,
-    calls: Sequence[int] = (0, 2, 5),
     delay_s: float = 0.0,
     **options: Any,
 ) -> list[tuple[list[str], str]]:
-    """Let a step fail on each victim, at each of some calls; return what differs afterwards, and the error."""
+    """Let a step fail for each victim and number of its call; return what differs afterwards, and the error."""
     more: dict[str, Any] = {} if "1F1B" in schedule and "Inter" not in schedule else {"chunks": 2, "microbatches": 8}
     case = Case(
         schedule, part=lambda _index: Part(Bomb(where, delay_s), Block()), steps=1, vee="ZBV" in schedule, **more
     )
     stock, _ = Armed(case, None, 0).run()
     found = []
-    for victim in victims:
-        for left in calls:
-            ovpatch.apply("pipeline", options={"pipeline": {"schedule": order, **options}})
-            failed = counters()["failed_steps"]
-            patched, text = Armed(case, victim, left).run()
-            assert counters()["failed_steps"] == failed + bool(text)
-            ovpatch.revert()
-            found.append((differences(stock, patched), text))
+    for victim, left in cases:
+        ovpatch.apply("pipeline", options={"pipeline": {"schedule": order, **options}})
+        failed = counters()["failed_steps"]
+        patched, text = Armed(case, victim, left).run()
+        assert counters()["failed_steps"] == failed + bool(text)
+        ovpatch.revert()
+        found.append((differences(stock, patched), text))
     return found
 
 
@@ -115,8 +115,10 @@ def fail(
 def test_a_failing_rank_is_named_and_the_next_steps_are_right(ranks: Any, where: str, schedule: str) -> None:
     world = 3 if schedule == "Schedule1F1B" else 2
     victims = list(range(world))
-    by_rank = ranks(world)(fail, where, victims, "zb-h1", schedule)
     cases = [(victim, left) for victim in victims for left in (0, 2, 5)]
+    if not ALL_CASES:  # every victim and every call, in different pairs
+        cases = cases[where == "B" :: 2]
+    by_rank = ranks(world)(fail, where, cases, "zb-h1", schedule)
     for number, (victim, left) in enumerate(cases):
         for rank, results in enumerate(by_rank):
             wrong, text = results[number]
@@ -132,7 +134,9 @@ def test_a_failing_rank_is_named_and_the_next_steps_are_right(ranks: Any, where:
             assert all(results[number][1] for results in by_rank)  # every rank waits for something of this microbatch
 
 
-def _fail_in_fsdp(where: str, victim: int, policy: MixedPrecisionPolicy) -> list[tuple[list[str], str]]:
+def _fail_in_fsdp(
+    where: str, victims: Sequence[int], policy: MixedPrecisionPolicy, calls: Sequence[int]
+) -> list[tuple[list[str], str]]:
     """Let a stage fail in both of its replicas; return what differs afterwards, and the error."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
 
@@ -142,9 +146,9 @@ def _fail_in_fsdp(where: str, victim: int, policy: MixedPrecisionPolicy) -> list
 
     case = Case(part=lambda _index: Part(Bomb(where), Block()), wrap=wrap, steps=1)
     group, found = mesh["pp"].get_group(), []
-    for left in (None, 1, 4):
+    for victim, left in [(-1, 0), *itertools.product(victims, calls)]:  # the first does not fail
         ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
-        armed = Armed(case, None if left is None else dist.get_rank(), left or 0, group)
+        armed = Armed(case, None if victim < 0 else dist.get_rank(), left, group)
         if mesh.get_local_rank("pp") != victim:
             armed.left = 10**6
         found.append(armed.run())
@@ -152,16 +156,22 @@ def _fail_in_fsdp(where: str, victim: int, policy: MixedPrecisionPolicy) -> list
     return [(differences(found[0][0], results), text) for results, text in found[1:]]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("policy", "calls"), [(MixedPrecisionPolicy(), (1, 4)), (HALF, (1, 4) if ALL_CASES else (4,))], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("where", ["F", "B"])
-def test_gradients_of_a_failed_step_do_not_stay_in_fsdp(ranks: Any, where: str, victim: int) -> None:
-    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]
-    for policy in policies:
-        for rank, results in enumerate(ranks(4)(_fail_in_fsdp, where, victim, policy)):
-            for wrong, text in results:
-                # The last stage may have ended its step when a B of the first one fails.
-                assert "out of memory, for a test" in text or (where, victim, rank // 2) == ("B", 0, 1), rank
-                assert not wrong, f"rank {rank}: {wrong[:4]}"
+def test_gradients_of_a_failed_step_do_not_stay_in_fsdp(
+    ranks: Any, where: str, policy: MixedPrecisionPolicy, calls: tuple[int, ...]
+) -> None:
+    cases = list(itertools.product((0, 1), calls))
+    for rank, results in enumerate(ranks(4)(_fail_in_fsdp, where, (0, 1), policy, calls)):
+        for (victim, left), (wrong, text) in zip(cases, results, strict=True):
+            # The last stage may have ended its step when a B of the first one fails.
+            assert "out of memory, for a test" in text or (where, victim, rank // 2) == ("B", 0, 1), rank
+            assert not wrong, f"rank {rank}, failure {left} of stage {victim}: {wrong[:4]}"
 
 
 class SlowStore:
@@ -188,7 +198,7 @@ class SlowStore:
 def _fail_over_a_slow_network() -> list[tuple[list[str], str]]:
     store = failures.group_store
     with mock.patch.object(failures, "group_store", lambda group: SlowStore(store(group))):
-        return fail("F", [0], "zb-h1", calls=[0])
+        return fail("F", [(0, 0)], "zb-h1")
 
 
 def test_a_failure_is_known_before_the_messages_behind_it(ranks: Any) -> None:

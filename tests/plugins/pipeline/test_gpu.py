@@ -287,7 +287,7 @@ def _fail_everywhere(transport: str) -> list[tuple[str, int, list[str], str]]:
     found = []
     for where, schedule in (("F", "Schedule1F1B"), ("B", "Schedule1F1B"), ("F", "ScheduleZBVZeroBubble")):
         victims = list(range(dist.get_world_size()))
-        results = fail(where, victims, "zb-h1", schedule, calls=(1,), delay_s=0.2, p2p_transport=transport)
+        results = fail(where, [(one, 1) for one in victims], "zb-h1", schedule, delay_s=0.2, p2p_transport=transport)
         found += [(f"{where} of {schedule}", victim, *result) for victim, result in zip(victims, results, strict=True)]
     return found
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import gc
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -296,20 +294,27 @@ def test_the_report_has_costs_and_the_bubble(ranks: Any) -> None:
         assert "% predicted" in text
 
 
-def test_nothing_is_imported_before_the_pipeline_is() -> None:
-    code = (
-        "import sys, ovpatch; ovpatch.apply('pipeline'); "
-        "print([m for m in sys.modules if m.startswith(('torch.distributed.pipelining', 'ovpatch_plugins.pipeline.'))])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "torch.distributed.pipelining" not in out
-    assert "takeover" not in out
+IMPORTS = """
+import sys, ovpatch
+ovpatch.apply('pipeline')
+print([m for m in sys.modules if m.startswith(('torch.distributed.pipelining', 'ovpatch_plugins.pipeline.'))])
+import ovpatch_plugins.pipeline.takeover
+print([m for m in sys.modules if m.startswith('ovpatch_plugins.pipeline.')])
+"""
 
 
-def test_the_solver_is_loaded_for_schedule_auto_alone() -> None:
-    code = "import sys, ovpatch_plugins.pipeline.takeover; print([m for m in sys.modules if m.endswith('_schedule')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_nothing_is_imported_before_the_pipeline_is_and_the_solver_for_schedule_auto_alone(
+    forks: Any, tmp_path: Path
+) -> None:
+    program = tmp_path / "imports.py"
+    program.write_text(IMPORTS)
+    applied, taken_over = forks.torchrun(1, program).check().stdout.splitlines()
+    assert "ovpatch_plugins.pipeline.plugin" in applied
+    assert "torch.distributed.pipelining" not in applied
+    assert "takeover" not in applied
+    assert "takeover" in taken_over
+    assert "_schedule'" not in taken_over
+    assert "solver" not in taken_over
 
 
 def _watch_receives() -> tuple[list[str], list[int], list[int]]:

@@ -103,16 +103,18 @@ def test_replicas(ranks: Any, granularity: str) -> None:
 # --- tensor parallelism ---
 
 
-def _train_llama(schedule: str, granularity: str) -> tuple[list[Any], list[Any], dict[str, int], dict[str, int]]:
+def _train_llama(
+    schedule: str, granularity: str, layers: int
+) -> tuple[list[Any], list[Any], dict[str, int], dict[str, int]]:
     options: dict[str, Any] = {"tp_linear": {"schedule": schedule}, "recompute": {"granularity": granularity}}
     with ovpatch.applied("tp_linear", options=options):
         torch.manual_seed(0)
-        stock = test_llama.llama(layers=3)
+        stock = test_llama.llama(layers=layers)
     counts: dict[str, int] = {}
     with ovpatch.applied("tp_linear", "recompute", options=options), _counted(counts):
         torch.manual_seed(0)
         before = _tp_counters()
-        patched = test_llama.llama(layers=3)
+        patched = test_llama.llama(layers=layers)
         linears = {name: value - before[name] for name, value in _tp_counters().items()}
     return _flat(stock), _flat(patched), counts, linears
 
@@ -133,7 +135,9 @@ def _flat(records: list[dict[str, Any]]) -> list[torch.Tensor]:
     ]
 
 
-def _compare_llamas(cases: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[int, dict[str, int], dict[str, int]]]:
+def _compare_llamas(
+    cases: list[tuple[str, str, int]],
+) -> dict[tuple[str, str, int], tuple[int, dict[str, int], dict[str, int]]]:
     found = {}
     for case in cases:
         stock, patched, counts, linears = _train_llama(*case)
@@ -142,7 +146,8 @@ def _compare_llamas(cases: list[tuple[str, str]]) -> dict[tuple[str, str], tuple
     return found
 
 
-LLAMAS = [("bulk", "full"), ("bulk", "selective"), ("ring", "full"), ("stock", "selective")]
+# With the number of layers: with three, one block after the other is recomputed ahead.
+LLAMAS = [("bulk", "full", 3), ("bulk", "selective", 2), ("ring", "full", 2), ("stock", "selective", 2)]
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -150,11 +155,12 @@ def test_tensor_parallelism(ranks: Any, world: int) -> None:
     for found in ranks(world)(_compare_llamas, LLAMAS if world == 2 else LLAMAS[:1]):
         for case, (changed, counts, linears) in found.items():
             assert not changed, f"{case}: {changed} tensors differ"
-            assert counts["recomputations"] == counts["calls"] == 3 * 2, case
+            layers = case[-1]
+            assert counts["recomputations"] == counts["calls"] == layers * 2, case
             # The blocks behind the last one in backward, of each step, under the wait for their gradient.
-            assert counts["launched_ahead"] == (0 if case[0] == "stock" else 2 * 2), case
+            assert counts["launched_ahead"] == (0 if case[0] == "stock" else (layers - 1) * 2), case
             assert linears["stock_calls"] == 0, case
-            assert linears["calls"] > 22 * 2, case
+            assert linears["calls"] > 7 * layers * 2, case
 
 
 def _order_of_a_backward() -> list[str]:
