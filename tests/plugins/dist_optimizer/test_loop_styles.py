@@ -15,7 +15,7 @@ from tests.plugins.ddp.arms import Record, data, table
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
-STEPS = 9
+STEPS = 7
 
 
 def backward(model: nn.Module, step: int, micro: int = 0) -> torch.Tensor:
