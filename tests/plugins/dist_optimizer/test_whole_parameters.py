@@ -256,7 +256,7 @@ def test_kinds_of_models(ranks, kind):
     wanted |= {"odd"} if kind == "lamb" else {"bfloat16"}  # Adafactor divides by the elements of an empty parameter
     owners = {"owners": owners_of[kind]}
     loops = {name: kwargs | owners for name, kwargs in test_models.CASES.items() if name in wanted}
-    check_each(ranks(2)(all_cases, test_models.train, loops, options=NAMED), steps=9)
+    check_each(ranks(2)(all_cases, test_models.train, loops, options=NAMED), steps=test_models.STEPS)
 
 
 def by_groups(kind: str, model: nn.Module) -> list[Optimizer]:
@@ -280,7 +280,7 @@ owners_of = {kind: functools.partial(by_groups, kind) for kind in ONE}
 @pytest.mark.parametrize("kind", ["adafactor", "lamb"])
 def test_several_optimizers(ranks, kind):
     loops = {f.__name__: {"owners": functools.partial(f, kind)} for f in (disjoint, shared)}
-    check_each(ranks(2)(all_cases, test_models.train, loops, options=NAMED), steps=9)
+    check_each(ranks(2)(all_cases, test_models.train, loops, options=NAMED), steps=test_models.STEPS)
 
 
 def test_hooks_see_all_parameters(ranks):
