@@ -34,7 +34,7 @@ def test_styles(ranks, world, options):
 
 @pytest.mark.parametrize("wrap", ["small buckets, unused"])
 def test_styles_under_options_of_ddp(ranks, wrap):
-    check_all(ranks(2)(all_cases, train, some({s: {"style": s, "wrap": wrap} for s in STYLES}), options=AT_ONCE))
+    check_all(ranks(2)(all_cases, train, some({s: {"style": s, "wrap": wrap} for s in STYLES}, 1), options=AT_ONCE))
 
 
 def loop(kind: str) -> list[Record]:
@@ -237,7 +237,7 @@ def used_by_turns(window: dict[str, Any]) -> list[Record]:
     head = OPTIMIZERS["sgd"](model.module.others.parameters())
     early, late = model.module.others[0].weight, model.module.others[5].weight
     records = []
-    for step in range(10):
+    for step in range(8):
         body.zero_grad()
         (late if step % 4 < 2 else early).grad = None
         backward_of(model, step)

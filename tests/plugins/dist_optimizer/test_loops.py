@@ -14,7 +14,6 @@ from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.checks import train_step
 from tests.support.equality import compare
 
-
 STEPS = 8
 
 
