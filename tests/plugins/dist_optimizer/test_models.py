@@ -18,7 +18,7 @@ from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, train_steps
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare
-from tests.support.rarely import ALL_CASES
+from tests.support.rarely import ALL_CASES, RARELY
 
 Optimizers = list[torch.optim.Optimizer]
 
@@ -281,7 +281,7 @@ def compiled(around: str) -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize("around", ["model", "wrapper"])
+@pytest.mark.parametrize("around", ["model", pytest.param("wrapper", marks=RARELY)])
 def test_compiled(ranks, around):
     check_all(ranks(2)(all_cases, compiled, {"": {"around": around}}))
 

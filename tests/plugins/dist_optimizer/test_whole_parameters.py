@@ -233,7 +233,7 @@ def test_styles(ranks, kind):
 
 
 def test_styles_on_three_ranks(ranks):
-    check_each(ranks(3)(all_cases, instead, some(styles("lamb")), options=NAMED), steps=5)
+    check_each(ranks(3)(all_cases, instead, some(some(styles("lamb"))), options=NAMED), steps=5)
 
 
 def frozen_for_a_while(kind: str) -> list[Record]:

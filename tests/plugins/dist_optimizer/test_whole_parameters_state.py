@@ -76,7 +76,7 @@ def changed_by_hand(kind: str) -> list[Record]:
     """All ranks change the state, one long after the other; some of it is taken away."""
     model, opts = build(kind)
     records = []
-    for number in range(8):
+    for number in range(6):
         step(model, opts, number)
         for turn in range(dist.get_world_size()):
             if turn == dist.get_rank():
@@ -101,7 +101,7 @@ def check(results: list[dict[str, Any]], steps: int = 0) -> None:
 
 
 def test_a_state_that_is_changed_by_hand(ranks):
-    check_all(ranks(2)(all_both, changed_by_hand, table(kind=KINDS), apply=apply_named), check=check, steps=8)
+    check_all(ranks(2)(all_both, changed_by_hand, table(kind=KINDS), apply=apply_named), check=check, steps=6)
 
 
 # --- checkpoints ---
