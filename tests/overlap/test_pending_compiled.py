@@ -188,6 +188,7 @@ def test_a_parameter_that_is_not_the_blocks_own_is_right_though_slow():
 
 
 @pytest.mark.slow
+@torch._inductor.config.patch(compile_threads=1)  # here, and not in processes that import torch before
 def test_inductor_reads_new_values():
     stock = train(whole, "inductor", pending=False)
     with entrances():

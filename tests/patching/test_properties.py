@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ovpatch.patching import PatchConflictError, PatchError, PatchManager
+from tests.support.rarely import ALL_CASES
 
 from .tools import same, snapshot, tag
 
@@ -151,7 +152,7 @@ def check(model: Model, home: types.ModuleType, user: types.ModuleType) -> None:
             assert getattr(user, f"renamed{index}")() == model.expected((None, f"f{index}"))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=500 if ALL_CASES else 60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trees(), st.data())
 def test_random_sequences_agree_with_the_model(tree: Tree, data: st.DataObject) -> None:
     with built(tree) as (home, user):

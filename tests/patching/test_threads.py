@@ -98,7 +98,7 @@ def test_two_managers_on_one_target_from_two_threads(make: MakeModule) -> None:
     managers = [PatchManager(), PatchManager()]
     for manager, name in zip(managers, "ab", strict=True):
         manager.register_patch(f"{m.__name__}.f", wrap=tag(name))
-    for _ in range(20):
+    for _ in range(10):
         together(*(manager.apply for manager in managers))
         assert m.f() in ("a(b(f))", "b(a(f))")
         together(*(manager.revert for manager in managers))
@@ -122,7 +122,7 @@ def test_child_forked_while_another_thread_patches_does_not_hang(pm: PatchManage
     thread = threading.Thread(target=busy)
     thread.start()
     try:
-        for _ in range(5):
+        for _ in range(3):
             assert in_child(lambda: pm.revert() is None and m.f() == "f")
     finally:
         done.set()

@@ -22,7 +22,7 @@ from tests.support.equality import compare
 from tests.support.errors import error_of
 
 WORLDS = [2, 3]
-CHUNKS = 4
+STEPS, CHUNKS = 4, 4
 TINY = {"bucket_cap_mb": 0.0001}  # each parameter is a bucket, which is launched when the parameter is complete
 
 
@@ -177,14 +177,14 @@ def train(
     prepare: Callable[[Net], None] = lambda net: None,
     chunks: int = 1,
 ) -> list[Record]:
-    """Train five steps of ``micro`` microbatches, of which the last is reduced; with ``keep``, never zero gradients."""
+    """Train some steps of ``micro`` microbatches, of which the last is reduced; with ``keep``, never zero gradients."""
     torch.manual_seed(0)
     net = Net(chunked=chunked, chunks=chunks, reentrant=reentrant)
     prepare(net)
     wrapped = DDP(net, **ddp)
     optimizer = torch.optim.SGD(wrapped.parameters(), 0.05, momentum=0.9)
     records = []
-    for step in range(5):
+    for step in range(STEPS):
         for number in range(micro):
             with wrapped.no_sync() if number < micro - 1 else contextlib.nullcontext():
                 out = wrapped(data(step, rows(step, number), 6, micro=number), SPARE[spare](step, dist.get_rank()))
@@ -253,13 +253,13 @@ def test_inside_checkpoints_and_with_microbatches_under_no_sync(ranks):
     # Stock cannot search inside reentrant checkpoints.
     checkpoints = {**modes(reentrant=[False]), **modes("search", reentrant=[True])}
     # Stock does not allow no_sync() in the first step of a static graph.
-    check_cases(ranks(2), {**checkpoints, **modes("static", micro=[3], keep=[False, True])})
+    check_cases(ranks(2), {**checkpoints, **modes("static", micro=[2], keep=[False, True])})
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_with_the_optimizer_divided(ranks, world):
     for result in check_cases(ranks(world), modes("static", micro=[1, 2]), "dist_optimizer"):
-        assert all(case["counters"]["steps"] == 5 for case in result.values())
+        assert all(case["counters"]["steps"] == STEPS for case in result.values())
 
 
 def deferred(net: Net) -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import ovpatch
 from ovpatch.overlap.comm.consensus import RankMismatchError
 from tests.plugins.ddp.arms import Record, data, seen, table
-from tests.plugins.ddp.checks import average_by_hand, check_cases
+from tests.plugins.ddp.checks import average_by_hand, check_cases, some
 from tests.support.equality import compare
 
 WORLDS = [2, 3]
@@ -195,7 +195,7 @@ def test_gradients_zeroed_in_place_between_the_backwards(ranks):
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_parameters_inside_reentrant_checkpoints(ranks, world):
     ways = ["retained", "two forwards", "in reverse", "zeroed between", "behind a local one", "three times"]
-    require_all(ranks(world), ways, ddp=[{}, {"bucket_cap_mb": TINY}], reentrant=[True])
+    require_all(ranks(world), ways, ddp=[{"bucket_cap_mb": TINY}] if world == 2 else [{}], reentrant=[True])
 
 
 def loop(way: str, ddp: dict[str, Any]) -> list[Record]:
@@ -205,12 +205,12 @@ def loop(way: str, ddp: dict[str, Any]) -> list[Record]:
 
 def test_switched_off_the_second_backward_stays_local_as_under_stock(ranks):
     cases, off = table(way=WAYS, ddp=[{}, {"bucket_cap_mb": TINY}]), {"reduce_late_gradients": False}
-    check_cases(ranks(2), loop, cases, options=off, backwards=STEPS)
+    check_cases(ranks(2), loop, some(cases), options=off, backwards=STEPS)
 
 
 def on_two_ranks_only() -> tuple[str, float]:
     with ovpatch.applied("ddp"):
-        wrapped = DDP(TwoHeads(), process_group=dist.new_group(timeout=timedelta(seconds=4)))
+        wrapped = DDP(TwoHeads(), process_group=dist.new_group(timeout=timedelta(seconds=3)))
         for step in range(2):
             loss = loss_of(wrapped(data(step, 4, 6)))
             loss.backward(retain_graph=True)
@@ -226,7 +226,7 @@ def on_two_ranks_only() -> tuple[str, float]:
 
 def test_a_second_backward_on_some_ranks_only_names_the_others_and_the_remedy(ranks):
     for text, seconds in ranks(3)(on_two_ranks_only)[:2]:
-        assert "no answer from rank 2 within 4 s" in text
+        assert "no answer from rank 2 within 3 s" in text
         assert "model.module(...)" in text
         assert "OVPATCH_DDP_REDUCE_LATE_GRADIENTS=0" in text
         assert seconds < 15

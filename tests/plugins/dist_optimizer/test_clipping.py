@@ -16,9 +16,10 @@ from tests.plugins.ddp.arms import Record, data, table
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.checks import all_cases, check, check_all, ddp, on, params
 from tests.support.equality import compare
+from tests.support.rarely import ALL_CASES
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-ORDERS = (2.0, 1.0, 0.5, math.inf)
+ORDERS = (2.0, 0.5, math.inf, *((1.0,) if ALL_CASES else ()))  # but for inf there is one way
 STEPS = 5
 
 
@@ -154,7 +155,7 @@ def replaced(who: str, how: str) -> list[Record]:
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
     records: list[Record] = []
-    for step in range(8):
+    for step in range(6):
         opt.zero_grad()
         loss = model(data(step, 4, 6)).square().mean()
         (scaler.scale(loss) if "scaled" in how else loss).backward()
@@ -184,7 +185,7 @@ REPLACED = table(who=["one", "all", "none"], how=["clipped", "scaled", "scaled a
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_rank_may_replace_a_gradient(ranks, world):
-    results = ranks(world)(all_cases, replaced, REPLACED)
+    results = ranks(world)(all_cases, replaced, on(world, REPLACED))
     check_all(results, check=lambda results, **_: check(results, steps=5, bitwise=False, by_parts=None))
 
 
@@ -221,7 +222,7 @@ def normalised(norms: list[torch.Tensor] | None = None) -> tuple[list[torch.Tens
     averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found, records = [], []
-    for step in range(12):
+    for step in range(8):
         opt.zero_grad()
         (model(data(step, 16, 32)) - data(step, 16, 60)).square().mean().backward()
         if norms is None:
@@ -243,6 +244,6 @@ def test_what_differs_from_stock_is_the_last_bit_of_the_norm_and_nothing_else(ra
     """Adam divides a gradient of rounding errors by its own size: another last bit moves such a bias by up to lr."""
     for result in ranks(2)(clipped_alike):
         (stock, _), (ours, patched) = result["stock"], result["patched"]
-        assert result["counters"]["norms"] >= 9
+        assert result["counters"]["norms"] >= 6
         torch.testing.assert_close(ours, stock, rtol=1e-6, atol=0)
         compare(result["by our norms"], patched).assert_bitwise()

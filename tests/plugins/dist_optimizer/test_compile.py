@@ -22,8 +22,9 @@ def counted(outside: bool, overlap: bool) -> dict[str, Any]:
     return {**result, "graphs": [arm.pop(-1)["graphs"] for arm in (result["stock"], result["patched"])]}
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize(  # without overlap no parameter is on its way, wherever the code is compiled
+    ("outside", "overlap"), [(True, True), (False, True), (False, False), pytest.param(True, False, marks=RARELY)]
+)
 def test_compiled_training_equals_stock_and_compiles_no_more_graphs(ranks, outside, overlap):
     for result in ranks(2)(counted, outside, overlap, timeout=120):
         compare(result["stock"], result["patched"]).assert_bitwise()
@@ -90,7 +91,7 @@ def compiled_later(kind: str) -> list[Any]:
 
 @pytest.mark.parametrize(  # each kind, and even and uneven parts
     ("kind", "world"),
-    [("adamw", 3), ("sgd", 2), *(pytest.param(*one, marks=RARELY) for one in (("adamw", 2), ("sgd", 3)))],
+    [("adamw", 2), ("sgd", 3), *(pytest.param(*one, marks=RARELY) for one in (("adamw", 3), ("sgd", 2)))],
 )
 def test_a_step_that_is_compiled_later_makes_its_optimizer_stock(ranks, world, kind):
     for result in ranks(world)(both, compiled_later, kind, options={"min_param_numel": 1}, timeout=120):

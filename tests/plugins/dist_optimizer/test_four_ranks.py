@@ -20,7 +20,7 @@ NORMS = tuple(test_reads_of_gradients.NORMS)[:2]
 def test_loops(ranks):
     check_all(ranks(4)(all_cases, test_loop_styles.train, {style: {"style": style} for style in STYLES}))
     kinds = {kind: {"kind": kind} for kind in ("sgd, nesterov", "adam, lr tensor")}
-    check_all(ranks(4)(all_cases, test_optimizer_kinds.train, kinds), steps=8)
+    check_all(ranks(4)(all_cases, test_optimizer_kinds.train, kinds), steps=test_optimizer_kinds.STEPS)
     check_all(ranks(4)(all_cases, test_reads_of_gradients.train, {use: {"use": use} for use in NORMS}), bitwise=False)
 
 

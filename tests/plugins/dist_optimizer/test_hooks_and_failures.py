@@ -248,7 +248,7 @@ TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)  # gloo has several ways to
 def stopping(before: str) -> tuple[str, float]:
     """Rank 1 stops in its fifth step, before its backward or before its step; return what the other one gets."""
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        group = dist.new_group(timeout=timedelta(seconds=4))
+        group = dist.new_group(timeout=timedelta(seconds=3))
         model = DistributedDataParallel(net(), process_group=group)
         opt = OPTIMIZERS["adamw"](model.parameters())
         begin, text = time.monotonic(), ""
@@ -268,7 +268,7 @@ def stopping(before: str) -> tuple[str, float]:
             text = str(error)
         waited = time.monotonic() - begin
         if dist.get_rank() == 1:
-            time.sleep(6)
+            time.sleep(4)
         dist.barrier()
         del model, opt  # they are not in step, so nobody can make their state whole
     return text, waited
@@ -278,7 +278,7 @@ def stopping(before: str) -> tuple[str, float]:
 def test_the_others_raise_when_a_rank_stops(ranks, before):
     (text, waited), (nothing, _) = ranks(2)(stopping, before)
     assert TIMED_OUT.search(text), text
-    assert 3 < waited < 40
+    assert 2 < waited < 40
     assert not nothing
 
 

@@ -15,6 +15,7 @@ from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.checks import ddp, params
 from tests.plugins.dist_optimizer.test_loops import net
+from tests.support.rarely import ALL_CASES, RARELY
 
 
 def deleted(set_to_none: bool, alone: bool, again: bool) -> list[Any]:
@@ -23,11 +24,11 @@ def deleted(set_to_none: bool, alone: bool, again: bool) -> list[Any]:
     model: nn.Module | None = ddp(module)
     opt = torch.optim.AdamW(module.parameters(), 1e-2)
     records = []
-    for step in range(10):
-        if step == 5:
+    for step in range(8):
+        if step == 4:
             model = None
             gc.collect()
-        if step == 8 and again:
+        if step == 6 and again:
             model = ddp(module)
         opt.zero_grad(set_to_none=set_to_none)
         if model is not None or not alone or dist.get_rank() == 0:
@@ -46,13 +47,14 @@ def check_near(results: list[dict[str, Any]], *steps: int) -> None:
         assert result["counters"]["steps"] in steps
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    ("set_to_none", "world"), [(True, 2), (False, 2), (True, 3), pytest.param(False, 3, marks=RARELY)]
+)
 def test_without_the_wrapper_ranks_go_on_by_themselves(ranks, world, set_to_none):
     for alone, again in ((False, False), (True, False), (False, True)):
         results = ranks(world)(both, deleted, set_to_none, alone, again)
-        check_near(results, 5)
-        first, second = (result["patched"][7]["0.weight"] for result in results[:2])
+        check_near(results, 4)
+        first, second = (result["patched"][5]["0.weight"] for result in results[:2])
         assert not torch.equal(first, second), "each trains by its own data"
 
 
@@ -83,9 +85,12 @@ def local_on_one(who: int, when: int, how: str) -> list[Any]:
     return records
 
 
-@pytest.mark.parametrize("world", [2, 3])
+HOWS = ["around", "no_sync", "around, clipped", "no_sync, unscaled, clipped", "around, by hand"]
+
+
 @pytest.mark.parametrize(
-    "how", ["around", "no_sync", "around, clipped", "no_sync, unscaled, clipped", "around, by hand"]
+    ("how", "world"),
+    [*((how, 2) for how in HOWS), *(pytest.param(how, 3, marks=() if "unscaled" in how else RARELY) for how in HOWS)],
 )
 def test_one_rank_alone_may_add_gradients_of_its_own(ranks, world, how):
     for who, when in ((0, 3), (1, 1)):
@@ -138,7 +143,8 @@ def deleted_before_the_step(gone: list[int], local: list[int]) -> list[Any]:
 def all_deleted_before_the_step() -> list[dict[str, Any]]:
     everyone = list(range(dist.get_world_size()))
     cases = [(everyone, [0]), (everyone, everyone), ([0], []), ([1], [1]), ([0], [1])]
-    return [both(deleted_before_the_step, *case) for case in cases]
+    wanted = cases if dist.get_world_size() == 2 or ALL_CASES else cases[::2]
+    return [both(deleted_before_the_step, *case) for case in wanted]
 
 
 @pytest.mark.parametrize("world", [2, 3])

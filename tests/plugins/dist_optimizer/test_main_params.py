@@ -18,13 +18,13 @@ from ovpatch.overlap.data_parallel.grad_sharder import get_registered_terms
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, data, device, table
 from tests.plugins.dist_optimizer.arms import SMALL
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, versions
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, versions
 from tests.plugins.dist_optimizer.test_state import on_cpu
 from tests.support.equality import compare
 
 IN_FP32 = {"main_params_in_fp32": True, "min_param_numel": 1000}
 HALVES = [torch.bfloat16, torch.float16]
-STEPS = 8
+STEPS = 6
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.01),
@@ -123,7 +123,7 @@ def train(kind: str, dtype: torch.dtype, style: str = "plain") -> list[Record]:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_updates_are_those_of_main_parameters_kept_by_hand(ranks, world, dtype):
     cases = {kind: {"kind": kind, "dtype": dtype} for kind in OPTIMIZERS if kind not in GPU_ONLY}
-    check_all(ranks(world)(all_cases, train, cases, options=IN_FP32), steps=STEPS, floor=HALF_NOISE)
+    check_all(ranks(world)(all_cases, train, on(world, cases), options=IN_FP32), steps=STEPS, floor=HALF_NOISE)
 
 
 @pytest.mark.parametrize("world", [2, 3])

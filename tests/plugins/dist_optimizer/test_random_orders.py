@@ -20,7 +20,7 @@ from tests.plugins.ddp.arms import data
 from tests.plugins.ddp.refusal import Refusal
 from tests.plugins.dist_optimizer.arms import SMALL
 
-SEQUENCES = 100 if os.environ.get("ALL_CASES") else 12
+SEQUENCES = 100 if os.environ.get("ALL_CASES") else 8
 # How often each operation comes.
 WEIGHTS = {
     "forward": 2,

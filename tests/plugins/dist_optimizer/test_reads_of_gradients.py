@@ -119,11 +119,15 @@ WRITES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+#: The third step is by parts, two are read, and then gradients are whole.
+STEPS = 6
+
+
 def train(use: str, optimizer: str = "adamw", since: int = 3, until: int = 6, set_to_none: bool = True) -> list[Record]:
     model = ddp(net())
     opt = OPTIMIZERS[optimizer](model.parameters())
     records = []
-    for step in range(7):
+    for step in range(STEPS):
         opt.zero_grad(set_to_none=set_to_none)
         model(data(step, 5, 6)).square().mean().backward()
         found = (READS | WRITES | NORMS)[use](model) if since <= step < until else None
@@ -157,7 +161,7 @@ def test_writes_with_gradients_that_stay(ranks):
 
 
 def test_one_read_early_or_late_is_right(ranks):
-    uses = {f"{since}": {"use": "clone", "since": since, "until": since + 1} for since in range(7)}
+    uses = {f"{since}": {"use": "clone", "since": since, "until": since + 1} for since in range(STEPS)}
     results = ranks(2)(all_cases, train, uses)
     check_all(results)
 

@@ -92,7 +92,7 @@ class Follower:
         return params(copy.deepcopy(self.model.module))
 
     def copied_wrapper(self, step: int) -> Any:
-        return params(copy.deepcopy(self.model)) if step in (4, 6) else None
+        return params(copy.deepcopy(self.model)) if step in (3, 5) else None
 
     def copied_on_rank_0(self, step: int) -> Any:
         return params(copy.deepcopy(self.model.module)) if dist.get_rank() == 0 else None
@@ -170,7 +170,7 @@ def train(how: str, optimizer: str = "adamw") -> list[Record]:
     opt = OPTIMIZERS[optimizer](model.parameters())
     follow = Follower(how, model, opt)
     records = []
-    for step in range(8):
+    for step in range(7):
         opt.zero_grad()
         loss = model(data(step, 5, 6)).square().mean()
         loss.backward()
@@ -185,7 +185,7 @@ def test_parameters_are_new_after_step_for_every_reader(ranks, world):
     check_all(ranks(world)(all_cases, train, on(world, {how: {"how": how} for how in HOWS})))
 
 
-def watched(steps: int = 30) -> list[Record]:
+def watched(steps: int = 20) -> list[Record]:
     """A thread saves all the time; values of one instant or another, but whole ones, and training does not notice."""
     model = ddp(net())
     opt = OPTIMIZERS["adamw"](model.parameters())

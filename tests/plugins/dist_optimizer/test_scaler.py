@@ -15,6 +15,10 @@ from tests.plugins.ddp.checks import check_all
 from tests.plugins.dist_optimizer.arms import apply
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.support.equality import compare
+from tests.support.rarely import ALL_CASES
+
+#: Steps in which one rank's gradient has an infinity: gradients are in parts by then, and between them the scale grows.
+SPOILT = (3, 8)
 
 
 def train(unscale: bool, clip: bool, fused: bool, culprit: int) -> list[dict[str, Any]]:
@@ -25,14 +29,14 @@ def train(unscale: bool, clip: bool, fused: bool, culprit: int) -> list[dict[str
 
     def spoil(grad: torch.Tensor) -> torch.Tensor:
         # After the average only the owner of the last element has the infinity in its part.
-        if now[0] in (5, 9) and dist.get_rank() == culprit:
+        if now[0] in SPOILT and dist.get_rank() == culprit:
             grad = grad.clone()
             grad.view(-1)[-1] = float("inf")
         return grad
 
     model.module[0].weight.register_hook(spoil)
     records = []
-    for step in range(14):
+    for step in range(SPOILT[-1] + 2):
         now[0] = step
         opt.zero_grad()
         scaler.scale(model(data(step, 5, 6)).square().mean()).backward()
@@ -53,7 +57,8 @@ def check(results: list[dict[str, Any]]) -> None:
         compare(result["stock"], result["patched"]).assert_equal()
         scales = [record["scale"] for record in result["patched"]]
         assert scales == [record["scale"] for record in result["stock"]]
-        assert scales[5] == scales[4] / 2, "no step was skipped, so the test shows nothing"
+        for step in SPOILT:
+            assert scales[step] == scales[step - 1] / 2, "no step was skipped, so the test shows nothing"
         assert result["counters"]["grads_sharded"] > 0
 
 
@@ -61,4 +66,6 @@ def check(results: list[dict[str, Any]]) -> None:
 def test_all_ranks_skip_together(ranks, world):
     cases = table(unscale=[True], clip=[False, True], fused=[False, True], culprit=[0])
     cases |= table(unscale=[False], clip=[False], fused=[False, True], culprit=[0])
+    if world > 2 and not ALL_CASES:  # the fused kernel takes the same infinity from the scaler
+        cases = {name: case for name, case in cases.items() if not case["fused"]}
     check_all(ranks(world)(all_both, train, cases, apply=apply), check=check)

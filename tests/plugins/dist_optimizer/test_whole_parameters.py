@@ -23,6 +23,7 @@ from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, param
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_state import on_cpu
 from tests.support.equality import compare
+from tests.support.rarely import ALL_CASES, RARELY
 
 
 class Lamb(Optimizer):
@@ -80,7 +81,7 @@ MAKERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "adamw": lambda m: [torch.optim.AdamW(m.parameters(), lr=0.01)],
 }
 KINDS = ["muon", "adafactor", "lamb"]
-STEPS = 10
+STEPS = 7
 
 
 def build(kind: str) -> tuple[nn.Module, list[Optimizer]]:
@@ -126,7 +127,9 @@ check_each = functools.partial(check_all, check=check)
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizers(ranks, world, kind):
     kinds = {kind: {"kind": kind}, "states": {"kind": kind, "states": True}}
-    if kind == "adafactor":
+    if world == 3 and kind != "lamb" and not ALL_CASES:
+        del kinds[kind]  # a state that nobody reads is on three ranks LAMB's
+    elif kind == "adafactor":
         kinds["foreach"] = {"kind": "adafactor, foreach", "states": True}
     check_each(ranks(world)(all_cases, train, kinds, options=NAMED))
 
@@ -226,12 +229,14 @@ def styles(kind: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_styles(ranks, kind):
-    those = styles(kind) if kind == "lamb" else some(styles(kind))
-    check_each(ranks(2)(all_cases, instead, those, options=NAMED), steps=6)
+    """All three kinds together have all styles."""
+    third = some(styles("lamb"), KINDS.index(kind))
+    those = {name: case for name, case in styles(kind).items() if name in third}
+    check_each(ranks(2)(all_cases, instead, those, options=NAMED), steps=5)
 
 
 def test_styles_on_three_ranks(ranks):
-    check_each(ranks(3)(all_cases, instead, some(styles("lamb")), options=NAMED), steps=6)
+    check_each(ranks(3)(all_cases, instead, some(some(styles("lamb"))), options=NAMED), steps=5)
 
 
 def frozen_for_a_while(kind: str) -> list[Record]:
@@ -256,7 +261,7 @@ def test_kinds_of_models(ranks, kind):
     wanted |= {"odd"} if kind == "lamb" else {"bfloat16"}  # Adafactor divides by the elements of an empty parameter
     owners = {"owners": owners_of[kind]}
     loops = {name: kwargs | owners for name, kwargs in test_models.CASES.items() if name in wanted}
-    check_each(ranks(2)(all_cases, test_models.train, loops, options=NAMED), steps=9)
+    check_each(ranks(2)(all_cases, test_models.train, loops, options=NAMED), steps=test_models.STEPS)
 
 
 def by_groups(kind: str, model: nn.Module) -> list[Optimizer]:
@@ -280,7 +285,7 @@ owners_of = {kind: functools.partial(by_groups, kind) for kind in ONE}
 @pytest.mark.parametrize("kind", ["adafactor", "lamb"])
 def test_several_optimizers(ranks, kind):
     loops = {f.__name__: {"owners": functools.partial(f, kind)} for f in (disjoint, shared)}
-    check_each(ranks(2)(all_cases, test_models.train, loops, options=NAMED), steps=9)
+    check_each(ranks(2)(all_cases, test_models.train, loops, options=NAMED), steps=test_models.STEPS)
 
 
 def test_hooks_see_all_parameters(ranks):
@@ -294,8 +299,16 @@ def test_after_a_step_that_raises_everything_is_whole(ranks, where):
     check_each(ranks(2)(all_cases, instead, loops, options=NAMED), steps=8)
 
 
-@pytest.mark.parametrize("style", ["all", "begins", "ends", "average"])
-@pytest.mark.parametrize("kind", ["adafactor", "lamb"])
+LOCAL = ["all", "begins", "ends", "average"]
+
+
+@pytest.mark.parametrize(  # what becomes stock does not depend on the kind
+    ("kind", "style"),
+    [
+        *(("lamb", style) for style in LOCAL),
+        *(pytest.param("adafactor", style, marks=() if style == "begins" else RARELY) for style in LOCAL),
+    ],
+)
 def test_steps_on_local_gradients_are_stocks(ranks, style, kind):
     loops = cases(kind, test_hooks_and_failures.local_steps, {style: {"style": style}})
     steps = 0 if style in ("all", "ends") else 1
@@ -351,11 +364,11 @@ def scaled(kind: str, clip: bool) -> list[Record]:
     now = [0]
 
     def spoil(grad: Tensor) -> Tensor:
-        return grad * float("inf") if now[0] in (5, 9) and dist.get_rank() == 0 else grad
+        return grad * float("inf") if now[0] in (3, 6) and dist.get_rank() == 0 else grad
 
     model.module[0].weight.register_hook(spoil)
     records = []
-    for number in range(12):
+    for number in range(8):
         now[0] = number
         opt.zero_grad()
         scaler.scale(model(data(number, 5, 6)).square().mean()).backward()
@@ -372,4 +385,4 @@ def scaled(kind: str, clip: bool) -> list[Record]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_scalers(ranks, kind):
     loops = {f"clip: {clip}": {"kind": kind, "clip": clip} for clip in (False, True)}
-    check_each(ranks(2)(all_cases, scaled, loops, options=NAMED), steps=10)
+    check_each(ranks(2)(all_cases, scaled, loops, options=NAMED), steps=6)
