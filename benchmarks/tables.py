@@ -221,8 +221,8 @@ def zero_step() -> str:
     return "\n".join(lines) + (
         f"\n\nMilliseconds per training step, median, the slowest rank counts; torch {newest['torch']}, fused AdamW, "
         "4 sequences of 1024 tokens per GPU and microbatch, random data, settings by turns in one run. Stock in "
-        "the ratios is the best of its settings in the run. TFLOP/s per GPU and MFU are ovpatch's. Raw data, with worst "
-        "cases and more settings: "
+        "the ratios is the best of its settings in the run. TFLOP/s per GPU and MFU are ovpatch's. Raw data, with "
+        "worst cases and more settings: "
         "`benchmarks/results/zero_step.jsonl`."
     )
 
