@@ -468,7 +468,8 @@ def _ms(row: dict[str, Any]) -> str:
 
 def _gpus(result: dict[str, Any]) -> str:
     """Return on how many GPUs, and of what kind, a run was measured."""
-    return f"{result['world']} {result['device'].split()[1]}"
+    _, _, model = result["device"].rpartition("NVIDIA ")
+    return f"{result['world']} {model.split()[0]}"
 
 
 def name_run(result: dict[str, Any]) -> str:

@@ -107,7 +107,7 @@ def test_arms_train_the_same_model_and_overlap_what_they_say(ranks, tmp_path, mo
     lines = tables.ablation().splitlines()
     assert len({line.count("|") for line in lines[: 2 + len(ARMS)]}) == 1
     assert [line.split(" | ")[2] for line in lines[2 : 2 + len(ARMS)]] == ARMS
-    assert lines[3].startswith("| Llama 0.0B, 2 layers, fp32 weights, autocast | DP 2 x TP 2 | stock | ")
+    assert lines[3].startswith("| Llama 0.0B, 2 layers, fp32 weights, autocast | DP 2 x TP 2, 4 cpu, ")
     assert lines[3].split(" | ")[6] == "1.00", "over itself"
     assert "gradients 0%" in lines[4]
     assert "gradients 100%" in lines[5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 
 import pytest
@@ -44,11 +45,11 @@ while True:
 
 @pytest.fixture
 def bench(tmp_path, capfd):
-    def bench(script, *arguments, ranks=0):
+    def bench(script, *arguments, ranks=0, launcher=()):
         (tmp_path / "train.py").write_text(script)
         file, out = tmp_path / "found.json", tmp_path / "out"
         options = ["--json", str(file), "--out", str(out), "--warmup", "3", "--timeout", "90", *arguments]
-        code = main.main(["bench", *options, "--", *preloaded(ranks), str(tmp_path / "train.py")])
+        code = main.main(["bench", *options, "--", *(launcher or preloaded(ranks)), str(tmp_path / "train.py")])
         return code, capfd.readouterr(), json.loads(file.read_text()) if file.exists() else None
 
     return bench
@@ -120,6 +121,6 @@ def test_children_of_multiprocessing_are_measured_though_they_end_by_themselves(
         if __name__ == "__main__":
             mp.start_processes(work, (f"{__file__}.{os.getpid()}",), nprocs=2, start_method="fork")
     """)
-    code, texts, found = bench(script, "--rounds", "1", "--features", "")
+    code, texts, found = bench(script, "--rounds", "1", "--features", "", launcher=[sys.executable])
     assert code == 0, texts.err
     assert (found["runs"][0]["measured"]["world"], len(found["runs"][0]["measured"]["times"])) == (2, 6)

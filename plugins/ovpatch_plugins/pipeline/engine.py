@@ -360,6 +360,8 @@ class Engine:
             with contextlib.suppress(RuntimeError):  # without messages, replicas are still waiting
                 for step in left:
                     self._refuse_to_reduce(step, failure)
+            if self._is_connected:
+                self._failures.wait_for_readers()
         self._receives.clear()
         for stage in self.stages.values():
             stage.clear()

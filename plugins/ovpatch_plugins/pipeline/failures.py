@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Final
 
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.consensus import agree_on_name
 from ovpatch.overlap.comm.kept_state import group_state, group_store, group_timeout_s
+from ovpatch.overlap.peer_rpc.client import unwrap_store
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 
 _LONGEST_TEXT: Final = 500
+_PATIENCE_S: Final = 10.0  # for the others, which have all messages by then
 
 
 class PipelineRankError(RuntimeError):
@@ -38,6 +43,9 @@ def make_rank_error(failure: str) -> PipelineRankError:
 class StepFailures:
     """Which rank of a pipeline failed in a step, as all its ranks know it.
 
+    The store may end with the rank that hosts it. That rank may end right after a step that the others still finish. If
+    it failed in the step, it first waits until they have read that. So a store that is gone has nothing to tell.
+
     Args:
         group: The pipeline's group. All its ranks make this together.
     """
@@ -60,8 +68,23 @@ class StepFailures:
 
     def read(self) -> str:
         """Return which rank failed in this step, and why, or ""."""
-        store = group_store(self._group)
-        return store.get(self._key()).decode() if store is not None and store.check([self._key()]) else ""
+        store, key = group_store(self._group), self._key()
+        with suppress(dist.DistNetworkError):
+            if store is not None and store.check([key]):
+                text = store.get(key).decode()
+                store.set(f"{key}/read by {self._group.rank()}", "")
+                return text
+        return ""
+
+    def wait_for_readers(self) -> None:
+        """Wait, for some seconds at most, until the others have read of a failure, if this rank hosts the store."""
+        store, key = group_store(self._group), self._key()
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's, which outlives the ranks
+        if store is None or by_agent or dist.get_rank() or not isinstance(unwrap_store(store), dist.TCPStore):
+            return
+        others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
+        with suppress(dist.DistStoreError):
+            store.wait([f"{key}/read by {rank}" for rank in others], timedelta(seconds=_PATIENCE_S))
 
     def _key(self) -> str:
         return f"{self._name}/{self._step}"

@@ -288,3 +288,35 @@ def test_ranks_with_other_options_are_an_error(ranks: Any) -> None:
     for text in ranks(2)(_differ_in_options):
         assert "schedule" in text
         assert "zb-h1" in text
+
+
+def wait_for_the_others() -> Any:
+    told = failures.StepFailures(dist.group.WORLD)
+    told.start_step(3)
+    if dist.get_rank() == 0:
+        assert told.read() == ""
+        told.publish("rank 0 failed")
+        told.wait_for_readers()
+        return dist.distributed_c10d._get_process_group_store(dist.group.WORLD).check([f"{told._key()}/read by 1"])
+    time.sleep(0.3)
+    while not (text := told.read()):
+        time.sleep(0.01)
+    return text
+
+
+def test_a_rank_that_hosts_the_store_fails_once_the_others_have_read_it(ranks):
+    assert ranks(2)(wait_for_the_others) == [True, "rank 0 failed"]
+
+
+def read_of_a_store_that_is_gone() -> str:
+    """As where the rank that hosts it has ended, after its last step."""
+    told = failures.StepFailures(dist.group.WORLD)
+    store = mock.Mock(check=mock.Mock(side_effect=dist.DistNetworkError("broken pipe")))
+    with mock.patch.object(failures, "group_store", return_value=store):
+        found = told.read()
+    assert store.check.call_count == 1
+    return found
+
+
+def test_a_store_that_is_gone_has_nothing_to_tell(ranks):
+    assert ranks(2)(read_of_a_store_that_is_gone) == ["", ""]
