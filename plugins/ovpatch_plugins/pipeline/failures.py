@@ -62,9 +62,10 @@ class StepFailures:
     def publish(self, text: str) -> None:
         """Tell the other ranks of a failure, before any message that follows."""
         store = group_store(self._group)
-        if store is not None:
-            store.set(self._key(), text[:_LONGEST_TEXT])
-            store.get(self._key())  # set() does not wait for the store, and a message to a peer may overtake it
+        with suppress(dist.DistNetworkError):
+            if store is not None:
+                store.set(self._key(), text[:_LONGEST_TEXT])
+                store.get(self._key())  # set() does not wait for the store, and a message to a peer may overtake it
 
     def read(self) -> str:
         """Return which rank failed in this step, and why, or ""."""

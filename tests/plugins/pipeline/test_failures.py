@@ -311,10 +311,11 @@ def test_a_rank_that_hosts_the_store_fails_once_the_others_have_read_it(ranks):
 def read_of_a_store_that_is_gone() -> str:
     """As where the rank that hosts it has ended, after its last step."""
     told = failures.StepFailures(dist.group.WORLD)
-    store = mock.Mock(check=mock.Mock(side_effect=dist.DistNetworkError("broken pipe")))
-    with mock.patch.object(failures, "group_store", return_value=store):
+    gone = mock.Mock(side_effect=dist.DistNetworkError("broken pipe"))
+    with mock.patch.object(failures, "group_store", return_value=mock.Mock(check=gone, set=gone)):
+        told.publish("the error of the computation is what the script sees")
         found = told.read()
-    assert store.check.call_count == 1
+    assert gone.call_count == 2
     return found
 
 
