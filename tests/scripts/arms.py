@@ -209,7 +209,7 @@ def assert_applied(report: dict[str, Any] | None, **expected: int) -> None:
         assert counters["collectives_in_backward"] > 0
         assert counters["bytes_reduced"] > 0
         assert counters["stock_models"] == 0
-        assert {name: counters[name] for name in expected} == expected
+        assert {name: counters[name] for name in expected} == expected, counters
 
 
 def assert_stood_down(report: dict[str, Any] | None, *because: str) -> None:
