@@ -177,7 +177,7 @@ def _ddp_row(result: dict[str, Any]) -> str:
     return _row(
         [
             name_run(result),
-            f"{_gpus(result)}, {result['date']}",
+            _where_and_when(result),
             _ms(arms["no sync"]),
             _ms(arms["stock"]),
             f"{_ms(best)} ({setting})",
@@ -207,7 +207,7 @@ def zero_step() -> str:
             _row(
                 [
                     name_run(result),
-                    f"{_gpus(result)}, {result['date']}",
+                    _where_and_when(result),
                     *(_ms(arms[arm]) if arm in arms else "" for arm in columns),
                     f"{ours['median_ms'] / limit['median_ms']:.2f}",
                     f"{stock['median_ms'] / ours['median_ms']:.2f}",
@@ -261,7 +261,7 @@ def tp_blocks() -> str:
         name = {"8b": "h 4096, 8 layers", "70b": "h 8192, 4 layers", "gpt": "h 3072, 8 layers"}[settings["size"]]
         name += ", local residuals" if settings["plain"] else ""
         name += f", {settings['batch']} sequences" if settings["batch"] > 1 else ""
-        groups.setdefault((name, f"{_gpus(result)}, {result['date']}", result["torch"]), []).append(result)
+        groups.setdefault((name, _where_and_when(result), result["torch"]), []).append(result)
     for (name, gpus, _), runs in groups.items():
         times, peaks = dict[str, list[float]](), dict[str, float]()
         for row in (row for run in runs for row in run["rows"]):
@@ -309,7 +309,7 @@ def moe_layer() -> str:
             _row(
                 [
                     name,
-                    f"{_gpus(result)}, {result['date']}",
+                    _where_and_when(result),
                     *(f"{arms[arm]['median_ms']:.2f}" if arm in arms else "" for arm in columns),
                     f"{before['median_ms'] / ours['median_ms']:.2f}",
                     f"{before['peak_gib']:.2f} → {ours['peak_gib']:.2f}",
@@ -346,7 +346,7 @@ def _ablation_rows(result: dict[str, Any]) -> list[str]:
     model = settings["model"]
     name = f"{'Llama' if model['llama'] else 'GPT'} {settings['parameters'] / 1e9:.1f}B, {model['layers']} layers, "
     name += {"bf16": "bf16 weights", "fp32": "fp32 weights, autocast"}[settings["dtype"]]
-    mesh = f"DP {result['world'] // settings['tp']} x TP {settings['tp']}, {_gpus(result)}, {result['date']}"
+    mesh = f"DP {result['world'] // settings['tp']} x TP {settings['tp']}, {_where_and_when(result)}"
     how = {row["arm"]: row["features"] for row in result["rows"]}
     lines = []
     for arm, row in arms.items():
@@ -414,7 +414,7 @@ def tp_operators() -> str:
             _row(
                 [
                     f"{settings['shapes']}{cut}: {kind}",
-                    f"{_gpus(result)}, {result['date']}",
+                    _where_and_when(result),
                     *times,
                     *(f"{r:.2f}" for r in ratios),
                 ]
@@ -470,6 +470,11 @@ def _gpus(result: dict[str, Any]) -> str:
     """Return on how many GPUs, and of what kind, a run was measured."""
     _, _, model = result["device"].rpartition("NVIDIA ")
     return f"{result['world']} {model.split()[0]}"
+
+
+def _where_and_when(result: dict[str, Any]) -> str:
+    """Return on how many GPUs, of what kind, and on which day a run was measured."""
+    return f"{_gpus(result)}, {result['date']}"
 
 
 def name_run(result: dict[str, Any]) -> str:
