@@ -370,7 +370,7 @@ def test_notes_are_few_short_and_defined_once():
 # --- each module alone ---
 
 ALONE = """
-import json, os, sys
+import gc, json, os, sys
 def forked(name):
     pid = os.fork()
     if pid:
@@ -382,21 +382,6 @@ def forked(name):
         import traceback
         traceback.print_exc()
         os._exit(2)
-def one_by_one(names, file):
-    pid = os.fork()
-    if pid:
-        os.waitpid(pid, 0)
-        return open(file).read().split()
-    with open(file, "w") as good:
-        for name in names:
-            for one in [one for one in sys.modules if one.partition(".")[0] in ("ovpatch", "ovpatch_plugins")]:
-                del sys.modules[one]
-            try:
-                __import__(name)
-            except BaseException:  # what it registers may be there already: a process of its own decides
-                continue
-            print(name, file=good, flush=True)
-    os._exit(0)
 names = json.loads(sys.argv[1])
 result = {name: forked(name) for name in names["bare"]}
 # Heavy, and others': once instead of in each process.
@@ -405,8 +390,8 @@ try:
     import triton
 except ModuleNotFoundError:
     pass
-good = one_by_one(names["torch"], "good")  # to fork all of torch takes longer than most imports
-result.update({name: 1 if name in good else forked(name) for name in names["torch"]})
+gc.freeze()  # else each process copies what it collects
+result.update({name: forked(name) for name in names["torch"]})
 print(json.dumps(result), flush=True)
 os._exit(0)
 """
