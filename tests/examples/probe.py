@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,3 +62,21 @@ def train_both(
     stock, patched = train("stock", env={"OVPATCH": "0"}), train("patched", env=env, report=report)
     features = json.loads(report.read_text())["features"]
     return stock, patched, {feature["name"]: feature["counters"] for feature in features}
+
+
+def assert_same_training(stock: Trained, patched: Trained, *, ranks: int, steps: int, loss: str) -> None:
+    """Demand the same parameters behind each step on all ranks, which each step changes, and the same losses.
+
+    Args:
+        stock: The stock run.
+        patched: The patched run.
+        ranks: Their number of ranks.
+        steps: Their number of steps.
+        loss: A pattern whose group is the loss of a step.
+    """
+    assert sorted(stock.digests) == [str(rank) for rank in range(ranks)]
+    assert all(len(set(digests)) == steps for digests in stock.digests.values())
+    assert patched.digests == stock.digests
+    losses = [re.findall(loss, run.result.stdout) for run in (stock, patched)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == steps

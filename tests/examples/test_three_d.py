@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.examples.probe import train_both
+from tests.examples.probe import assert_same_training, train_both
 from tests.support import scripts
 from tests.support.rarely import RARELY
 
@@ -24,12 +23,7 @@ pytestmark = pytest.mark.slow
 def test_three_dimensions_train_to_stocks_bits(tmp_path, forks):
     env = {"OVPATCH": "pipeline", "OVPATCH_PIPELINE_SCHEDULE": "zb-h1"}
     stock, patched, counters = train_both(forks, tmp_path, 8, [str(SCRIPT), *SMALL], env)
-    assert sorted(stock.digests) == [str(rank) for rank in range(8)]
-    assert all(len(set(digests)) == STEPS for digests in stock.digests.values())
-    assert patched.digests == stock.digests
-    losses = [re.findall(r"loss (\S+),", run.result.stdout) for run in (stock, patched)]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == STEPS
+    assert_same_training(stock, patched, ranks=8, steps=STEPS, loss=r"loss (\S+),")
     pipeline = counters["pipeline"]
     assert (pipeline["schedules"], pipeline["steps"], pipeline["stock_steps"]) == (8, 8 * STEPS, 0)
     assert pipeline["messages"] == 8 * MICROBATCHES * STEPS

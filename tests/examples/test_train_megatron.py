@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.examples.probe import train_both
+from tests.examples.probe import assert_same_training, train_both
 from tests.scripts.arms import needs
 from tests.support import scripts
 from tests.support.forked import Server
@@ -46,12 +45,7 @@ def check_counters(counters: dict[str, Any]) -> None:
 
 def test_it_trains_to_stocks_bits(tmp_path, forks):
     stock, patched, counters = train_both(forks, tmp_path, 4, LINE, {"OVPATCH": "megatron", **SCHEDULE})
-    assert sorted(stock.digests) == [str(rank) for rank in range(4)]
-    assert all(len(set(digests)) == STEPS for digests in stock.digests.values())
-    assert patched.digests == stock.digests
-    losses = [re.findall(r"loss (\S+)", run.result.stdout) for run in (stock, patched)]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == STEPS
+    assert_same_training(stock, patched, ranks=4, steps=STEPS, loss=r"loss (\S+)")
     check_counters(counters["megatron"])
 
 
