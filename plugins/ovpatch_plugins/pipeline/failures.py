@@ -147,7 +147,7 @@ class Vote:
         self._store = store
         self._number = 0
         self._written: list[str] = []  # keys of failures
-        self._left = ""
+        self._left_key, self._left = f"{self.name}/left", ""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Vote:
@@ -175,7 +175,7 @@ class Vote:
             else:
                 self._barrier.wait()
         except RuntimeError:
-            self._left = self.read()  # a rank has left
+            self._left = self._read(self._left_key)
             if not self._left:
                 raise
             return self._left
@@ -207,6 +207,8 @@ class Vote:
 
     def leave(self, failure: str) -> None:
         """Take part in no decision any more, so that the other ranks do not wait: all are against, for this reason."""
+        # Under a key of its own: a rank may decide by the announcement, and wait for this one in a later decision.
+        self._store.set(self._left_key, failure[:_LONGEST_TEXT])
         self.announce(failure)
         self._left = failure
         self._barrier.stay_away()

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.overlap.comm.kept_state import group_store
+from ovpatch_plugins.pipeline.failures import Vote
 from ovpatch_plugins.pipeline.stage_run import list_stages
 from tests.plugins.pipeline.cases import Case, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
@@ -238,6 +239,28 @@ def test_a_rank_that_leaves_the_inference_for_good(ranks: Any) -> None:
         assert texts[0].startswith("left: " if rank == 1 else "PipelineRankError"), texts
         for text in texts[rank == 1 :]:
             assert "rank 1 failed where torch infers shapes: SystemExit: the stage ends the process" in text
+
+
+def _leave_a_vote() -> list[str]:
+    """Decide twice; rank 1 leaves once rank 0 has decided by what rank 1 had announced."""
+    assert dist.group.WORLD is not None
+    vote = Vote(dist.group.WORLD, "test")
+    if dist.get_rank():
+        vote.announce("the reason")
+        signs.await_others("decided")
+        vote.leave("the reason")
+        signs.give("left")
+        return []
+    while not vote.read():
+        time.sleep(0.001)
+    decisions = [vote.take(vote.read())]
+    signs.give("decided")
+    signs.await_others("left")
+    return [*decisions, vote.take(""), vote.take("")]
+
+
+def test_a_rank_that_leaves_behind_its_announcement(ranks: Any) -> None:
+    assert ranks(2)(_leave_a_vote)[0] == ["the reason"] * 3
 
 
 def _fail_in_a_grid(kind: str, victims: Sequence[int]) -> tuple[str, float, list[str]]:
