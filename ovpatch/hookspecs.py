@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import pluggy
@@ -92,13 +92,15 @@ class Feature:
     work: tuple[str, ...] = ()
 
 
-@dataclass
 class FeatureCounters:
-    """Totals since the process started: the fields of a subclass, all of them ``int``."""
+    """Totals since the process started: the annotated attributes of a subclass, all of them ``int``.
+
+    No dataclass: to make one takes half a millisecond, of each feature's part in ``apply()``.
+    """
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in type(self).__annotations__}
 
 
 def make_counters_hook(module: str) -> Callable[[], Mapping[str, int]]:

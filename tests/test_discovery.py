@@ -120,6 +120,7 @@ def test_a_plugin_is_imported_and_described_once(site, find):
             {"extra": "@hookimpl\ndef ovpatch_actvate():\n    pass"},
             r"unknown hook 'ovpatch_actvate' \(did you mean 'ovpatch_activate'\?\)",
         ),
+        ({"extra": "@hookimpl\ndef counters():\n    pass"}, "unknown hook 'counters'"),
         (
             {"extra": "def ovpatch_counters():\n    return {}"},
             "'ovpatch_counters' looks like a hook but is not marked with @hookimpl",

@@ -37,12 +37,23 @@ def compare_signatures(original: Callable[..., Any], new: Callable[..., Any], *,
     signature that it shows, ``new`` by its own code, since ``functools.wraps`` may show another signature. If
     ``bound``, the first parameter is ``self`` or ``cls``, whose name is free.
     """
+    if _takes_anything(new, 1 if bound else 0):
+        return None
     old_parameters, new_parameters = _parameters(original, bound), _parameters(_undisguised(new), bound, follow=False)
     if old_parameters is None or new_parameters is None:
         return None
     if {parameter.kind for parameter in old_parameters} == set(_VARIABLE):
         return None
     return _compare(old_parameters, new_parameters)
+
+
+def _takes_anything(function: Callable[..., Any], named: int) -> bool:
+    """Return whether a function takes nothing but ``*args`` and ``**kwargs`` behind ``named`` parameters at most."""
+    code = getattr(function, "__code__", None)
+    both = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    return (
+        code is not None and code.co_flags & both == both and code.co_argcount <= named and not code.co_kwonlyargcount
+    )
 
 
 def _undisguised(function: Callable[..., Any]) -> Callable[..., Any]:

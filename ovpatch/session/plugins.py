@@ -5,6 +5,7 @@ Any error of a plugin becomes a :class:`PluginError`, so that the other plugins 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import Distribution, EntryPoint, distributions
@@ -118,11 +119,20 @@ class PluginError(Exception):
         self.state = state
 
 
+class _Manager(pluggy.PluginManager):
+    """Looks only at what is marked: pluggy asks for each name in a module, of which most are imports."""
+
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
+        if inspect.ismodule(plugin) and not hasattr(vars(plugin).get(name), f"{PROJECT}_impl"):
+            return None
+        return super().parse_hookimpl_opts(plugin, name)
+
+
 class Plugins:
     """The plugins of a session, in one pluggy manager."""
 
     def __init__(self) -> None:
-        self._manager: Final = pluggy.PluginManager(PROJECT)
+        self._manager: Final = _Manager(PROJECT)
         self._manager.add_hookspecs(FeatureSpecs)
         self._features: Final[dict[str, Feature]] = {}
 

@@ -10,7 +10,6 @@ import functools
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -188,7 +187,6 @@ def needs_nccl(option: str, backend: str) -> str:
 # --- counters and remarks ---
 
 
-@dataclass
 class Counters(FeatureCounters):
     """Totals since the process started.
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from ovpatch.hookspecs import FeatureCounters
 
 
-@dataclass
 class Counters(FeatureCounters):
     """Totals since the process started.
 

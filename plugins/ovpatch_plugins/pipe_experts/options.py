@@ -88,7 +88,6 @@ def make_communicator(group: dist.ProcessGroup, description: str) -> dist.Proces
     return made
 
 
-@dataclass
 class FeatureState:
     """The state that taken-over layers read at every call."""
 

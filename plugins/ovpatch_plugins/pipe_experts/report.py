@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 from ovpatch.hookspecs import FeatureCounters
 from ovpatch_plugins.pipe_experts.options import STATE
 
 
-@dataclass
 class Counters(FeatureCounters):
     """Totals since the process started."""
 

@@ -21,7 +21,6 @@ from ovpatch_plugins.pipeline.simulator import Costs, simulate
 _SHARED_AFTER: Final = 6  # steps, until ranks share their costs; the first ones are slower
 
 
-@dataclass
 class Counters(FeatureCounters):
     """Totals since the process started.
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ovpatch.hookspecs import FeatureCounters
 
 
-@dataclass
 class Counters(FeatureCounters):
     """Totals since the process started."""
 
