@@ -17,7 +17,7 @@ from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 
 _TOPIC: Final = "host barrier: name"
 _LEFT: Final = 1 << 40  # more than all arrivals
-_PAUSE_S: Final = 0.002
+_PAUSE_S: Final = 0.0005
 _PAUSE_PER_RANK_S: Final = 2e-5
 
 
@@ -152,7 +152,7 @@ class HostBarrier:
             waited = time.monotonic() - begin
             if waited > self._timeout_s:
                 raise RuntimeError(_MISSING.format(self._timeout_s))
-            time.sleep(min(waited / 4, self._longest_pause_s))
+            time.sleep(min(waited / 8, self._longest_pause_s))
 
     def _count(self) -> int:
         # To add 0 takes one message where get() takes two; but a store in a file would grow by each addition.
