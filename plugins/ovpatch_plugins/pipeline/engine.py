@@ -145,9 +145,10 @@ class Engine:
         program, number = self.settling or self.program, 0
         try:
             with contextlib.ExitStack() as stack:
-                for stage in self.stages.values():
+                for index, stage in self.stages.items():
                     stage.take_buffers()
-                    stage.start_step(finalizes=finalizes_gradients(self.schedule))
+                    finalizes, first = finalizes_gradients(self.schedule), program.first_backwards.get(index, 0)
+                    stage.start_step(finalizes=finalizes, first_backward=first)
                     stack.enter_context(stage.deferring())
                 if inputs.error is not None:
                     raise inputs.error

@@ -111,17 +111,18 @@ class StageRun:
 
     # --- a step ---
 
-    def start_step(self, *, finalizes: bool) -> None:
+    def start_step(self, *, finalizes: bool, first_backward: int = 0) -> None:
         """Begin a step.
 
         Args:
             finalizes: Whether gradients in FSDP2 are reduced at its end; if not, parameters stay unsharded.
+            first_backward: The microbatch whose backward comes first.
         """
         self._backwards = 0
         self._finalizes, self._reshards = finalizes, True
         self._sizes.clear()
         if self.queue is not None:
-            self.queue.scan()
+            self.queue.scan(first_backward)
 
     def deferring(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of a step, in which the stage's linears defer."""
@@ -129,6 +130,8 @@ class StageRun:
 
     def run_forward(self, microbatch: int, args: Any, kwargs: Any, keep_output: bool) -> Any:
         """Compute F and return the module's output."""
+        if self.queue is not None:
+            self.queue.start_forward(microbatch)
         if not self.varies:
             return self.stage.forward_one_chunk(microbatch, args, kwargs, save_forward_output=keep_output)
         with self._unchecked():

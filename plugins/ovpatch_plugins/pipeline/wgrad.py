@@ -86,15 +86,21 @@ class _DeferredLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        if weight is None or torch.compiler.is_compiling() or not _is_deferrable(input, weight, bias):
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                self.__dict__[_QUEUE].note_undeferred(self)
+        queue: WeightGradQueue = self.__dict__[_QUEUE]
+        if (
+            weight is None
+            or queue.is_paused
+            or torch.compiler.is_compiling()
+            or not _is_deferrable(input, weight, bias)
+        ):
+            if torch.is_grad_enabled() and not (queue.is_paused or torch.compiler.is_compiling()):
+                queue.note_undeferred(self)
             return F.linear(input, self.weight, self.bias)
         x, w, b = input, weight.detach(), None if bias is None else bias.detach()
         dtype = autocast_dtype(x.device.type, x.dtype)
         if dtype is not None:
             x, w, b = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
-        call = _Call(self.__dict__[_QUEUE], weight, bias)
+        call = _Call(queue, weight, bias)
         if bias is not None and not bias.requires_grad:
             b = bias
         y = F.linear(_Keep.apply(x, call), w, b)  # type: ignore[no-untyped-call]  # torch's apply()
@@ -135,7 +141,8 @@ class WeightGradQueue:
     [Note: deferral keeps stock's bits] W computes the products of stock's backward on the same operands and gives them
     to the leaf through the engine, which accumulates and calls hooks as in stock. Microbatches come in stock's order. A
     weight that has other contributions, as a tied one, would round as (G + e) + h instead of G + (e + h): such weights
-    stay in B.
+    stay in B. Which these are is seen in the first microbatch that defers. So that is the one whose backward comes
+    first, before which there is no G; microbatches of the same step whose forward comes earlier do not defer.
 
     Args:
         module: The stage's module.
@@ -146,6 +153,7 @@ class WeightGradQueue:
 
     Attributes:
         defers: Whether the step's scan found linears to defer.
+        is_paused: Whether the microbatch that is computed does not defer.
         computed: Weight gradients computed here.
         pending: Calls whose weight gradient is due, over all microbatches.
     """
@@ -166,10 +174,18 @@ class WeightGradQueue:
         self._undeferred: set[int] = set()  # ids of linears; the module keeps them alive
         self._read_elsewhere: set[int] = set()
         self._due_at_once: set[int] = set()  # ids of their weights, in the step that found them
-        self._is_checked = self._is_graph_checked = False
+        self._is_checked = self._is_graph_checked = self.is_paused = False
+        self._first_backward = 0
+        self._not_deferred: set[int] = set()  # microbatches of the step
 
-    def scan(self) -> None:
-        """Find the linears to defer. Called for each step, as scripts freeze, tie and wrap modules between steps."""
+    def scan(self, first_backward: int = 0) -> None:
+        """Find the linears to defer. Called for each step, as scripts freeze, tie and wrap modules between steps.
+
+        Args:
+            first_backward: The microbatch whose backward comes first in the step.
+        """
+        self._first_backward = first_backward
+        self._not_deferred.clear()
         self._due_at_once.clear()
         owners: defaultdict[int, int] = defaultdict(int)
         linears: list[tuple[nn.Linear, bool]] = []
@@ -235,12 +251,19 @@ class WeightGradQueue:
         if type(linear) is _DeferredLinear:
             object.__setattr__(linear, "__class__", nn.Linear)
 
+    def start_forward(self, microbatch: int) -> None:
+        """Decide whether a microbatch defers, in front of its forward; see [Note: deferral keeps stock's bits]."""
+        self.is_paused = not (self._is_checked or self._is_graph_checked) and microbatch != self._first_backward
+        if self.is_paused:
+            self._not_deferred.add(microbatch)
+
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:
         """Collect the calls whose backward runs inside the ``with`` block."""
         if self._due_at_once:
             self._compute_due_at_once()
         self._microbatch = microbatch
+        self.is_paused = microbatch in self._not_deferred  # for what a checkpoint computes again
         self._calls.setdefault(microbatch, [])
         found: list[nn.Linear] = []
         hooks = [] if self._is_checked else self._watch_weights(found)
@@ -260,10 +283,10 @@ class WeightGradQueue:
     def check_graph(self, output: Any) -> None:
         """Find weights that a graph reads outside of their linears, as ``F.linear(x, module.weight)`` does.
 
-        Called with the output of a stage's first microbatch, or its loss. The backward of that microbatch looks once
-        more, as a reentrant checkpoint hides its graph until then.
+        Called with the output of the microbatch that defers first, or its loss. The backward of that microbatch looks
+        once more, as a reentrant checkpoint hides its graph until then.
         """
-        if self._is_checked or self._is_graph_checked:
+        if self._is_checked or self._is_graph_checked or self.is_paused:
             return
         self._is_graph_checked = True
         leaves = {id(leaf) for leaf in _find_leaves(output)}

@@ -111,6 +111,20 @@ def test_each_model(ranks: Any, order: str, part: int) -> None:
     assert all(outcome.counters["weight_grads"] for outcome in found[1].values())
 
 
+def _run_backwards_in_reverse(names: list[str]) -> dict[str, Outcome]:
+    cases = {name: replace(MODELS[name], schedule="ScheduleLoopedBFS", microbatches=4) for name in names}
+    return {name: train_both(case, delay_wgrad_compute="on") for name, case in cases.items()}
+
+
+def test_models_whose_first_forward_has_the_last_backward(ranks: Any) -> None:
+    """Which weights are read elsewhere is found out where no gradient of another microbatch is there yet."""
+    names = ["read elsewhere", "called twice", "checkpoint", "reentrant checkpoint", "dropout, checkpoint", "frozen"]
+    found = ranks(2)(_run_backwards_in_reverse, names)
+    _assert_equal(found)
+    for name, outcome in found[1].items():
+        assert outcome.counters["weight_grads"], name
+
+
 def test_models_on_four_ranks(ranks: Any) -> None:
     _assert_equal(ranks(4)(_run_models, ["bf16", "autocast", "dropout, checkpoint", "batch norm"], "zb-h2"))
 
