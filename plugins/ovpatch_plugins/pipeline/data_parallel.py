@@ -25,18 +25,29 @@ class LocalGradients:
 
     Attributes:
         objection: Why weight gradients of the stage cannot be deferred, or "".
-        first_step_is_stock: Whether stock computes the first step.
         has_replicas: Whether gradients are reduced around the computations of a step, not in each.
         reduces_in_backward: Whether the last backward reduces them where nothing is deferred.
         replicas: The ranks that reduce the same gradients.
     """
 
-    first_step_is_stock = has_replicas = reduces_in_backward = False
+    has_replicas = reduces_in_backward = False
 
     def __init__(self, objection: str = "", groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self.objection = objection
         self._groups = list(groups)
         self.replicas = Replicas(groups)
+
+    def first_step_is_stock(self, divides: bool) -> bool:
+        """Return whether stock computes the first step.
+
+        Args:
+            divides: Whether the order is of a class that computes backwards in two parts.
+        """
+        del divides
+        return False
+
+    def end_inference(self) -> None:
+        """Called behind the inference of shapes, unless stock computes the step."""
 
     def add_replicas(self, group: dist.ProcessGroup) -> None:
         """Have the replicas in another group decide as well. All ranks of the group call this."""
@@ -63,13 +74,15 @@ class DataParallel(LocalGradients):
 
     [Note: first step of a wrapped stage] The metadata inference of torch 2.13 runs the wrapper's forward outside
     ``no_sync()``. The reducer is then armed, and stock's first step reduces the first microbatch once more. With a
-    backward in two parts it would find gradients missing, so stock computes the first step.
+    backward in two parts it would find gradients missing, so stock computes the first step. Not where the class itself
+    has such backwards: there stock's own first step leaves gradients of each replica alone. Zeros complete the armed
+    reduction, and the engine computes the step.
 
     Args:
         wrapper: The stage's module.
     """
 
-    first_step_is_stock = has_replicas = reduces_in_backward = True
+    has_replicas = reduces_in_backward = True
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         searches = wrapper.find_unused_parameters or wrapper.static_graph
@@ -80,6 +93,21 @@ class DataParallel(LocalGradients):
             [wrapper.process_group],
         )
         self._wrapper: Any = wrapper
+
+    def first_step_is_stock(self, divides: bool) -> bool:
+        """Return whether stock computes the first step; see [Note: first step of a wrapped stage]."""
+        return not divides or bool(self.objection)
+
+    def end_inference(self) -> None:
+        """Have the reducer complete what the forward of the inference has armed, with gradients of zeros."""
+        params = [param for param in self._wrapper.parameters() if param.requires_grad]
+        kept = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        with torch.no_grad():
+            accumulate_grads(params, [torch.zeros_like(param) for param in params])
+        for param, grad in zip(params, kept, strict=True):
+            param.grad = grad
 
     def computing_weight_grads(self, compute: Callable[[int], None], microbatch: int) -> None:
         """Compute the weight gradients of a microbatch; the reducer counts none of them."""

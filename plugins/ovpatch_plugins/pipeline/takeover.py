@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -61,6 +62,15 @@ _CHOSEN_FOR: Final = (
     "ScheduleZBVZeroBubble",
     "ScheduleDualPipeV",
 )
+
+
+_UNREDUCED: Final = (
+    "torch computes the first step of stages in DistributedDataParallel(find_unused_parameters=True or "
+    "static_graph=True), in which this class does not reduce all gradients, so that replicas differ from then on. Turn "
+    "these options off, or wrap stages in FSDP2 or replicate()"
+)
+
+_log = logging.getLogger("ovpatch.pipeline")
 
 
 class Takeover:
@@ -214,7 +224,8 @@ class Takeover:
         prediction = Prediction(group, orders, placement)
         times = StepTimes()
         clock = make_clock(times, device)
-        begins_as_stock = any(run.data_parallel.first_step_is_stock for run in runs.values())
+        divides = owner not in _SINGLE and any(action.kind is Kind.W for action in orders[rank])
+        begins_as_stock = any(run.data_parallel.first_step_is_stock(divides) for run in runs.values())
         engine = Engine(
             schedule, group, runs, program, settling, transport, times, clock, prediction, by_perform=by_perform
         )
@@ -231,6 +242,9 @@ class Takeover:
             times=times,
             transport=transport.remarks,
         )
+        if engine.begins_as_stock and divides:
+            report.notes.append(_UNREDUCED)
+            _log.warning("%s: %s", report.name, _UNREDUCED)
         if self._options["forward_doubling"] and owner != BIDIRECTIONAL:
             report.notes.append("forward_doubling has no effect: the pipeline runs in one direction")
         note_schedule(report)
@@ -343,6 +357,9 @@ class _Record:
             initialize_stages(schedule, args[0], kwargs[0], None if targets is None else targets[0], loss_kwargs)
 
         self._inference.run(schedule, list(self.engine.stages.values()), check, initialize)
+        if not self.engine.begins_as_stock:
+            for stage in self.engine.stages.values():
+                stage.data_parallel.end_inference()
         return make(*check())
 
     def run(self, inputs: StepInputs) -> None:

@@ -110,28 +110,61 @@ def test_as_stock(ranks: Any, part: int) -> None:
             assert (deferred == 0) == (name == "ddp, unused parameters"), name
 
 
-def _zero_bubble_in_fsdp(schedule: str) -> tuple[list[str], int]:
+def _zero_bubble(schedule: str, wrapper: str, features: tuple[str, ...]) -> tuple[list[str], int, int]:
+    """Compare the gradients of a first step with averages over replicas that are not wrapped."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     group, seed = mesh["pp"].get_group(), mesh.get_local_rank("dp")
-    case: dict[str, Any] = {"schedule": schedule, "vee": "ZBV" in schedule, "steps": 1, **LOOP}
+    case: dict[str, Any] = {"schedule": schedule, "vee": schedule in VEES, "steps": 1, **LOOP}
     wanted = train(Case(**case), group, seed)[2]
     for grad in wanted.values():
         dist.all_reduce(grad, group=mesh["dp"].get_group())
-    ovpatch.apply("pipeline")
-    found = train(Case(wrap=_fsdp(mesh["dp"]), **case), group, seed)[2]
+    ovpatch.apply("pipeline", *features, options={"dist_optimizer": {"min_param_numel": 1}} if features[1:] else {})
+    before = counters()["steps"]
+    wrap = _fsdp(mesh["dp"]) if wrapper == "fsdp" else _ddp(mesh["dp"])
+    grads = train(Case(wrap=wrap, **case), group, seed)[2]
+    found = {name.replace(".module.", "."): grad for name, grad in grads.items()}
+    steps = counters()["steps"] - before
     wrong = []
     for name, grad in wanted.items():
-        part = (grad / 2).chunk(2)[seed]
+        part = (grad / 2).chunk(2)[seed] if wrapper == "fsdp" else grad / 2
         if found[name] is None or not torch.allclose(found[name], part, atol=1e-6):
             wrong.append(name)
-    return wrong, len(wanted)
+    return wrong, len(wanted), steps
 
 
-@pytest.mark.parametrize("schedule", ["ScheduleZBVZeroBubble", "ScheduleInterleavedZeroBubble"])
-def test_zero_bubble_classes_in_fsdp_where_stock_misses_gradients(ranks: Any, schedule: str) -> None:
-    for wrong, count in ranks(4)(_zero_bubble_in_fsdp, schedule):
+VEES = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+DIVIDING = [("ScheduleZBVZeroBubble", "fsdp", ()), ("ScheduleInterleavedZeroBubble", "fsdp", ())] + [
+    (schedule, "ddp", features)
+    for schedule, features in [
+        ("ScheduleZBVZeroBubble", ()),
+        ("ScheduleInterleavedZeroBubble", ("ddp",)),
+        ("ScheduleDualPipeV", ("ddp", "dist_optimizer")),
+    ]
+]
+
+
+@pytest.mark.parametrize(("schedule", "wrapper", "features"), DIVIDING)
+def test_zero_bubble_classes_where_stock_misses_gradients(
+    ranks: Any, schedule: str, wrapper: str, features: tuple[str, ...]
+) -> None:
+    for wrong, count, steps in ranks(4)(_zero_bubble, schedule, wrapper, features):
         assert not wrong
         assert count == 20
+        assert steps == 1
+
+
+def _zero_bubble_that_searches() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    ovpatch.apply("pipeline")
+    wrap = _ddp(mesh["dp"], find_unused_parameters=True)
+    case = Case("ScheduleZBVZeroBubble", vee=True, wrap=wrap, steps=1, microbatches=2, chunks=2)
+    train(case, mesh["pp"].get_group())
+    return list(feature_report().remarks)
+
+
+def test_zero_bubble_classes_that_torch_begins_are_warned_of(ranks: Any) -> None:
+    for remarks in ranks(4)(_zero_bubble_that_searches):
+        assert any("so that replicas differ from then on" in remark for remark in remarks)
 
 
 def _only_a_part_is_wrapped() -> tuple[list[str], list[str]]:
