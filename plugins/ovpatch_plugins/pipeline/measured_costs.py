@@ -168,6 +168,7 @@ def measure_sends(
     found: dict[str, float] = {}
     transport.start_step()
     for stage_run in stages.values():
+        stage_run.take_buffers()  # an evaluation between steps has given them back
         stage_run.forget_sizes()
     for stage, (lower, upper) in enumerate(itertools.pairwise(placement)):
         if lower == upper or rank not in (lower, upper):

@@ -22,8 +22,17 @@ from ovpatch_plugins.pipeline.orders import Kind, build_order
 from ovpatch_plugins.pipeline.race import LAPS, ROUNDS, SETTLING, judge, merge_ranks
 from ovpatch_plugins.pipeline.report import list_schedules
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint
-from tests.plugins.pipeline.cases import Case, Outcome, differences, feature_report, train, train_both
-from tests.plugins.pipeline.models import Block, Part
+from tests.plugins.pipeline.cases import (
+    Case,
+    Outcome,
+    differences,
+    feature_report,
+    make_schedule,
+    run_steps,
+    train,
+    train_both,
+)
+from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
 from tests.plugins.pipeline.test_data_parallel import SETTINGS
 from tests.support.rarely import ALL_CASES
 
@@ -101,6 +110,34 @@ def test_the_order_as_given_stays_where_it_is_faster(ranks: Any, tmp_path: Path)
         text = " ".join(outcome.remarks)
         assert "the order as given stays: 1000.0 ms a step against 2000.0 ms of solved for 1.5x" in text, text
         assert "Schedule1F1B runs as 1f1b" in text, text
+
+
+def _evaluate_behind_each_step(cache: str) -> tuple[list[str], list[str]]:
+    """Train with evaluations in between, which give buffers back, until orders race."""
+    case, patch = Case(steps=1, microbatches=4), _plant_costs(cache)
+
+    def run() -> list[Any]:
+        schedule, parts = make_schedule(case)
+        params = [(name, param) for part in parts for name, param in part.named_parameters()]
+        optimizer, found = torch.optim.AdamW([param for _, param in params], lr=1e-2), []
+        rows, rank = torch.ones(case.microbatches * ROWS, 2, WIDTH), dist.get_rank()
+        for number in range(RACE + 2):
+            found += run_steps(case, schedule, params, optimizer, number)
+            schedule.eval(*(() if rank else (rows,)), target=rows if rank else None)
+        return found
+
+    stock = run()
+    ovpatch.apply("pipeline", options={"pipeline": {"schedule": "auto"}})
+    try:
+        return differences(stock, run()), list(feature_report().remarks)
+    finally:
+        patch.undo()
+
+
+def test_evaluations_between_steps(ranks: Any, tmp_path: Path) -> None:
+    for changes, remarks in ranks(2)(_evaluate_behind_each_step, str(tmp_path)):
+        assert not changes
+        assert any("races against the order as given" in remark for remark in remarks), remarks
 
 
 def _look_at_what_stays(cache: str) -> tuple[list[str], list[str], list[set[bool]]]:
