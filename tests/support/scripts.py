@@ -11,10 +11,8 @@ first that dies, as a launcher would.
 from __future__ import annotations
 
 import os
-import random
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,10 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tests.support.environment import clean, updated
+from tests.support.environment import clean, free_port, updated
 
 _MARK: Final = "TEST_RUN_MARK"
-FORKING: Final = Path(__file__).with_name("forking_launcher.py")
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,6 @@ def torchrun(
     launcher: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
     ovpatch: bool | Sequence[str] = False,
-    forked: bool = False,
     timeout: float = 120,
     cwd: Path | None = None,
 ) -> Result:
@@ -104,15 +100,10 @@ def torchrun(
         launcher: More options of torchrun.
         env: See :func:`run`.
         ovpatch: Whether to run under ``ovpatch run``; a sequence holds its options.
-        forked: Whether ``forking_launcher`` takes the place of torchrun: where that is not what is tested.
         timeout: Seconds.
         cwd: Where to run.
     """
     head = [str(Path(sys.executable).with_name("ovpatch")), "run", *_options(ovpatch), "--"] if ovpatch else []
-    if forked:
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        line = [*head, sys.executable, os.fspath(FORKING), str(processes), os.fspath(script), *args]
-        return run(line, timeout=timeout, env={**where, **(env or {})}, cwd=cwd)
     head += [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", *launcher]
     tail = [os.fspath(script), *args]
     if nnodes == 1:
@@ -120,21 +111,6 @@ def torchrun(
     where = [f"--nnodes={nnodes}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     agents = [[*head, *where, f"--node-rank={node}", *tail] for node in range(nnodes)]
     return _merge(_run_together(agents, timeout, env, cwd))
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on and that no outgoing connection will take before it is used.
-
-    Port 0 would choose from the range of outgoing connections, of which a program makes dozens before its last group.
-    """
-    while True:
-        port = _ports.randrange(15000, 30000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
-_ports = random.Random()  # of its own: tests seed the module's
 
 
 def _options(ovpatch: bool | Sequence[str]) -> Sequence[str]:
