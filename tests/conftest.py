@@ -15,8 +15,8 @@ import pytest
 from tests.support import guard
 
 if TYPE_CHECKING:
-    from tests.support.forked import Server
     from tests.support.pool import Pool
+    from tests.support.preloaded import Server
 
 # Seconds until a test that hangs ends the whole run with the stacks of pytest's threads. The pool and the script runner
 # have shorter limits of their own and know more; this one is for everything else.
@@ -122,10 +122,8 @@ def gpus(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="session")
-def forks() -> Iterator[Server]:
+def forks() -> Server:
     """``forks.torchrun(2, "train.py", ...)`` -> as under torchrun, without the cost of its launcher and imports."""
-    from tests.support.forked import Server
+    from tests.support.preloaded import plain_server
 
-    server = Server()
-    yield server
-    server.close()
+    return plain_server()

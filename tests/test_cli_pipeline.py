@@ -13,7 +13,6 @@ from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import pipeline_plan
 from ovpatch.settings.settings import SettingsError
 from ovpatch_plugins.pipeline import solver
-from tests.insight.programs import address
 from tests.support.preloaded import preloaded
 
 
@@ -148,8 +147,6 @@ THREE_D = Path(__file__).parents[1] / "examples" / "three_d.py"
 
 def test_a_command_is_measured_with_all_orders(command, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name, value in address().items():
-        monkeypatch.setenv(name, value)
     torchrun = [*preloaded(ranks=2), str(THREE_D)]
     small = ["--dp=1", "--tp=1", "--width=16", "--context=8", "--microbatches=4", "--steps=1000"]
     code, out, err = command("--json", "--out", str(tmp_path / "out"), "--", *torchrun, *small)

@@ -213,8 +213,7 @@ def run_here(tmp_path, forks):
         elif words[0] == "ovpatch":
             launch = re.compile(r"torchrun --nproc-per-node (\d+)")
             program = launch.sub(lambda match: shlex.join(preloaded(int(match[1]))), shlex.join(words))
-            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(scripts.free_port())}
-            where["OVPATCH_CACHE_DIR"] = str(tmp_path)
+            where = {"OVPATCH_CACHE_DIR": str(tmp_path)}
             alone = len(words) == 2  # as users start it: its interpreter, too
             start = [sys.executable, "-m", "ovpatch"] if alone else [*preloaded(), tmp_path / "command.py"]
             line = [*start, *shlex.split(program)[1:]]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.forked import Server
+from tests.support.preloaded import Server
 from tests.support.scripts import Result
 
 # Runs a program, and writes a digest of this rank's parameters, or of its shards, behind each optimizer step.

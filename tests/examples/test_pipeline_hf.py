@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.scripts.arms import needs, together
-from tests.support.forked import Server
+from tests.support.preloaded import Server
 from tests.support.rarely import RARELY
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pipeline_hf.py"
 SMALL = ["--width=32", "--context=16", "--steps=4"]
 STEP = re.compile(r"step +(\d+)  loss (\S+)")
-HEAVY = "transformers,transformers.models.llama.modeling_llama,torch.distributed.pipelining"
+HEAVY = ("transformers", "transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
 
 pytestmark = [pytest.mark.slow, needs("transformers")]
 
@@ -27,7 +27,7 @@ Run = Callable[..., list[tuple[str, str]]]
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """Runs the example on forks of a process that has imported what it imports."""
-    server = Server(*HEAVY.split(","))
+    server = Server(*HEAVY)
 
     def run(*arguments: str, ranks: int = 2, report: Path | None = None) -> list[tuple[str, str]]:
         done = server.torchrun(ranks, SCRIPT, *SMALL, *arguments, report=report, timeout=240).check()

@@ -10,12 +10,12 @@ import pytest
 
 from tests.examples.probe import assert_same_training, train_both
 from tests.support import scripts
+from tests.support.preloaded import preloaded
 from tests.support.rarely import RARELY
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "three_d.py"
 STEPS, MICROBATCHES = 2, 3
 SMALL = [f"--steps={STEPS}", f"--microbatches={MICROBATCHES}", "--layers=2", "--width=16", "--context=8", "--rows=1"]
-HEAVY = "torch.distributed.tensor.parallel,torch.distributed.fsdp,torch.distributed.pipelining"
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +36,6 @@ def test_verify_passes(tmp_path):
     file = tmp_path / "verify.json"
     options = ["--features=pipeline", "--steps=2", "--json", str(file)]
     verify = [sys.executable, "-m", "ovpatch", "verify", *options, "--"]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(scripts.free_port()), "PRELOAD": HEAVY}
-    where["OVPATCH_PIPELINE_SCHEDULE"] = "zb-h1"
-    command = [sys.executable, str(scripts.FORKING), "8", str(SCRIPT), *SMALL]
-    scripts.run([*verify, *command], env=where, timeout=400).check()
+    command = [*preloaded(ranks=8), str(SCRIPT), *SMALL]
+    scripts.run([*verify, *command], env={"OVPATCH_PIPELINE_SCHEDULE": "zb-h1"}, timeout=400).check()
     assert json.loads(file.read_text())["verdict"] == "bitwise equal"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import scripts
+from tests.support.preloaded import preloaded
 from tests.support.rarely import RARELY
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_2d.py"
@@ -17,8 +18,6 @@ SMALL = ["--layers=1", "--width=64", "--context=32", "--batch-size=2", "--device
 FEATURES = "ddp,dist_optimizer,tp_linear"
 DIVIDED = {"OVPATCH_DIST_OPTIMIZER_MIN_PARAM_NUMEL": "64"}  # all but norms are cut
 STEP = re.compile(r"step +(\d+)  loss (\S+)")
-
-HEAVY = "torch.distributed.tensor.parallel,torch.distributed.fsdp,torch.distributed.checkpoint.state_dict"
 
 pytestmark = pytest.mark.slow
 
@@ -48,9 +47,8 @@ def test_verify_passes(tmp_path):
     file = tmp_path / "verify.json"
     options = [f"--features={FEATURES}", "--steps=3", "--json", str(file)]
     verify = [sys.executable, "-m", "ovpatch", "verify", *options, "--"]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(scripts.free_port()), "PRELOAD": HEAVY, **DIVIDED}
-    command = [sys.executable, str(scripts.FORKING), "4", str(SCRIPT), *SMALL, "--steps=4"]
-    scripts.run([*verify, *command], env=where, timeout=400).check()
+    command = [*preloaded(ranks=4), str(SCRIPT), *SMALL, "--steps=4"]
+    scripts.run([*verify, *command], env=DIVIDED, timeout=400).check()
     found = json.loads(file.read_text())
     assert found["verdict"] == "equal within noise", found
     assert found["noise"]["rerun"] == "all bits equal"

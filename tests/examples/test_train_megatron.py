@@ -12,23 +12,23 @@ import pytest
 from tests.examples.probe import assert_same_training, train_both
 from tests.scripts.arms import needs
 from tests.support import scripts
-from tests.support.forked import Server
+from tests.support.preloaded import Server
 from tests.support.rarely import RARELY
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_megatron.py"
 STEPS, MICROBATCHES = 3, 3
 SMALL = ["--layers=2", "--width=32", "--context=16", "--batch-size=2", "--device=cpu"]
 LINE = [str(SCRIPT), *SMALL, f"--steps={STEPS}", f"--microbatches={MICROBATCHES}"]
-HEAVY = "megatron.core.distributed,megatron.core.models.gpt.gpt_layer_specs,megatron.core.optimizer"
+HEAVY = ("megatron.core.distributed", "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer")
 SCHEDULE = {"OVPATCH_MEGATRON_PIPELINE_SCHEDULE": "zb-h1"}
 
 pytestmark = [pytest.mark.slow, needs("megatron")]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def forks():
     """A server that has imported Megatron, which four ranks would each take seconds for."""
-    server = Server(*HEAVY.split(","))
+    server = Server(*HEAVY)
     yield server
     server.close()
 
@@ -50,12 +50,11 @@ def test_it_trains_to_stocks_bits(tmp_path, forks):
 
 
 @RARELY
-def test_verify_finds_stocks_bits(tmp_path):
+def test_verify_finds_stocks_bits(tmp_path, forks):
     file = tmp_path / "verify.json"
     options = ["--features=megatron", f"--steps={STEPS}", "--json", str(file)]
     verify = [sys.executable, "-m", "ovpatch", "verify", *options, "--"]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(scripts.free_port()), "PRELOAD": HEAVY, **SCHEDULE}
-    scripts.run([*verify, sys.executable, str(scripts.FORKING), "4", *LINE], env=where, timeout=400).check()
+    scripts.run([*verify, *forks.command(4), *LINE], env=SCHEDULE, timeout=400).check()
     found = json.loads(file.read_text())
     assert found["verdict"] == "bitwise equal", found
     check_counters(found["counters"]["megatron"])

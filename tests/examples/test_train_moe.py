@@ -11,21 +11,21 @@ import pytest
 
 from tests.scripts.arms import needs, together
 from tests.support import scripts
-from tests.support.forked import Server
+from tests.support.preloaded import Server
 from tests.support.rarely import RARELY
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_moe.py"
 SMALL = ["--layers=1", "--width=32", "--context=16", "--batch-size=2"]
 STEP = re.compile(r"step +(\d+)  loss (\S+)")
-HEAVY = "transformers,transformers.models.qwen3_moe.modeling_qwen3_moe,torch.distributed.fsdp"
+HEAVY = ("transformers", "transformers.models.qwen3_moe.modeling_qwen3_moe", "torch.distributed.fsdp")
 
 pytestmark = [pytest.mark.slow, needs("transformers")]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def forks():
     """A server that has imported what the example imports."""
-    server = Server(*HEAVY.split(","))
+    server = Server(*HEAVY)
     yield server
     server.close()
 
@@ -49,25 +49,22 @@ def test_it_trains_the_same(tmp_path, forks):
     assert min(calls) >= 11
 
 
-def verified(tmp_path, *arguments):
+def verified(tmp_path, forks, *arguments):
     file = tmp_path / "verify.json"
-    torchrun = [sys.executable, str(scripts.FORKING), "2"]
     verify = [sys.executable, "-m", "ovpatch", "verify", "--features=pipe_experts", "--steps=2", "--json", str(file)]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(scripts.free_port()), "PRELOAD": HEAVY}
-    scripts.run(
-        [*verify, "--", *torchrun, str(SCRIPT), *SMALL, "--steps=2", *arguments], env=where, timeout=400
-    ).check()
+    command = [*verify, "--", *forks.command(2), str(SCRIPT), *SMALL, "--steps=2", *arguments]
+    scripts.run(command, timeout=400).check()
     return json.loads(file.read_text())
 
 
 @RARELY
-def test_verify_passes(tmp_path):
-    found = verified(tmp_path)
+def test_verify_passes(tmp_path, forks):
+    found = verified(tmp_path, forks)
     assert found["verdict"] == "equal within noise", found
     assert found["noise"]["rerun"] == "all bits equal"
 
 
 @RARELY
-def test_verify_passes_in_half_precision(tmp_path):
-    found = verified(tmp_path, "--dtype=bfloat16", "--layers=3", "--width=64", "--context=64", "--batch-size=8")
+def test_verify_passes_in_half_precision(tmp_path, forks):
+    found = verified(tmp_path, forks, "--dtype=bfloat16", "--layers=3", "--width=64", "--context=64", "--batch-size=8")
     assert found["verdict"] == "equal within noise", found

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.support import scripts
+from tests.support.preloaded import preloaded
 from tests.support.rarely import RARELY
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_tp.py"
 SMALL = ["--layers=2", "--width=64", "--context=32", "--batch-size=2", "--device=cpu"]
 STEP = re.compile(r"step +(\d+)  loss (\S+)  norm (\S+)")
-
-HEAVY = "torch.distributed.tensor.parallel,torch.distributed.fsdp,torch.distributed.checkpoint.state_dict"
 
 pytestmark = pytest.mark.slow
 
@@ -30,11 +29,9 @@ def train(torchrun, *args, features, **how):
 @RARELY
 def test_verify_passes(tmp_path):
     file = tmp_path / "verify.json"
-    torchrun = [sys.executable, str(scripts.FORKING), "2"]
     options = ["--features=tp_linear", "--steps=3", "--json", str(file)]
     verify = [sys.executable, "-m", "ovpatch", "verify", *options, "--"]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(scripts.free_port()), "PRELOAD": HEAVY}
-    scripts.run([*verify, *torchrun, str(SCRIPT), *SMALL, "--steps=4"], env=where, timeout=400).check()
+    scripts.run([*verify, *preloaded(ranks=2), str(SCRIPT), *SMALL, "--steps=4"], timeout=400).check()
     found = json.loads(file.read_text())
     assert found["verdict"] == "equal within noise", found
     assert found["noise"]["rerun"] == "all bits equal"
@@ -47,7 +44,7 @@ def test_each_goes_on_from_the_checkpoint_of_the_other(tmp_path, forks):
     first = train(scripts.torchrun, f"--checkpoint={saved}", "--steps=2", features="+tp_linear")
     shutil.copytree(saved, copied)
     stock = train(forks.torchrun, f"--checkpoint={saved}", "--steps=4", features="0")
-    patched = train(scripts.torchrun, f"--checkpoint={copied}", "--steps=4", features="+tp_linear", forked=True)
+    patched = train(forks.torchrun, f"--checkpoint={copied}", "--steps=4", features="+tp_linear")
     assert [step for step, *_ in first + stock] == [0, 1, 2, 3]
     assert [step for step, *_ in patched] == [2, 3]
     for ours, theirs in zip(patched, stock, strict=True):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import scripts
 from tests.support.environment import cleaned
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +34,3 @@ def step():
 def environment(monkeypatch):
     """Nothing of the environment of whoever runs the tests reaches the command."""
     cleaned(monkeypatch, PYTHONPATH=str(ROOT))
-
-
-def address() -> dict[str, str]:
-    """Return where ranks that torchrun has not started meet."""
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(scripts.free_port())}

@@ -10,7 +10,7 @@ import pytest
 
 from ovpatch.cli import main
 from tests.insight import programs
-from tests.insight.programs import ALONE, address
+from tests.insight.programs import ALONE
 from tests.support.preloaded import preloaded
 from tests.support.rarely import RARELY
 
@@ -56,9 +56,7 @@ def bench(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_a_script_on_two_ranks_is_measured(bench, monkeypatch):
-    for name, value in address().items():
-        monkeypatch.setenv(name, value)
+def test_a_script_on_two_ranks_is_measured(bench):
     code, texts, found = bench(LANGUAGE, "--steps", "6", "--rounds", "1", ranks=2)
     assert code == 0, texts.err
     assert (found["exercised"], found["samples"], found["tokens"]) == (["ddp"], 24.0, 144.0)

@@ -331,11 +331,9 @@ def test_message_shows_the_worst_first():
     with pytest.raises(AssertionError) as caught:
         compare(stock, patched).assert_equal()
     lines = str(caught.value).splitlines()
-    assert lines[0] == "15 of 16 values are different; the worst 10:"
-    assert lines[2].split() == ["name", "verdict", "max", "|diff|", "allowed", "first", "at", "what"]
-    assert [line.split()[0] for line in lines[3:6]] == ["extra", "p14", "p13"]
-    assert lines[4].split()[2:5] == ["0.014", "1e-06", "[1]"]
-    assert len(lines) == 13
+    assert lines[0] == "15 of 16 values different; the worst:"
+    assert [line.split("'")[1] for line in lines[1:4]] == ["extra", "p14", "p13"]
+    assert len(lines) == 11
 
 
 def test_a_row_is_valid_json():

@@ -17,7 +17,7 @@ from ovpatch.cli import main
 from ovpatch.cli import timeline as command
 from ovpatch.insight.timeline import output
 from ovpatch.insight.timeline.trace import read_trace
-from tests.insight.programs import ALONE, ROOT, TORCHRUN, address
+from tests.insight.programs import ALONE, ROOT, TORCHRUN
 from tests.insight.traces import DATA, Synthetic, recorded
 from tests.support import scripts
 from tests.support.environment import forget
@@ -239,7 +239,7 @@ def test_kernels_of_the_users_own(timeline, tmp_path):
 
 def run(folder, *line, timeout=150):
     program = [Path(sys.executable).with_name("ovpatch"), "timeline", *line]
-    return scripts.run(program, cwd=folder, timeout=timeout, env={"PYTHONPATH": str(ROOT), **address()})
+    return scripts.run(program, cwd=folder, timeout=timeout, env={"PYTHONPATH": str(ROOT)})
 
 
 def written(folder, *lines):

@@ -124,9 +124,7 @@ def test_the_code_of_a_script_that_fails_is_kept(run):
 @pytest.mark.parametrize(
     "launcher", ["forked", pytest.param("torchrun", marks=RARELY)]
 )  # where it does not hang: above
-def test_a_hang_is_ended_and_every_process_says_where_it_is(run, launcher, monkeypatch):
-    for name, value in programs.address().items():
-        monkeypatch.setenv(name, value)
+def test_a_hang_is_ended_and_every_process_says_where_it_is(run, launcher):
     body = """
         def wait_for_nobody():
             if dist.get_rank() == 0:

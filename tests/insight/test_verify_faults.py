@@ -11,10 +11,9 @@ from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.compare import RunComparison, compare_runs
 from ovpatch.insight.verify.verify import WORKER, Request
 from tests.insight import faults
-from tests.support.environment import cleaned
+from tests.support.environment import cleaned, free_port
 from tests.support.fake_plugins import Site
 from tests.support.preloaded import preloaded
-from tests.support.scripts import free_port
 
 pytestmark = pytest.mark.slow
 

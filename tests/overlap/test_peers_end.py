@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.support import scripts
+from tests.support.environment import free_port
 
 SCRIPT = Path(__file__).with_name("leaving_ranks.py")
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> scripts.Result:
-    argv = [sys.executable, SCRIPT, str(scripts.free_port()), tmp_path_factory.mktemp("stores")]
+    argv = [sys.executable, SCRIPT, str(free_port()), tmp_path_factory.mktemp("stores")]
     return scripts.run(argv, timeout=100).check()
 
 

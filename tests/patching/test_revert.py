@@ -13,21 +13,6 @@ from ovpatch.patching import PatchError, PatchManager
 from .conftest import MakeModule
 from .tools import only, patch, same, snapshot, states, tag
 
-
-def test_two_features_on_one_target_revert_in_any_order(pm: PatchManager, make: MakeModule) -> None:
-    m = make("class C:\n    def f(self): return 'f'")
-    stock = m.C.f
-    for name in "ab":
-        pm.register_patch(f"{m.__name__}.C.f", wrap=tag(name), feature=name)
-    for first, second, left in (("a", "b", "b(f)"), ("b", "a", "a(f)")):
-        pm.apply()
-        assert m.C().f() == "b(a(f))"
-        pm.revert(first)
-        assert m.C().f() == left
-        pm.revert(second)
-        assert m.C.f is stock
-
-
 # Somebody else on top
 
 

@@ -80,18 +80,6 @@ def test_setter_of_a_patched_property_still_works(pm: PatchManager, make: MakeMo
     assert base.size == "new 3"
 
 
-@pytest.mark.parametrize("path", ["method", "make", "pure"])
-def test_replacement_of_each_kind(pm: PatchManager, make: MakeModule, path: str) -> None:
-    m = make(CLASSES)
-    replacements = {
-        "method": lambda self, x="x": f"new {type(self).__name__} {x}",
-        "make": lambda cls, x="x": f"new {cls.__name__} {x}",
-        "pure": lambda x="x": f"new {x}",
-    }
-    patch(pm, m, f"Base.{path}", replacements[path])
-    assert getattr(m.Base(), path)(1) == {"method": "new Base 1", "make": "new Base 1", "pure": "new 1"}[path]
-
-
 def test_replacement_in_the_descriptor_of_its_target(pm: PatchManager, make: MakeModule) -> None:
     m = make(CLASSES)
     pm.register_patch(f"{m.__name__}.Base.make", classmethod(lambda cls, x="x": f"new {cls.__name__} {x}"))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ovpatch.patching import PatchManager
-from tests.support.forked import Server
+from tests.support.preloaded import Server
 
 from .tools import only, plus, same, snapshot, states
 

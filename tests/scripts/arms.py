@@ -23,7 +23,7 @@ import torch
 from ovpatch.session.report import IDLE
 from tests.support import scripts
 from tests.support.equality import compare
-from tests.support.forked import Server
+from tests.support.preloaded import Server
 
 PROGRAMS = Path(__file__).with_name("programs")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -91,9 +91,7 @@ class Runner:
         """Run the text of a program, to which the examples are modules, as one process that no launcher has started."""
         program = self.folder / "alone.py"
         program.write_text(f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n{text}")
-        launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
-        env = dict.fromkeys((*launched, "MASTER_ADDR", "MASTER_PORT"))
-        return self._server.torchrun(1, program, *args, env=env).check()
+        return scripts.run([*self._server.command(), program, *args]).check()
 
     def both(self, name: str, *args: str, to: str = "", **more: Any) -> tuple[Arm, Arm]:
         """Run it on two ranks stock and patched, at the same time."""

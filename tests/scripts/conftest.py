@@ -12,7 +12,7 @@ from tests.scripts import compatibility as record
 
 if TYPE_CHECKING:
     from tests.scripts.arms import Arm, Runner
-    from tests.support.forked import Server
+    from tests.support.preloaded import Server
 
 ROWS = pytest.StashKey[list[record.Row]]()
 
@@ -40,10 +40,10 @@ def compatibility(request: pytest.FixtureRequest) -> Callable[..., None]:
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Server) -> Iterator[Runner]:
     """``runner.both("plain")``; what its runs shall not import each time is in the module's ``PRELOADED``."""
     from tests.scripts.arms import Runner
-    from tests.support import forked
+    from tests.support.preloaded import Server
 
     preloaded = getattr(request.module, "PRELOADED", ())
-    server = forked.Server(*preloaded) if preloaded else forks
+    server = Server(*preloaded) if preloaded else forks
     yield Runner(tmp_path_factory.mktemp("programs"), server, forks)
     if preloaded:
         server.close()

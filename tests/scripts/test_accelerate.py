@@ -15,7 +15,7 @@ from tests.scripts.arms import (
     saved_folders,
     together,
 )
-from tests.support import scripts
+from tests.support.environment import free_port
 from tests.support.equality import compare
 from tests.support.rarely import RARELY
 
@@ -30,7 +30,7 @@ def launch(runner, name, *args, patched, to, dynamo="no", by_accelerate=False):
         said = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": dynamo.upper()}
         return runner.torchrun(name, *args, patched=patched, to=to, env=said)
     head = ["-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={WORLD}", "--num_machines=1"]
-    head += ["--mixed_precision=no", f"--dynamo_backend={dynamo}", f"--main_process_port={scripts.free_port()}"]
+    head += ["--mixed_precision=no", f"--dynamo_backend={dynamo}", f"--main_process_port={free_port()}"]
     return runner.python([*head, str(PROGRAMS / name), str(runner.folder / to), *args], patched=True, to=to)
 
 

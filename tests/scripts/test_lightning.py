@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.scripts.arms import PROGRAMS, assert_applied, assert_same, crosswise, needs, together
-from tests.support import scripts
+from tests.support.environment import free_port
 from tests.support.equality import compare
 from tests.support.rarely import RARELY
 
@@ -20,7 +20,7 @@ def launched(runner, name, *args, to):
     """Run it stock and patched; Lightning's launcher starts the second rank of the patched run."""
 
     def start(to):
-        port = {"MASTER_PORT": str(scripts.free_port())}  # else its launcher takes one of outgoing connections
+        port = {"MASTER_PORT": str(free_port())}  # else its launcher takes one of outgoing connections
         return runner.python([str(PROGRAMS / name), str(runner.folder / to), *args], patched=True, to=to, env=port)
 
     return together(

@@ -8,7 +8,6 @@ import pytest
 
 from ovpatch_plugins.ddp.options import OPTIONS
 from tests.scripts.arms import PROGRAMS, WORLD, feature, together
-from tests.support import forked
 
 pytestmark = pytest.mark.slow
 
@@ -25,12 +24,10 @@ def failures(tmp_path_factory, forks):
         result = forks.torchrun(WORLD, PROGRAMS / "lone.py", *lone, env=env, report=report, timeout=240)
         return result, json.loads(report.read_text())
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forked, "GRACE", 1.0)  # the rank without ovpatch waits for the other one for ever
-        return together(
-            lambda: start("off", "OVPATCH=0", OVPATCH_DDP_AGREEMENT_TIMEOUT_S="1"),
-            lambda: start("other", "OVPATCH_DDP_BUCKET_CAP_MB=1", OVPATCH_DDP_BUCKET_CAP_MB="2"),
-        )
+    return together(
+        lambda: start("off", "OVPATCH=0", OVPATCH_DDP_AGREEMENT_TIMEOUT_S="1"),
+        lambda: start("other", "OVPATCH_DDP_BUCKET_CAP_MB=1", OVPATCH_DDP_BUCKET_CAP_MB="2"),
+    )
 
 
 def failed(result):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -48,6 +50,28 @@ def updated(environment: Mapping[str, str], changes: Mapping[str, str | None]) -
         else:
             result[name] = value
     return result
+
+
+def launched(world: int) -> dict[str, str]:
+    """Return what torchrun tells all ranks of a job on this machine; ``RANK`` and ``LOCAL_RANK`` are missing."""
+    size = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0"}
+    agent = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return {**size, **agent, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on and that no outgoing connection will take before it is used.
+
+    Port 0 would choose from the range of outgoing connections, of which a program makes dozens before its last group.
+    """
+    while True:
+        port = _ports.randrange(15000, 30000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+_ports = random.SystemRandom()  # tests seed the module's, and forked processes share the state of others
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,29 +163,20 @@ class Comparison:
         return tuple(sorted(unequal, key=lambda row: (row.verdict is not Verdict.DIFFERENT, -row.excess))[:count])
 
     def assert_bitwise(self) -> None:
-        """Raise AssertionError, with a table of the worst values, unless every value is bitwise equal."""
+        """Raise AssertionError, with the worst values, unless every value is bitwise equal."""
         self._require({Verdict.BITWISE}, "not bitwise equal")
 
     def assert_equal(self) -> None:
-        """Raise AssertionError, with a table of the worst values, unless every value is equal, perhaps within noise."""
+        """Raise AssertionError, with the worst values, unless every value is equal, perhaps within noise."""
         self._require({Verdict.BITWISE, Verdict.WITHIN_NOISE}, "different")
-
-    def table(self, count: int = 10) -> str:
-        """Return the worst rows as a table in plain text."""
-        head = ("name", "verdict", "max |diff|", "allowed", "first at", "what")
-        cells = [head, *(_cells(row) for row in self.worst(count))]
-        widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
-        padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in cells)
-        return "\n".join("  ".join(line).rstrip() for line in padded)
 
     def _require(self, accepted: set[Verdict], complaint: str) -> None:
         if not any(row.note != _NOTHING for row in self.rows):
             raise AssertionError("nothing was compared: the runs hold no values")
         bad = [row for row in self.rows if row.verdict not in accepted]
         if bad:
-            values = f"{len(bad)} of {len(self.rows)} values"
-            shown = "" if len(bad) <= 10 else "; the worst 10"
-            raise AssertionError(f"{values} {'is' if len(bad) == 1 else 'are'} {complaint}{shown}:\n\n{self.table()}")
+            lines = [f"{len(bad)} of {len(self.rows)} values {complaint}; the worst:", *map(str, self.worst())]
+            raise AssertionError("\n".join(lines))
 
 
 def compare(
@@ -236,12 +227,3 @@ def _measure(a: Leaf, b: Leaf) -> Difference:
     """Compare numbers or tensors; a stored zero of a sparse tensor equals an omitted one."""
     sparse = isinstance(a, torch.Tensor) and a.layout is not torch.strided
     return measure_difference(*(_sparse_values(a, b) if sparse else (a, b)))
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    index = "" if row.first_index is None else str(list(row.first_index))
-    return (row.name, row.verdict.value, _number(row.max_abs_diff), _number(row.allowed), index, row.note)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"

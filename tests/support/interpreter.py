@@ -1,20 +1,20 @@
 """Triton's interpreter, for kernels that ranks run over memory that they share.
 
 Triton decides when it is first imported whether it interprets, and the pool's workers have imported it. So such tests
-run in a process of their own, which forks into ranks if it is to have any:
+run in a process of their own, or in ranks:
 
     interpreted(cases, 5)            # cases(5), in one process
     interpreted(cases, 5, world=2)   # on each of two ranks in a gloo group; the results by rank
 
-It is forked from one that stays for all calls: the imports of torch and Triton take longer than most of these.
+They are forked from one that stays for all calls: the imports of torch and Triton take longer than most of these.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import importlib
-import multiprocessing
 import os
 import pickle
 import subprocess
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.symm_mem.memory import Memory
-from tests.support.preloaded import preloaded
+from tests.support.preloaded import Server
 
 _POLL = 1e-4  # seconds
 _NO_SIGNATURE = "no signature found for builtin <built-in function print>"
@@ -42,17 +42,23 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def interpreted(function: Callable[..., Any], *args: Any, world: int = 0, timeout: float = 100) -> Any:
     """Run a module-level function where kernels are interpreted, and return what it returns."""
     with tempfile.TemporaryDirectory() as folder:
-        call = pickle.dumps((function.__module__, function.__qualname__, args, world))
+        call = pickle.dumps((function.__module__, function.__qualname__, args))
         Path(folder, "call").write_bytes(call)
         env = {**os.environ, **INTERPRETING, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [*preloaded(**INTERPRETING), __file__, folder]
+        command = [*_server().command(world), __file__, folder]
         done = subprocess.run(
             command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout
         )
         if _NO_SIGNATURE in done.stdout:
             pytest.skip("Triton's interpreter asks for the signature of print, which Python 3.10 does not have")
         assert done.returncode == 0, done.stdout[-6000:]
-        return pickle.loads(Path(folder, "result").read_bytes())
+        results = [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world or 1)]
+        return results if world else results[0]
+
+
+@functools.cache
+def _server() -> Server:
+    return Server(**INTERPRETING)
 
 
 def allocate(size: int, group: Any, device: torch.device, prepare: Callable[[Tensor], None]) -> Memory:
@@ -136,36 +142,21 @@ def _mend_triton() -> None:
     interpreter.InterpreterBuilder.create_atomic_rmw = create_atomic_rmw
 
 
-def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], args: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    torch.manual_seed(rank)
-    result = function(*args)
-    dist.barrier()
-    Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
-
-
-def _forked(world: int, folder: str, function: Callable[..., Any], args: Any) -> list[Any]:
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=_rank, args=(rank, world, folder, function, args)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
-        time.sleep(0.02)
-    for process in processes:
-        if process.exitcode is None:
-            process.kill()  # it waits for the one that failed
-        process.join()
-    assert not any(process.exitcode for process in processes), "a rank failed, see above"
-    return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world)]
-
-
 def main(folder: str) -> None:
     _mend_triton()
-    module, name, args, world = pickle.loads(Path(folder, "call").read_bytes())
+    module, name, args = pickle.loads(Path(folder, "call").read_bytes())
     os.environ["INTERPRETED_FOLDER"] = folder
     function = getattr(importlib.import_module(module), name)
-    result = _forked(world, folder, function, args) if world else function(*args)
-    Path(folder, "result").write_bytes(pickle.dumps(result))
+    rank = os.environ.get("RANK")
+    if rank is not None:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=int(os.environ["WORLD_SIZE"])
+        )
+        torch.manual_seed(int(rank))
+    result = function(*args)
+    if rank is not None:
+        dist.barrier()
+    Path(folder, f"result-{rank or 0}").write_bytes(pickle.dumps(result))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -60,8 +61,9 @@ class Pool:
         self._cases = 0
         atexit.register(self.close)
 
-    def __call__(self, world: int) -> Ranks:
-        return Ranks(self, world)
+    def __call__(self, world: int) -> Callable[..., list[Any]]:
+        """Return :meth:`run` for that many ranks."""
+        return functools.partial(self.run, world)
 
     def close(self) -> None:
         """End all workers. The pool starts new ones if it is used again."""
@@ -74,15 +76,31 @@ class Pool:
         self,
         world: int,
         function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        timeout: float,
-        backend: str | None,
-        env: Mapping[str, str | None],
+        /,
+        *args: Any,
+        timeout: float = 60,
+        backend: str | None = "gloo",
+        env: Mapping[str, str | None] | None = None,
+        **kwargs: Any,
     ) -> list[Any]:
+        """Run ``function(*args, **kwargs)`` on every rank and return the results by rank.
+
+        Args:
+            world: Number of ranks.
+            function: A module-level function; it is sent by name, so decorators must keep ``__qualname__``.
+            args: Its arguments; tensors arrive by value.
+            timeout: Seconds until the case fails with the stacks of all ranks.
+            backend: Of the default group; None leaves ``torch.distributed`` uninitialised. With NCCL the device is set
+                by rank, unless all share one.
+            env: Environment variables of this case; None removes one. pytest's own environment of the moment does not
+                reach the workers.
+            kwargs: Keyword arguments.
+
+        Raises:
+            RankFailure: A rank raised, died or hung, or left torch patched.
+        """
         __tracebackhide__ = True
-        arguments = wire.dumps((tuple(args), dict(kwargs)))
+        arguments = wire.dumps((args, kwargs))
         name = _name(function)
         timeout *= sharing.PATIENCE if self._share_gpu else 1
         workers = self._ready(world, alike="nccl" in (backend or ""))
@@ -90,7 +108,7 @@ class Pool:
         try:
             for rank, worker in enumerate(workers):
                 gpu, changes = (0, sharing.environment(rank)) if self._share_gpu else (rank, {})
-                changes |= env
+                changes |= env or {}
                 port = self._store_port()
                 worker.begin(Case(self._cases, rank, world, gpu, backend, timeout, port, changes, name, arguments))
             return self._finish(workers, name, time.monotonic() + timeout, timeout)
@@ -155,43 +173,6 @@ class Pool:
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
-
-
-class Ranks:
-    """What ``ranks(world)`` returns."""
-
-    def __init__(self, pool: Pool, world: int) -> None:
-        self._pool = pool
-        self.world = world
-
-    def __call__(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        timeout: float = 60,
-        backend: str | None = "gloo",
-        env: Mapping[str, str | None] | None = None,
-        **kwargs: Any,
-    ) -> list[Any]:
-        """Run ``function(*args, **kwargs)`` on every rank and return the results by rank.
-
-        Args:
-            function: A module-level function; it is sent by name, so decorators must keep ``__qualname__``.
-            args: Its arguments; tensors arrive by value.
-            timeout: Seconds until the case fails with the stacks of all ranks.
-            backend: Of the default group; None leaves ``torch.distributed`` uninitialised. With NCCL the device is set
-                by rank, unless all share one.
-            env: Environment variables of this case; None removes one. pytest's own environment of the moment does not
-                reach the workers.
-            kwargs: Keyword arguments.
-
-        Raises:
-            RankFailure: A rank raised, died or hung, or left torch patched.
-        """
-        __tracebackhide__ = True
-        return self._pool.run(self.world, function, args, kwargs, timeout=timeout, backend=backend, env=env or {})
-
-    run = __call__
 
 
 class _Worker:
@@ -264,7 +245,7 @@ def _name(function: Callable[..., Any]) -> FunctionName:
     module, qualname = function.__module__, function.__qualname__
     if "<" in qualname or module == "__main__":
         raise TypeError(f"{module}.{qualname} cannot be sent to the ranks: move it to module level")
-    return FunctionName(module, qualname, function.__code__.co_filename)
+    return FunctionName(module, qualname)
 
 
 def _describe_exit(code: int) -> str:

@@ -10,7 +10,10 @@ import atexit
 import ctypes
 import faulthandler
 import gc
+import importlib
 import os
+import resource
+import runpy
 import selectors
 import signal
 import socket
@@ -19,9 +22,11 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-import forking_launcher
+from tests.support.environment import launched
+from tests.support.preloaded import HELP_GLOO
 
 LONGEST = 1 << 18  # bytes of a call
+SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 class Server:
@@ -137,12 +142,72 @@ def _become(message: bytes, streams: list[int]) -> list[str]:
     return call
 
 
-def run(ranks: str, program: list[str]) -> int:
-    """Run the program; return the exit code that Python would give it."""
+def import_all(*modules: str) -> None:
+    """Import what each process would import, without what torch loads by itself."""
+    wanted = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "0"
+    gc.disable()  # there is nothing to find yet, and looking is a fifth of these imports' time
+    for module in modules:
+        importlib.import_module(module)
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # each process would look through all of torch, and copy it for that
+    if wanted is None:
+        del os.environ[SWITCH]
+    else:
+        os.environ[SWITCH] = wanted
+
+
+def become_rank(world: int, program: list[str]) -> None:
+    """Fork the ranks; return in each of them, with torchrun's variables, unless they are set. This process waits."""
+    os.environ.update({**launched(world), **os.environ})
+    rank = str(_fork_ranks(world))
+    os.environ.update(RANK=rank, LOCAL_RANK=rank)
+    _show_environment()
+    sys.orig_argv = [sys.executable, "-u", *program]
+
+
+def _fork_ranks(count: int) -> int:
+    """Return the rank, in each of the ranks; end with them, all of which one that fails ends."""
+    ranks = set()
+    for rank in range(count):
+        pid = os.fork()
+        if not pid:
+            return rank
+        ranks.add(pid)
+    code = 0
+    while ranks:
+        pid, status = os.wait()
+        ranks.remove(pid)
+        if status and not code:
+            code = 1
+            for other in ranks:
+                os.kill(other, signal.SIGTERM)
+    os._exit(code)
+
+
+def run_program(program: list[str]) -> None:
+    """Run a program as Python would, with ovpatch loaded where torch's import would have loaded it."""
+    import torch
+
+    if os.environ.pop(HELP_GLOO, ""):
+        from tests.support import gloo
+
+        gloo.keep_groups()
+        gloo.use_one_thread()
+    sys.argv = program
+    sys.path[0] = os.path.dirname(program[0])
+    if torch._is_device_backend_autoload_enabled():
+        torch._import_device_backends()
+    runpy.run_path(program[0], run_name="__main__")
+
+
+def run(ranks: int, program: list[str]) -> int:
+    """Run a client's program, on ranks or alone; return the exit code that Python would give it."""
     try:
-        if int(ranks):
-            forking_launcher.become_rank(ranks, program)
-        forking_launcher.run(program)
+        if ranks:
+            become_rank(ranks, program)
+        run_program(program)
     except SystemExit as left:
         if left.code is None or isinstance(left.code, int):
             return left.code or 0
@@ -155,15 +220,15 @@ def run(ranks: str, program: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    forking_launcher.import_torch()
-    gc.collect()
-    gc.freeze()  # each process would look through all of torch, and copy it for that
-    server = Server(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    address, *modules = sys.argv[1:]
+    import_all("torch", "torch._dynamo", *modules)
+    server = Server(address)
     print("ready", flush=True)
     call = server.serve()
     code = 0
     if call is not None:
-        code = run(call[0], call[1:])
+        code = run(int(call[0]), call[1:])
         threading._shutdown()
         atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -11,10 +11,8 @@ first that dies, as a launcher would.
 from __future__ import annotations
 
 import os
-import random
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +27,6 @@ from typing import Final
 from tests.support.environment import clean, updated
 
 _MARK: Final = "TEST_RUN_MARK"
-FORKING: Final = Path(__file__).with_name("forking_launcher.py")
 
 
 @dataclass(frozen=True)
@@ -75,22 +72,32 @@ def run(
         env: Changes to the environment, which is pytest's without ovpatch's variables; None removes one.
         cwd: Where to run.
     """
-    return _run_together([argv], timeout, env, cwd)[0]
+    with tempfile.TemporaryDirectory(prefix="run-") as folder:
+        program = _Program(argv, Path(folder), env or {}, cwd)
+        try:
+            program.start()
+            program.wait(timeout)
+            timed_out = program.running()
+            if timed_out:
+                program.stop()
+                program.abort()
+            return program.result(timed_out=timed_out)
+        finally:
+            program.kill()
 
 
 def torchrun(
     processes: int,
     script: str | os.PathLike[str],
     *args: str,
-    nnodes: int = 1,
     launcher: Sequence[str] = (),
+    node: Sequence[str] = ("--standalone",),
     env: Mapping[str, str | None] | None = None,
     ovpatch: bool | Sequence[str] = False,
-    forked: bool = False,
     timeout: float = 120,
     cwd: Path | None = None,
 ) -> Result:
-    """Run a script under torchrun; several nodes are several agents on this machine.
+    """Run a script under torchrun.
 
     torchrun starts Python unbuffered, where ``print`` writes a line and its end separately: to tell the lines of ranks
     apart, scripts print ``text + "\\n"`` with ``end=""``.
@@ -99,83 +106,20 @@ def torchrun(
         processes: Processes per node.
         script: The program.
         args: Its arguments.
-        nnodes: Number of agents. Their outputs follow each other in the result, and its ``rc`` is the first that is
-            not zero.
         launcher: More options of torchrun.
+        node: Its options that say which node this is; several nodes are several agents on this machine.
         env: See :func:`run`.
         ovpatch: Whether to run under ``ovpatch run``; a sequence holds its options.
-        forked: Whether ``forking_launcher`` takes the place of torchrun: where that is not what is tested.
         timeout: Seconds.
         cwd: Where to run.
     """
     head = [str(Path(sys.executable).with_name("ovpatch")), "run", *_options(ovpatch), "--"] if ovpatch else []
-    if forked:
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        line = [*head, sys.executable, os.fspath(FORKING), str(processes), os.fspath(script), *args]
-        return run(line, timeout=timeout, env={**where, **(env or {})}, cwd=cwd)
-    head += [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", *launcher]
-    tail = [os.fspath(script), *args]
-    if nnodes == 1:
-        return run([*head, "--standalone", *tail], timeout=timeout, env=env, cwd=cwd)
-    where = [f"--nnodes={nnodes}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    agents = [[*head, *where, f"--node-rank={node}", *tail] for node in range(nnodes)]
-    return _merge(_run_together(agents, timeout, env, cwd))
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on and that no outgoing connection will take before it is used.
-
-    Port 0 would choose from the range of outgoing connections, of which a program makes dozens before its last group.
-    """
-    while True:
-        port = _ports.randrange(15000, 30000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
-_ports = random.Random()  # of its own: tests seed the module's
+    head += [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", *launcher, *node]
+    return run([*head, script, *args], timeout=timeout, env=env, cwd=cwd)
 
 
 def _options(ovpatch: bool | Sequence[str]) -> Sequence[str]:
     return () if isinstance(ovpatch, bool) else ovpatch
-
-
-def _run_together(
-    commands: Sequence[Sequence[str | os.PathLike[str]]],
-    timeout: float,
-    env: Mapping[str, str | None] | None,
-    cwd: Path | None,
-) -> list[Result]:
-    with tempfile.TemporaryDirectory(prefix="run-") as folder:
-        programs = [_Program(command, Path(folder) / str(i), env or {}, cwd) for i, command in enumerate(commands)]
-        try:
-            for program in programs:
-                program.start()
-            deadline = time.monotonic() + timeout
-            for program in programs:
-                program.wait(deadline)
-            overdue = [program for program in programs if program.running()]
-            for program in overdue:
-                program.stop()
-            for program in overdue:
-                program.abort()
-            return [program.result(timed_out=program in overdue) for program in programs]
-        finally:
-            for program in programs:
-                program.kill()
-
-
-def _merge(results: Sequence[Result]) -> Result:
-    return Result(
-        results[0].argv,
-        next((result.rc for result in results if result.rc), 0),
-        "".join(result.stdout for result in results),
-        "".join(result.stderr for result in results),
-        max(result.seconds for result in results),
-        any(result.timed_out for result in results),
-        tuple(command for result in results for command in result.left),
-    )
 
 
 class _Program:
@@ -189,7 +133,7 @@ class _Program:
         cwd: Path | None,
     ) -> None:
         self._argv = tuple(os.fspath(part) for part in argv)
-        self._stdout, self._stderr = files.with_suffix(".out"), files.with_suffix(".err")
+        self._stdout, self._stderr = files / "out", files / "err"
         self._mark = uuid.uuid4().hex
         ours = {_MARK: self._mark, "PYTHONFAULTHANDLER": "1"}
         self._env = updated(clean(os.environ) | ours, env)
@@ -215,10 +159,10 @@ class _Program:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def wait(self, deadline: float) -> None:
+    def wait(self, timeout: float) -> None:
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, deadline - time.monotonic()))
+            self._process.wait(timeout)
         self._ended = time.monotonic()
 
     def stop(self) -> None:

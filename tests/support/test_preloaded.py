@@ -1,4 +1,4 @@
-"""Forked commands: they are started, found and ended as those that a tool starts otherwise."""
+"""Forked commands are started, found and ended as those of a tool; forked ranks are as those of torchrun."""
 
 from __future__ import annotations
 
@@ -61,3 +61,52 @@ def test_ranks_are_found_by_their_environment_and_end_with_the_command(program, 
     command.send_signal(number)
     assert command.wait(20) == -number
     assert until(lambda: not find_processes(f"MARK={mark}"))
+
+
+RANK = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+def hangs_here():
+    dist.barrier() if dist.get_rank() else time.sleep(1000)
+
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+where = f"{dist.get_rank()} {dist.get_world_size()} {dist.is_torchelastic_launched()} {os.environ['LOCAL_RANK']}"
+print(f"{__name__} {where}: {total.item():g} {sys.argv[1:]} {os.environ.get('OVPATCH')}\\n", end="", flush=True)
+if "fail" in sys.argv and dist.get_rank() == 1:
+    raise ValueError("lost")
+if set(sys.argv) & {"fail", "hang"}:
+    hangs_here()
+"""
+
+
+@pytest.fixture
+def torchrun(forks, tmp_path):
+    path = tmp_path / "rank.py"
+    path.write_text(RANK)
+    return lambda *args, **options: forks.torchrun(2, path, *args, **options)
+
+
+def test_ranks_are_as_under_torchrun_and_one_that_fails_ends_the_others(torchrun, monkeypatch):
+    monkeypatch.setenv("OVPATCH", "nonsense")
+    result = torchrun("a", "fail", env={"OVPATCH": "0"})
+    said = [f"__main__ {rank} 2 True {rank}: 2 ['a', 'fail'] 0" for rank in (0, 1)]
+    assert sorted(line for line in result.stdout.splitlines() if line.startswith("__main__")) == said
+    assert (result.rc, result.timed_out, result.left) == (1, False, ())
+    assert "ValueError: lost" in result.stderr
+
+
+def test_ranks_that_succeed(torchrun):
+    assert torchrun().check().stdout.count("__main__") == 2
+
+
+def test_a_hang_shows_the_stacks_of_all_ranks(torchrun):
+    for timeout in (2, 20, 90):  # a busy machine may not have come that far
+        result = torchrun("hang", timeout=timeout)
+        assert result.timed_out
+        if result.stdout.count("__main__") == result.stderr.count("in hangs_here") == 2:
+            break
+    assert result.stderr.count("in hangs_here") == 2
+    assert {f", rank {rank}: " in result.stderr for rank in (0, 1)} == {True}

@@ -8,34 +8,6 @@ import sys
 import pytest
 
 from tests.support import scripts
-from tests.support.rarely import RARELY
-
-WORKER = """
-import os, sys, time
-import torch
-import torch.distributed as dist
-
-def forward_that_hangs():
-    dist.barrier() if dist.get_rank() else time.sleep(1000)
-
-dist.init_process_group("gloo")
-total = torch.ones(1)
-dist.all_reduce(total)
-place = f"rank {dist.get_rank()} of {dist.get_world_size()}"
-print(f"{place}: {total.item():g} {sys.argv[1:]} {os.environ['GROUP_RANK']}\\n", end="")
-if "hang" in sys.argv:
-    forward_that_hangs()
-dist.destroy_process_group()
-if "fail" in sys.argv and os.environ["RANK"] == "1":
-    sys.exit(7)
-"""
-
-
-@pytest.fixture
-def worker(tmp_path):
-    path = tmp_path / "worker.py"
-    path.write_text(WORKER)
-    return path
 
 
 def python(code, **options):
@@ -105,35 +77,6 @@ def test_what_a_program_leaves_running_is_named_and_killed(tmp_path):
     with pytest.raises(AssertionError, match="left running"):
         result.check()
     assert not _with_variable(f"LEAVE_TEST={tmp_path}")
-
-
-@pytest.mark.slow
-@RARELY  # tests/examples/test_train_gpt.py runs under torchrun, and tests/test_run.py has ranks that fail
-def test_torchrun(worker):
-    result = scripts.torchrun(2, worker, "a", "fail")
-    lines = [line for line in result.stdout.splitlines() if line.startswith("rank")]
-    assert sorted(lines) == [f"rank {rank} of 2: 2 ['a', 'fail'] 0" for rank in range(2)]
-    assert (result.rc, result.timed_out) == (1, False)
-    assert "exitcode  : 7" in result.stderr
-
-
-@pytest.mark.slow
-@RARELY
-def test_two_nodes_that_hang_show_every_rank(worker, tmp_path):
-    for timeout in (6, 12, 24):  # a busy machine may not have come that far
-        result = scripts.torchrun(1, worker, "hang", nnodes=2, timeout=timeout, env={"HANG_TEST": str(tmp_path)})
-        assert result.timed_out
-        lines = [line for line in result.stdout.splitlines() if line.startswith("rank")]
-        if len(lines) == 2:
-            break
-    assert sorted(lines) == [f"rank {rank} of 2: 2 ['hang'] {rank}" for rank in range(2)]
-    parts = result.stderr.split("-------- stacks of process ")[1:]
-    assert len(parts) == 4
-    for rank, stacks, launcher in ((0, *parts[:2]), (1, *parts[2:])):
-        assert f", rank {rank}: " in stacks.splitlines()[0]
-        assert "in forward_that_hangs" in stacks
-        assert "torch/distributed/run.py" in launcher, "the deepest come first"
-    assert not _with_variable(f"HANG_TEST={tmp_path}")
 
 
 def _with_variable(text):

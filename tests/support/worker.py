@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.util
 import multiprocessing
 import os
 import random
@@ -32,31 +31,16 @@ from tests.support.gloo import use_one_thread
 
 @dataclass(frozen=True)
 class FunctionName:
-    """A module-level function by name; ``file`` is the way out when the module is not importable."""
+    """A module-level function by name."""
 
     module: str
     qualname: str
-    file: str
 
     def load(self) -> Callable[..., Any]:
-        target: Any = self._module()
+        target: Any = importlib.import_module(self.module)
         for part in self.qualname.split("."):
             target = getattr(target, part)
         return target
-
-    def _module(self) -> Any:
-        try:
-            return importlib.import_module(self.module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{self.module}.".startswith(f"{error.name}."):
-                raise  # the module exists; something that it imports does not
-        spec = importlib.util.spec_from_file_location(self.module, self.file)
-        if spec is None or spec.loader is None:
-            raise ModuleNotFoundError(f"cannot load {self.module} from {self.file}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[self.module] = module
-        spec.loader.exec_module(module)
-        return module
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ def ovpatch_feature() -> Feature:
 @hookimpl
 def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches; they wait for the import of ``torch.distributed.pipelining``."""
+    report = sys.modules.get("ovpatch_plugins.pipeline.report")
+    if report is not None:
+        report.drop_remarks()  # of an earlier apply()
     for owner in _CLASSES:
         patches.register_patch(
             f"{_SCHEDULES}.{owner}._step_microbatches",

@@ -171,6 +171,12 @@ def note_stock(reason: str) -> None:
     _stock_reasons.setdefault(reason)
 
 
+def drop_remarks() -> None:
+    """Forget what was noted."""
+    _schedules.clear()
+    _stock_reasons.clear()
+
+
 class StepTimes:
     """Durations of a rank's computations and steps, in seconds; the last :attr:`WINDOW` of each kind."""
 

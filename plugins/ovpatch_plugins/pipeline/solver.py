@@ -293,8 +293,8 @@ class _Solver:
         starts = self._starts()
         if self.best is None:
             raise ScheduleError(
-                f"no schedule fits into a memory of {_list(self.problem.limits)}; one microbatch at a time holds "
-                f"{_list(self._least_memory())}. Raise memory_limit."
+                f"no schedule fits into a memory of {_list(self.problem.limits)}; {self._describe_least_memory()}. "
+                "Raise memory_limit."
             )
         if not self._is_done():
             self._search(starts)
@@ -304,9 +304,18 @@ class _Solver:
     def _is_done(self) -> bool:
         return self.best is not None and self.best[0] <= self.bound * (1 + _SAME)
 
-    def _least_memory(self) -> list[float]:
-        schedule = dict(_fixed_orders(self.problem))["one at a time"]
-        return [peak_memory(order, self.problem.held) for order in schedule]
+    def _describe_least_memory(self) -> str:
+        """Say what a microbatch at a time holds or, where stock's sequences forbid that, what stock holds."""
+        operations = self.operations
+        orders = dict(_fixed_orders(self.problem))
+        single = orders["one at a time"]
+        if _keeps_sequences(operations, operations.encode(single)):
+            return f"one microbatch at a time holds {self._list_peaks(single)}"
+        given = self._list_peaks(orders[_NAMED_AS_GIVEN])
+        return f"the order as given, whose sequence of microbatches is kept, holds {given}"
+
+    def _list_peaks(self, schedule: Schedule) -> str:
+        return _list([peak_memory(order, self.problem.held) for order in schedule])
 
     def _offer(self, name: str, schedule: Schedule) -> float:
         """Simulate a schedule and keep it if it is the best; return its step."""

@@ -32,14 +32,10 @@ def recorded() -> Iterator[list[str]]:
         (grouped_gemm, "grouped_dgrad", "input gradient"),
         (grouped_gemm, "accumulate_wgrad", "weight gradient"),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in watched]
-    for (owner, name, function), (_, _, said) in zip(before, watched, strict=True):
-        setattr(owner, name, recording(found, said, function))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, said in watched:
+            patch.setattr(owner, name, recording(found, said, getattr(owner, name)))
         yield found
-    finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)
 
 
 def recording(found: list[str], said: str, function: Any) -> Any:
@@ -65,15 +61,19 @@ class Shared(torch.autograd.Function):
         return None, grad * 2
 
 
-def run(config: MoEConfig, frozen: bool = False) -> tuple[list[str], list[str]]:
-    world = dist.get_world_size()
-    layer = ExpertParallelFFN(4, 3, 2 * world, config=config, activation="relu")
-    layer.requires_grad_(not frozen)
-    x = torch.randn(6, 4, requires_grad=True)
-    index = torch.arange(12).view(6, 2) % (2 * world)
+def made(config: MoEConfig, **options: Any) -> tuple[ExpertParallelFFN, tuple[Tensor, Tensor, Tensor]]:
+    """Return a layer with two experts on each rank, and its inputs."""
+    experts = 2 * dist.get_world_size()
+    layer = ExpertParallelFFN(4, 3, experts, config=config, **options)
+    x, index = torch.randn(6, 4, requires_grad=True), torch.arange(12).view(6, 2) % experts
+    return layer, (x, index, torch.rand(6, 2))
+
+
+def run(config: MoEConfig) -> tuple[list[str], list[str]]:
+    layer, inputs = made(config, activation="relu")
     with recorded() as found:
         layer.shared = lambda tokens: Shared.apply(found, tokens)
-        out = layer(x, index, torch.rand(6, 2))
+        out = layer(*inputs)
         forward = found.copy()
         found.clear()
         out.sum().backward()
@@ -105,26 +105,29 @@ def test_weight_gradients_at_once(ranks):
         assert backward == ["launch back"] * 2 + at_once * 2 + ["shared back", "wait back", "wait back"]
 
 
-def test_frozen_experts_have_no_weight_gradients(ranks):
-    for _, backward in ranks(2)(run, MoEConfig("experts"), frozen=True):
-        assert "weight gradient" not in backward
-        assert backward.count("launch back") == 4
-
-
-def for_the_input_alone() -> list[str]:
-    world = dist.get_world_size()
-    layer = ExpertParallelFFN(4, 3, 2 * world, config=MoEConfig("experts", delay_wgrad=False))
-    x = torch.randn(6, 4, requires_grad=True)
-    out = layer(x, torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2))
+def run_backward(config: MoEConfig, trained: tuple[str, ...], for_input_alone: bool) -> list[str]:
+    layer, inputs = made(config)
+    for name, weight in layer.named_parameters():
+        weight.requires_grad_(name in trained)
+    out = layer(*inputs).sum()
     with recorded() as found:
-        torch.autograd.grad(out.sum(), [x])
+        torch.autograd.grad(out, inputs[:1]) if for_input_alone else out.backward()
     return found
 
 
-def test_weight_gradients_that_nobody_asked_for(ranks):
-    for backward in ranks(2)(for_the_input_alone):
-        assert "weight gradient" not in backward
-        assert backward.count("input gradient") == 4
+@pytest.mark.parametrize(
+    ("config", "trained", "for_input_alone", "weight_grads"),
+    [
+        (MoEConfig("experts"), (), False, 0),
+        (MoEConfig("experts"), ("down",), False, 2),
+        (MoEConfig("experts", delay_wgrad=False), ("up", "down"), True, 0),
+    ],
+    ids=["frozen", "partly frozen", "asked for the input alone"],
+)
+def test_weight_gradients_that_nobody_wants_cost_nothing(ranks, config, trained, for_input_alone, weight_grads):
+    for backward in ranks(2)(run_backward, config, trained, for_input_alone):
+        assert backward.count("weight gradient") == weight_grads
+        assert backward.count("input gradient") == backward.count("launch back") == 4
 
 
 def of_own(count: int) -> list[str]:
@@ -168,37 +171,18 @@ def test_the_schedule_alone(count):
     assert of_own(count) == [*launches, *(step for part in parts for step in part), *waits]
 
 
-def partly_frozen() -> list[str]:
-    world = dist.get_world_size()
-    layer = ExpertParallelFFN(4, 3, 2 * world, config=MoEConfig("experts"))
-    layer.up.requires_grad_(False)
-    x = torch.randn(6, 4, requires_grad=True)
-    out = layer(x, torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2))
-    with recorded() as found:
-        out.sum().backward()
-    return found
-
-
-def test_frozen_weights_cost_nothing(ranks):
-    for backward in ranks(2)(partly_frozen):
-        assert backward.count("weight gradient") == 2
-
-
 def ways_back(multi_stream: bool) -> list[bool]:
     """Over which communicators parts are sent: whether each is the layer's own group."""
-    world, found, own = dist.get_world_size(), [], dist.group.WORLD
-    layer = ExpertParallelFFN(4, 3, 2 * world, config=MoEConfig("experts", multi_stream=multi_stream))
-    before = dist.all_to_all_single
+    found, own, before = [], dist.group.WORLD, dist.all_to_all_single
+    layer, inputs = made(MoEConfig("experts", multi_stream=multi_stream))
 
     def record(*args: Any, group: Any, **kwargs: Any) -> Any:
         found.append(group is own)
         return before(*args, group=group, **kwargs)
 
-    dist.all_to_all_single = record
-    try:
-        layer(torch.randn(6, 4), torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2))
-    finally:
-        dist.all_to_all_single = before
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(dist, "all_to_all_single", record)
+        layer(*inputs)
     return found
 
 
@@ -219,7 +203,6 @@ def left_alive(what: str) -> list[bool]:
         made.append(weakref.ref(self))
         before(self, *args)
 
-    grouped_gemm._WeightGrads.__init__ = note  # type: ignore[method-assign]
     calls: list[int] = []
     grads = grouped_gemm.accumulate_wgrad
 
@@ -229,8 +212,9 @@ def left_alive(what: str) -> list[bool]:
             raise ValueError("on purpose")
         return grads(*args)
 
-    grouped_gemm.accumulate_wgrad = failing
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_gemm._WeightGrads, "__init__", note)
+        patch.setattr(grouped_gemm, "accumulate_wgrad", failing)
         up, down = source * 2, torch.randn(2, 4, 3, requires_grad=True)
         made.append(weakref.ref(up))
         out = expert_parallel_ffn(
@@ -242,8 +226,6 @@ def left_alive(what: str) -> list[bool]:
             with contextlib.suppress(ValueError):
                 out.sum().backward()
             torch.ones((), requires_grad=True).backward()  # until then the engine keeps what it had still to do
-    finally:
-        grouped_gemm._WeightGrads.__init__, grouped_gemm.accumulate_wgrad = before, grads  # type: ignore[method-assign]
     del out, up, down
     gc.collect()
     return [reference() is not None for reference in made]
@@ -313,21 +295,18 @@ def test_rows_are_waited_for_once(ranks):
 
 def hooks_and_graphs() -> dict[str, Any]:
     """What hooks of weights that several parts use see; gradients for some alone; a second derivative."""
-    world = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
-    layer = ExpertParallelFFN(4, 3, 2 * world, config=MoEConfig("tokens", 3))
-    fired: list[str] = []
+    layer, inputs = made(MoEConfig("tokens", 3))
+    x, fired = inputs[0], list[str]()
     layer.up.register_hook(lambda grad: fired.append("hook"))
     layer.up.register_post_accumulate_grad_hook(lambda param: fired.append("accumulated"))
-    x = torch.randn(6, 4, requires_grad=True)
-    index, top = torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2)
-    layer(x, index, top).square().sum().backward()
+    layer(*inputs).square().sum().backward()
     whole = {"x": x.grad, "up": layer.up.grad, "down": layer.down.grad}
-    out = layer(x, index, top).square().sum()
+    out = layer(*inputs).square().sum()
     (of_x,) = torch.autograd.grad(out, [x], retain_graph=True)
     (of_up,) = torch.autograd.grad(out, [layer.up])
     try:
-        (first,) = torch.autograd.grad(layer(x, index, top).square().sum(), [x], create_graph=True)
+        (first,) = torch.autograd.grad(layer(*inputs).square().sum(), [x], create_graph=True)
         first.sum().backward()
         refused = ""
     except RuntimeError as error:
@@ -345,20 +324,18 @@ def test_hooks_fire_once_and_gradients_can_be_asked_for(ranks):
 
 def interrupted() -> list[bool]:
     """An exception in the second part's backward, on all ranks, and then a step without one."""
-    world = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
-    layer = ExpertParallelFFN(4, 3, 2 * world, config=MoEConfig("tokens", 3))
-    x = torch.randn(6, 4, requires_grad=True)
-    index, top = torch.arange(12).view(6, 2) % (2 * world), torch.rand(6, 2)
+    layer, inputs = made(MoEConfig("tokens", 3))
+    leaves = [inputs[0], layer.up, layer.down]
 
-    def gradients() -> list[Tensor]:
-        layer.zero_grad()
-        x.grad = None
-        layer(x, index, top).square().sum().backward()
-        return [x.grad.clone(), layer.up.grad.clone(), layer.down.grad.clone()]
+    def gradients(out: Tensor) -> list[Tensor]:
+        for leaf in leaves:
+            leaf.grad = None
+        out.backward()
+        return [leaf.grad.clone() for leaf in leaves]
 
-    right = gradients()
-    calls = []
+    right = gradients(layer(*inputs).square().sum())
+    before, calls = grouped_gemm.accumulate_wgrad, []
 
     def failing(*args: Any) -> Any:
         calls.append(1)
@@ -366,17 +343,13 @@ def interrupted() -> list[bool]:
             raise ValueError("on purpose")
         return before(*args)
 
-    before = grouped_gemm.accumulate_wgrad
-    grouped_gemm.accumulate_wgrad = failing
-    out = layer(x, index, top).square().sum()
-    with pytest.raises(ValueError, match="on purpose"):
-        out.backward(retain_graph=True)
-    grouped_gemm.accumulate_wgrad = before
-    layer.zero_grad()
-    x.grad = None
-    out.backward()  # through the graph that is left
-    again = [x.grad.clone(), layer.up.grad.clone(), layer.down.grad.clone()]
-    return [torch.equal(a, b) for found in (again, gradients()) for a, b in zip(right, found, strict=True)]
+    out = layer(*inputs).square().sum()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_gemm, "accumulate_wgrad", failing)
+        with pytest.raises(ValueError, match="on purpose"):
+            out.backward(retain_graph=True)
+    runs = gradients(out), gradients(layer(*inputs).square().sum())  # through the graph that is left, and a new one
+    return [torch.equal(a, b) for found in runs for a, b in zip(right, found, strict=True)]
 
 
 def test_a_backward_that_raises(ranks):

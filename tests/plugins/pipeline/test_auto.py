@@ -47,7 +47,6 @@ CASES = {
     "Schedule1F1B": Case(steps=STEPS, microbatches=4),
     "ScheduleGPipe, dropout": Case("ScheduleGPipe", steps=STEPS, part=lambda _: Part(Block(0.2, False), Block())),
     "ScheduleInterleaved1F1B": Case("ScheduleInterleaved1F1B", **LOOP),
-    "ScheduleLoopedBFS": Case("ScheduleLoopedBFS", **LOOP),
     "ScheduleZBVZeroBubble, dropout": Case(
         "ScheduleZBVZeroBubble", vee=True, part=lambda _: Part(Block(0.2), Block()), **LOOP
     ),
@@ -57,7 +56,8 @@ CASES = {
 def _plant_costs(cache: str) -> pytest.MonkeyPatch:
     """Plant costs of F, B and W with which the solved order is another one, whatever a busy machine takes.
 
-    The solver looks for a good order for seconds; here it need not be good.
+    With Bs as short as Fs nothing would be faster than ZBV. The solver looks for a good order for seconds; here it need
+    not be good.
     """
     patch = pytest.MonkeyPatch()
     patch.setenv("OVPATCH_CACHE_DIR", cache)
@@ -69,7 +69,7 @@ def _plant_costs(cache: str) -> pytest.MonkeyPatch:
     patch.setitem(solver.solve.__kwdefaults__, "effort", 10_000)
     patch.setattr(
         "ovpatch_plugins.pipeline.auto_schedule.read_times",
-        lambda _times, stages: {str(index): [1.0, 1.0, 1.0] for index in stages},
+        lambda _times, stages: {str(index): [1.0, 2.0, 1.0] for index in stages},
     )
     return patch
 
@@ -90,16 +90,15 @@ def _run(names: list[str], cache: str, winner: int) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_step_has_stocks_bits_whoever_wins(ranks: Any, tmp_path: Path, world: int) -> None:
-    names = [name for name in CASES if ALL_CASES or name != "ScheduleLoopedBFS"]  # as the other loop
-    if world == 4:
-        names = ["Schedule1F1B", "ScheduleZBVZeroBubble, dropout"][: 2 if ALL_CASES else 1]
+    names = [*CASES] if world == 2 else ["Schedule1F1B", "ScheduleZBVZeroBubble, dropout"][: 2 if ALL_CASES else 1]
     found = ranks(world)(_run, names, str(tmp_path), 1, timeout=120)
     for rank, outcomes in enumerate(found):
         for name, outcome in outcomes.items():
             assert not outcome.differences, f"rank {rank}, {name}: {outcome.differences[:4]}"
             assert outcome.counters["steps"] == STEPS, name
             text = " ".join(outcome.remarks)
-            assert "runs as solved for 1.5x" in text, text
+            assert f"{CASES[name].schedule} runs as solved for 1.5x" in text, text
+            assert text.count(" runs as ") == 1, f"also of an earlier apply(): {text}"
             assert "solved for 1.5x takes 1000.0 ms a step against 2000.0 ms as given (predicted " in text, text
 
 

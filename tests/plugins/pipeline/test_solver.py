@@ -223,9 +223,13 @@ def test_bounds_are_reached():
 # --- errors ---
 
 
+LOOP, LOOP_PLACEMENT = torch_order("LoopedBFS", ranks=1, microbatches=4)  # its Bs descend
+
+
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
+        (lambda c: Problem(LOOP_PLACEMENT, 4, c, 1, stock=LOOP), "the order as given, .* holds 4. Raise memory_limit"),
         (lambda c: Problem(range(2), 4, c, 0.5), "fits into a memory of 0.5, 0.5; .* holds 1, 1. Raise memory_limit"),
         (lambda c: Problem(range(2), 0, c), "Give 1 or more"),
         (lambda c: Problem((0, 2), 4, c), "leaves out a rank"),

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 import ovpatch
-from tests.plugins.ddp.arms import table
 from tests.plugins.tp_linear import arms
-from tests.plugins.tp_linear.arms import Record, all_both, both, check_same, counters, draw, layout, mesh, seen, whole
+from tests.plugins.tp_linear.arms import Record, both, check_same, counters, draw, layout, mesh, seen, whole
 from tests.plugins.tp_linear.models import MLP, WIDTH, Llama, parallel_llama
 from tests.plugins.tp_linear.training import equal
 
@@ -151,41 +150,32 @@ def test_revert_in_the_middle_of_training(ranks):
         equal([stock], [ours])
 
 
-def made_before(*, user_hook: bool = False) -> Record:
-    model = made()
+def made_before(patched: bool, user_hook: bool) -> Record:
+    model, linears = made(), (0, 0)
     attention = parallel_llama(Llama(layers=1).double(), mesh())
     if user_hook:
         model.up.register_forward_hook(lambda m, args, out: out * 2)
     before = counters()
-    with ovpatch.applied("tp_linear"):
-        hooks = [hook for one in attention.modules() for hook in one._forward_pre_hooks.values()]
-        linears = (
-            sum("_ovpatch_parallel" in vars(one) for one in (*model.modules(), *attention.modules())),
-            sum(type(hook).__name__ == "SharedAllGather" for hook in hooks),
-        )
+    with arm(patched):
+        if patched:
+            hooks = [hook for one in attention.modules() for hook in one._forward_pre_hooks.values()]
+            linears = (
+                sum("_ovpatch_parallel" in vars(one) for one in (*model.modules(), *attention.modules())),
+                sum(type(hook).__name__ == "SharedAllGather" for hook in hooks),
+            )
         record = step(model, adamw(model), 0)
         attention(torch.arange(24).view(2, 12)).sum().backward()
-        assert counters()["shared_calls"] > before["shared_calls"]
+        assert (counters()["shared_calls"] > before["shared_calls"]) == patched
     after = step(model, adamw(model), 1)
     return {"records": [record, seen(attention), after], "linears": linears}
 
 
-def without(**kwargs: Any) -> list[Record]:
-    model = made()
-    attention = parallel_llama(Llama(layers=1).double(), mesh())
-    if kwargs.get("user_hook"):
-        model.up.register_forward_hook(lambda m, args, out: out * 2)
-    record = step(model, adamw(model), 0)
-    attention(torch.arange(24).view(2, 12)).sum().backward()
-    return [record, seen(attention), step(model, adamw(model), 1)]
-
-
 @pytest.mark.parametrize("user_hook", [False, True])
 def test_models_that_were_made_before_are_recovered(ranks, user_hook):
-    stock = ranks(2)(without, user_hook=user_hook)
-    for expected, result in zip(stock, ranks(2)(made_before, user_hook=user_hook), strict=True):
+    stock, ours = (ranks(2)(made_before, patched, user_hook) for patched in (False, True))
+    for expected, result in zip(stock, ours, strict=True):
         assert result["linears"] == (10, 2)
-        equal(expected, result["records"])
+        equal(expected["records"], result["records"])
 
 
 class Odd(nn.Linear):
@@ -225,72 +215,31 @@ def test_classes_and_styles_of_their_own_are_left_alone(ranks):
 # ---------------------------------------------------------------- uses
 
 
-class Uses(nn.Module):
-    """Uses a gathered input in other ways than by its linears alone."""
-
-    def __init__(self, how: str) -> None:
+class Autocast(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.how = how
         self.a, self.b = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24)
 
     def forward(self, x: Any) -> Tensor:
-        if self.how == "one not called":
-            return self.a(x)
-        if self.how == "one called twice":
-            return self.a(x) + self.a(x) * 2 + self.b(x)
-        if self.how == "with another input":
-            return self.a(x) + self.b(x * 2)
-        if self.how == "without gradients":
-            with torch.no_grad():
-                return self.b(x) + torch.zeros_like(self.b(x))
-        if self.how == "read by others":
-            mine = x.to_local() if isinstance(x, DTensor) else x
-            return self.a(x) + self.b(x) + mine[..., : self.a(x).shape[-1]] * 3
-        if self.how == "routed":  # by operations on DTensors
-            gate = (x * 0.5).sum(-1, keepdim=True)
-            gate = gate.to_local() if isinstance(gate, DTensor) else gate
-            return self.a(x) * gate + self.b(x)
-        assert self.how == "nested autocast"
         with torch.autocast("cpu", torch.bfloat16):
             return self.a(x).float() + self.b(x).float()
 
 
-USES = [
-    "one not called",
-    "one called twice",
-    "with another input",
-    "without gradients",
-    "read by others",
-    "routed",
-    "nested autocast",
-]
-
-
-def used(how: str, local: bool) -> Record:
+def nested_autocast(local: bool) -> Record:
     torch.manual_seed(0)
-    model = Uses(how)
-    if how != "nested autocast":
-        model.double()
     gather = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=local)
-    parallelize_module(model, mesh(), {"": gather, "a": ColwiseParallel(), "b": ColwiseParallel()})
-    dtype = torch.float32 if how == "nested autocast" else torch.float64
-    x = draw(3, WIDTH, seed=dist.get_rank(), dtype=dtype).requires_grad_()
+    model = parallelize_module(Autocast(), mesh(), {"": gather, "a": ColwiseParallel(), "b": ColwiseParallel()})
+    x = draw(3, WIDTH, seed=dist.get_rank()).requires_grad_()
     y = model(x)
-    if y.requires_grad:
-        y.square().sum().backward()
+    y.square().sum().backward()
     return {"y": y.detach() * 1.0, "x": whole(x.grad), **seen(model)}
 
 
-UNUSED = {"one not called": 1, "with another input": 1, "nested autocast": 2, "without gradients": 2}
-
-
-@pytest.mark.parametrize(("local", "schedule"), [(False, "bulk"), (False, "chunk"), (True, "bulk")])
-def test_a_gathered_input_may_be_used_in_any_way(ranks, local, schedule):
-    for results in ranks(2)(all_both, used, table(how=USES, local=[local]), options={"schedule": schedule}):
-        for how, result in zip(USES, results.values(), strict=True):
-            equal([result["stock"]], [result["patched"]], floor=1e-11 if how != "nested autocast" else 2e-2)
-            unused = UNUSED.get(how, 0) if schedule == "chunk" else 0
-            assert result["counters"]["unused"] == unused, f"{how}: computed ahead"
+@pytest.mark.parametrize(("local", "schedule", "unused"), [(False, "bulk", 0), (False, "chunk", 2), (True, "bulk", 0)])
+def test_autocast_inside_of_a_gathered_module(ranks, local, schedule, unused):
+    for result in ranks(2)(both, nested_autocast, local, options={"schedule": schedule}):
+        equal([result["stock"]], [result["patched"]], floor=2e-2)
+        assert result["counters"]["unused"] == unused, "computed ahead"
 
 
 def accumulated(kind: str) -> Record:

@@ -42,6 +42,18 @@ class Two(nn.Module):
         return self.body(self, x)
 
 
+def parallel(
+    body: Forward, *, local: bool = False, second: tuple[int, torch.dtype] | None = None, dtype: Any = torch.float32
+) -> Two:
+    """Return two linears behind one gather; ``second`` is what the second one takes, where that is something else."""
+    torch.manual_seed(0)
+    model = Two(body, second and nn.Linear(second[0], WIDTH)).to(dtype)
+    if second:
+        model.b.to(second[1])
+    gather = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=local)
+    return parallelize_module(model, mesh(), {"": gather, "a": ColwiseParallel(), "b": ColwiseParallel()})
+
+
 def both_called(m: Two, x: Any) -> Any:
     return m.a(x) + m.b(x)
 
@@ -127,6 +139,29 @@ def other_dtype(m: Two, x: Any) -> Any:
     return m.a(x) + m.b(x.float())
 
 
+def one_called_twice(m: Two, x: Any) -> Any:
+    return m.a(x) + m.a(x) * 2 + m.b(x)
+
+
+def with_another_input(m: Two, x: Any) -> Any:
+    return m.a(x) + m.b(x * 2)
+
+
+def called_without_gradients(m: Two, x: Any) -> Any:
+    with torch.no_grad():
+        return m.b(x) + torch.zeros_like(m.b(x))
+
+
+def read_as_it_is(m: Two, x: Any) -> Any:
+    mine = x.to_local() if isinstance(x, DTensor) else x
+    return m.a(x) + m.b(x) + mine * 3 @ torch.ones(WIDTH, 1, dtype=mine.dtype)
+
+
+def routed(m: Two, x: Any) -> Any:  # by operations on DTensors
+    gate = (x * 0.5).sum(-1, keepdim=True)
+    return m.a(x) * (gate.to_local() if isinstance(gate, DTensor) else gate) + m.b(x)
+
+
 CASES: dict[str, dict[str, Any]] = {
     "inside a checkpoint": {"body": inside_a_checkpoint},
     "written into": {"body": written_into, "locals": (False,)},
@@ -140,8 +175,14 @@ CASES: dict[str, dict[str, Any]] = {
     "a weight's memory": {"body": another_shape},
     "a parent's backward hook": {"body": both_called, "parent": "backward"},
     "a parent's later pre-hook": {"body": both_called, "parent": "pre"},
-    "one is not called": {"body": one_is_not_called, "hook": "b"},
+    "one is not called": {"body": one_is_not_called},
+    "one is not called, and its weight has a hook": {"body": one_is_not_called, "hook": "b"},
     "a pre-hook that changes the weight": {"body": both_called, "pre_hook": True},
+    "one called twice": {"body": one_called_twice},
+    "with another input": {"body": with_another_input},
+    "without gradients": {"body": called_without_gradients},
+    "read by others": {"body": read_as_it_is},
+    "routed": {"body": routed},
     "saved": {"body": saved, "locals": (True,)},
     "under inference mode": {
         "body": under_inference_mode,
@@ -162,17 +203,7 @@ def run(
     second: tuple[int, torch.dtype] | None = None,
     locals: Any = None,
 ) -> Record:
-    torch.manual_seed(0)
-    model = Two(body, second and nn.Linear(second[0], WIDTH)).double()
-    if second:
-        model.b.to(second[1])
-    plan = {
-        "": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=local),
-        "a": ColwiseParallel(),
-        "b": ColwiseParallel(),
-    }
-    parallelize_module(model, mesh(), plan)
-    called = []
+    model, called = parallel(body, local=local, second=second, dtype=torch.float64), []
     if hook:
         model.get_submodule(hook).weight.register_hook(lambda grad: called.append(type(grad).__name__))
     if pre_hook:
@@ -190,6 +221,8 @@ def run(
     return {"y": whole(y), "x": x.grad, "grads": grads, "seen": seen, "called": called}
 
 
+# Products that are computed ahead, and that the forward does not ask for.
+UNUSED = {"one is not called": 1, "with another input": 1, "without gradients": 2}
 UNSEEN = ("a weight, by its data",)  # where products are computed ahead: no version tells; see README.md
 
 
@@ -209,7 +242,10 @@ def test_what_a_forward_may_do(ranks, schedule):
     results = ranks(2)(all_both, run, cases, options={"schedule": schedule}, timeout=120)
     check_all(results, check=require_equal)
     for result in results:
-        assert not any(one["counters"]["unused"] for name, one in result.items() if cases[name].get("parent"))
+        unused = {name: one["counters"]["unused"] for name, one in result.items()}
+        assert not any(count for name, count in unused.items() if cases[name].get("parent"))
+        ahead = {name: unused[f"{name}, local: False"] for name in UNUSED}
+        assert ahead == (UNUSED if schedule == "chunk" else dict.fromkeys(UNUSED, 0))
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -234,10 +270,7 @@ def test_who_looks_at_the_gradient_too_late_is_told(ranks):
 
 
 def under_autocast() -> Tensor:
-    torch.manual_seed(0)
-    model = Two(lambda m, x: m.a(x) + m.b(x))
-    plan = {"": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))}
-    parallelize_module(model, mesh(), plan | {"a": ColwiseParallel(), "b": ColwiseParallel()})
+    model = parallel(both_called)
     y = model(draw(3, WIDTH, seed=1))
     with torch.autocast("cpu", torch.bfloat16):
         y.sum().backward()
@@ -251,14 +284,10 @@ def test_a_backward_under_autocast(ranks):
 
 def kept() -> dict[str, int]:
     """How much memory a gradient keeps, and whether a gathered tensor can go."""
-    torch.manual_seed(0)
     sizes = {}
-    for name, body in {"read": lambda m, x: x.square(), "both": lambda m, x: m.a(x) + m.b(x)}.items():
-        model = Two(body)
-        plan = {"": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))}
-        parallelize_module(model, mesh(), plan | {"a": ColwiseParallel(), "b": ColwiseParallel()})
+    for name, body in {"read": lambda m, x: x.square(), "both": both_called}.items():
         x = draw(3, WIDTH, seed=1).requires_grad_()
-        model(x).sum().backward()
+        parallel(body)(x).sum().backward()
         sizes[name] = x.grad.untyped_storage().nbytes()
     return sizes
 
@@ -273,10 +302,7 @@ def test_gradients_keep_no_more_memory_than_their_own(ranks):
 
 def computed_before_each_call(locally: bool) -> list[Tensor]:
     """A weight that a hook computes, as ``torch.nn.utils.weight_norm`` does; the last one's graph is gone."""
-    torch.manual_seed(0)
-    model = Two(both_called)
-    plan = {"": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))}
-    parallelize_module(model, mesh(), plan | {"a": ColwiseParallel(), "b": ColwiseParallel()})
+    model = parallel(both_called)
     raw = model.a._parameters.pop("weight")
 
     def computed() -> DTensor:
@@ -371,10 +397,7 @@ OTHER_READERS = [] if IS_TORCH_2_11 else [read_by_others]
 
 
 def watched(watch: Any, body: Forward, frozen: str, needs_grad: bool) -> Record:
-    torch.manual_seed(0)
-    model = Two(body).double()
-    prepare = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
-    parallelize_module(model, mesh(), {"": prepare, "a": ColwiseParallel(), "b": ColwiseParallel()})
+    model = parallel(body, dtype=torch.float64)
     for name, param in model.named_parameters():
         param.requires_grad_(not frozen or not name.startswith(tuple(frozen)))
     x = draw(3, WIDTH, seed=dist.get_rank(), dtype=torch.float64).requires_grad_(needs_grad)
@@ -405,11 +428,8 @@ def test_one_rank_alone_may_watch(ranks, schedule, regather):
 
 def frozen_output() -> list[bool]:
     """Whether outputs of a frozen linear and of another one need gradients, where the input needs none."""
-    torch.manual_seed(0)
     found: list[bool] = []
-    model = Two(lambda m, x: found.extend((m.a(x).requires_grad, m.b(x).requires_grad, x.requires_grad)))
-    prepare = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
-    parallelize_module(model, mesh(), {"": prepare, "a": ColwiseParallel(), "b": ColwiseParallel()})
+    model = parallel(lambda m, x: found.extend((m.a(x).requires_grad, m.b(x).requires_grad, x.requires_grad)))
     model.a.requires_grad_(False)
     model(draw(3, WIDTH, seed=1))
     return found
@@ -425,10 +445,7 @@ def changed_behind() -> str:
     """An input that needs no gradient, and a weight, are written into between forward and backward."""
     found = []
     for change in ("x", "weight"):
-        torch.manual_seed(0)
-        model = Two(lambda m, x: (m.a(x) * m.b(x), x)).double()
-        prepare = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
-        parallelize_module(model, mesh(), {"": prepare, "a": ColwiseParallel(), "b": ColwiseParallel()})
+        model = parallel(lambda m, x: (m.a(x) * m.b(x), x), dtype=torch.float64)
         y, x = model(draw(3, WIDTH, seed=1, dtype=torch.float64).requires_grad_(change == "weight"))
         with torch.no_grad():
             (x if change == "x" else model.b.weight).mul_(2)
@@ -448,10 +465,7 @@ def test_what_is_changed_before_backward_is_an_error(ranks, schedule):
 
 def held() -> list[Any]:
     """What the node of a shared gather knows of the memory of products that were computed later."""
-    torch.manual_seed(0)
-    model = Two(lambda m, x: m.a(x) + m.b(x))
-    prepare = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),))
-    parallelize_module(model, mesh(), {"": prepare, "a": ColwiseParallel(), "b": ColwiseParallel()})
+    model = parallel(both_called)
     y = model(draw(3, WIDTH).requires_grad_())
     node: Any = y.grad_fn.next_functions[0][0]
     return [] if "GatheredLinears" not in node.name() else [node.call.later]
