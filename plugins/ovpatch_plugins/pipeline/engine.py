@@ -145,10 +145,9 @@ class Engine:
         program, number = self.settling or self.program, 0
         try:
             with contextlib.ExitStack() as stack:
-                for index, stage in self.stages.items():
+                for stage in self.stages.values():
                     stage.take_buffers()
-                    finalizes, first = finalizes_gradients(self.schedule), program.first_backwards.get(index, 0)
-                    stage.start_step(finalizes=finalizes, first_backward=first)
+                    stage.start_step(finalizes=finalizes_gradients(self.schedule))
                     stack.enter_context(stage.deferring())
                 if inputs.error is not None:
                     raise inputs.error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ovpatch_plugins.pipeline.orders import Action, Kind, Schedule, find_source, find_target, list_messages
@@ -62,7 +62,6 @@ class Program:
         peak_activations: Most microbatches that are between F and the last of their B and W at one time, over all
             stages of the rank.
         final_reshards: Stages whose parameters are sharded again at the end.
-        first_backwards: By stage of the rank, the microbatch whose backward comes first.
     """
 
     rank: int
@@ -70,7 +69,6 @@ class Program:
     edges: Sequence[tuple[int, int]]
     peak_activations: int
     final_reshards: Sequence[int] = ()
-    first_backwards: Mapping[int, int] = field(default_factory=dict)
 
 
 def make_program(
@@ -100,9 +98,7 @@ def make_program(
     for index, name, stage in shardings:
         if index < len(steps):
             (steps[index].unshards if name == "UNSHARD" else steps[index].reshards).append(stage)
-    backwards = [action for action in schedule[rank] if action.kind in (Kind.B, Kind.BW)]
-    first = {action.stage: action.microbatch for action in reversed(backwards)}
-    return Program(rank, steps, sorted(messages), _count_activations(schedule[rank]), final, first)
+    return Program(rank, steps, sorted(messages), _count_activations(schedule[rank]), final)
 
 
 def _message_of(action: Action) -> Action:

@@ -111,18 +111,17 @@ class StageRun:
 
     # --- a step ---
 
-    def start_step(self, *, finalizes: bool, first_backward: int = 0) -> None:
+    def start_step(self, *, finalizes: bool) -> None:
         """Begin a step.
 
         Args:
             finalizes: Whether gradients in FSDP2 are reduced at its end; if not, parameters stay unsharded.
-            first_backward: The microbatch whose backward comes first.
         """
         self._backwards = 0
         self._finalizes, self._reshards = finalizes, True
         self._sizes.clear()
         if self.queue is not None:
-            self.queue.scan(first_backward)
+            self.queue.scan()
 
     def deferring(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of a step, in which the stage's linears defer."""

@@ -80,13 +80,13 @@ class StashedStageRun(StageRun):
         self._version: dict[int, Tensor] = {}  # copies of the newest weights, by id of the parameter
         self._stashes: dict[int, dict[int, nn.Parameter]] = {}  # by microbatch, those of its forward
 
-    def start_step(self, *, finalizes: bool, first_backward: int = 0) -> None:
+    def start_step(self, *, finalizes: bool) -> None:
         """Begin a step.
 
         Raises:
                 WeightStashError: A parameter has hooks or a gradient, or no optimizer.
         """
-        super().start_step(finalizes=finalizes, first_backward=first_backward)
+        super().start_step(finalizes=finalizes)
         self._drop()
         modules = dict.fromkeys(self.stage.submod.modules())
         found = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD, DELAYS_WGRAD, Comp
 from ovpatch_plugins.pipeline.report import StageReport
 
 _QUEUE: Final = "_ovpatch_wgrad_queue"
+_CASTS: Final = ("TBackward0", "ToCopyBackward0")
 _VIEWS: Final = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
@@ -87,15 +88,12 @@ class _DeferredLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         queue: WeightGradQueue = self.__dict__[_QUEUE]
-        if (
-            weight is None
-            or queue.is_paused
-            or torch.compiler.is_compiling()
-            or not _is_deferrable(input, weight, bias)
-        ):
-            if torch.is_grad_enabled() and not (queue.is_paused or torch.compiler.is_compiling()):
+        if weight is None or torch.compiler.is_compiling() or not _is_deferrable(input, weight, bias):
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 queue.note_undeferred(self)
             return F.linear(input, self.weight, self.bias)
+        if queue.is_looking and queue.keeps_in_backward(self):
+            return queue.look_at(self, F.linear(input, weight, bias))
         x, w, b = input, weight.detach(), None if bias is None else bias.detach()
         dtype = autocast_dtype(x.device.type, x.dtype)
         if dtype is not None:
@@ -106,13 +104,17 @@ class _DeferredLinear(nn.Linear):
         y = F.linear(_Keep.apply(x, call), w, b)  # type: ignore[no-untyped-call]  # torch's apply()
         # A hook of the node, not of the tensor: it sees the gradient after hooks that the script puts on the output. Of
         # the product's node, not of a view's: that one leaves the graph if the script changes the output in place.
-        node: Any = y.grad_fn
-        while type(node).__name__ in _VIEWS:
-            node = node.next_functions[0][0]
+        node = _skip_views(y.grad_fn)
         node.register_prehook(call.keep_grad)
         # A product of several batch dimensions whose bias is added afterwards sums over all of them in one reduction.
         call.sums_rows_at_once = type(node).__name__ == "AddBackward0"
         return y
+
+
+def _skip_views(node: Any) -> Any:
+    while type(node).__name__ in _VIEWS:
+        node = node.next_functions[0][0]
+    return node
 
 
 _DeferredLinear.__name__ = nn.Linear.__name__
@@ -141,8 +143,7 @@ class WeightGradQueue:
     [Note: deferral keeps stock's bits] W computes the products of stock's backward on the same operands and gives them
     to the leaf through the engine, which accumulates and calls hooks as in stock. Microbatches come in stock's order. A
     weight that has other contributions, as a tied one, would round as (G + e) + h instead of G + (e + h): such weights
-    stay in B. Which these are is seen in the first microbatch that defers. So that is the one whose backward comes
-    first, before which there is no G; microbatches of the same step whose forward comes earlier do not defer.
+    stay in B. The first microbatch leaves all in B: its graph shows which these are.
 
     Args:
         module: The stage's module.
@@ -153,7 +154,7 @@ class WeightGradQueue:
 
     Attributes:
         defers: Whether the step's scan found linears to defer.
-        is_paused: Whether the microbatch that is computed does not defer.
+        is_looking: Whether the first microbatch is computed, which shows what has to stay in B.
         computed: Weight gradients computed here.
         pending: Calls whose weight gradient is due, over all microbatches.
     """
@@ -174,18 +175,15 @@ class WeightGradQueue:
         self._undeferred: set[int] = set()  # ids of linears; the module keeps them alive
         self._read_elsewhere: set[int] = set()
         self._due_at_once: set[int] = set()  # ids of their weights, in the step that found them
-        self._is_checked = self._is_graph_checked = self.is_paused = False
-        self._first_backward = 0
-        self._not_deferred: set[int] = set()  # microbatches of the step
+        self._is_checked = self._is_graph_checked = self.is_looking = False
+        self._first: int | None = None  # the first microbatch, in its step
+        self._products: defaultdict[int, list[Any]] = defaultdict(list)  # nodes of its linears, by the ids of these
 
-    def scan(self, first_backward: int = 0) -> None:
-        """Find the linears to defer. Called for each step, as scripts freeze, tie and wrap modules between steps.
-
-        Args:
-            first_backward: The microbatch whose backward comes first in the step.
-        """
-        self._first_backward = first_backward
-        self._not_deferred.clear()
+    def scan(self) -> None:
+        """Find the linears to defer. Called for each step, as scripts freeze, tie and wrap modules between steps."""
+        self._first = None
+        if not self._is_graph_checked:
+            self._products.clear()
         self._due_at_once.clear()
         owners: defaultdict[int, int] = defaultdict(int)
         linears: list[tuple[nn.Linear, bool]] = []
@@ -252,10 +250,25 @@ class WeightGradQueue:
             object.__setattr__(linear, "__class__", nn.Linear)
 
     def start_forward(self, microbatch: int) -> None:
-        """Decide whether a microbatch defers, in front of its forward; see [Note: deferral keeps stock's bits]."""
-        self.is_paused = not (self._is_checked or self._is_graph_checked) and microbatch != self._first_backward
-        if self.is_paused:
-            self._not_deferred.add(microbatch)
+        """Called in front of the forward of a microbatch."""
+        self.is_looking = not (self._is_checked or self._is_graph_checked)
+        if self.is_looking:
+            self._first = microbatch
+
+    def keeps_in_backward(self, linear: nn.Linear) -> bool:
+        """Return whether a linear of the first microbatch leaves its weight gradient in B.
+
+        What a checkpoint computes again in B does so as its forward did, of which a reentrant one had no graph.
+        """
+        return self._microbatch is None or id(linear) in self._products
+
+    def look_at(self, linear: nn.Linear, output: Tensor) -> Tensor:
+        """Take note of the node that computes a linear's output, which is returned."""
+        node = _skip_views(output.grad_fn)
+        if type(node).__name__ == "AddBackward0":  # of the bias
+            node = _skip_views(node.next_functions[0][0])
+        self._products[id(linear)].append(node)
+        return output
 
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:
@@ -263,7 +276,7 @@ class WeightGradQueue:
         if self._due_at_once:
             self._compute_due_at_once()
         self._microbatch = microbatch
-        self.is_paused = microbatch in self._not_deferred  # for what a checkpoint computes again
+        self.is_looking = microbatch == self._first
         self._calls.setdefault(microbatch, [])
         found: list[nn.Linear] = []
         hooks = [] if self._is_checked else self._watch_weights(found)
@@ -283,14 +296,19 @@ class WeightGradQueue:
     def check_graph(self, output: Any) -> None:
         """Find weights that a graph reads outside of their linears, as ``F.linear(x, module.weight)`` does.
 
-        Called with the output of the microbatch that defers first, or its loss. The backward of that microbatch looks
-        once more, as a reentrant checkpoint hides its graph until then.
+        Called with the output of the first microbatch, or its loss. The first backward looks once more, as a reentrant
+        checkpoint hides its graph until then.
         """
-        if self._is_checked or self._is_graph_checked or self.is_paused:
+        if self._is_checked or self._is_graph_checked:
             return
         self._is_graph_checked = True
-        leaves = {id(leaf) for leaf in _find_leaves(output)}
-        self._keep_in_backward([linear for linear in self._linears if id(linear.weight) in leaves])
+        readers = _find_readers(output)
+        products = self._products
+        self._keep_in_backward(
+            [one for one in self._linears if not readers.get(id(one.weight), set()) <= {*products.get(id(one), ())}]
+        )
+        for nodes in products.values():
+            nodes.clear()  # they keep the graph alive
 
     def note_undeferred(self, linear: nn.Linear) -> None:
         """Keep a linear in B for good: the input of a call needs no gradient or is no matrix in memory."""
@@ -388,7 +406,7 @@ class WeightGradQueue:
             hook: RemovableHandle = linear.weight.register_hook(find)
             return hook
 
-        return [watch(linear) for linear in (*self._linears, *self._others)]
+        return [watch(one) for one in (*self._linears, *self._others) if id(one) not in self._products]
 
 
 def walk_modules(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
@@ -407,19 +425,34 @@ def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[n
             yield from _walk(child, compiled, seen)
 
 
-def _find_leaves(output: Any) -> Iterator[Tensor]:
-    """Yield the leaves that the graph of one tensor, or of several, accumulates into."""
+def _find_readers(output: Any) -> dict[int, set[Any]]:
+    """Return the nodes that read each leaf of the graph of one tensor, or of several, by the leaf's id.
+
+    A leaf that is transposed, or cast by autocast, is read by what reads that.
+    """
     tensors = output if isinstance(output, (tuple, list)) else [output]
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
     seen: set[Any] = {None}
+    leaves: list[Any] = []
+    parents: defaultdict[Any, set[Any]] = defaultdict(set, {node: {None} for node in nodes})  # None: the caller
     while nodes:
         node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                yield leaf
-            nodes += [parent for parent, _ in node.next_functions]
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node)
+        for child, _ in node.next_functions:
+            parents[child].add(node)
+            nodes.append(child)
+    return {id(leaf.variable): _skip_casts(parents, leaf) for leaf in leaves}
+
+
+def _skip_casts(parents: Mapping[Any, set[Any]], node: Any) -> set[Any]:
+    readers: set[Any] = set()
+    for parent in parents[node]:
+        readers |= _skip_casts(parents, parent) if type(parent).__name__ in _CASTS else {parent}
+    return readers
 
 
 def _rows(tensor: Tensor) -> Tensor:

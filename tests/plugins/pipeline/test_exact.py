@@ -55,6 +55,7 @@ MODELS = {
     "raw input": Case(part=lambda _index: Raw()),
     **{kind: Case(part=lambda _index, kind=kind: nn.Sequential(Variant(kind), Variant(kind))) for kind in VARIANTS},
     "called twice, autocast": Case(part=lambda _index: Autocast(Variant("called twice"))),
+    "read elsewhere, autocast": Case(part=lambda _index: Autocast(Variant("read elsewhere"))),
 }
 
 
@@ -117,7 +118,6 @@ def _run_backwards_in_reverse(names: list[str]) -> dict[str, Outcome]:
 
 
 def test_models_whose_first_forward_has_the_last_backward(ranks: Any) -> None:
-    """Which weights are read elsewhere is found out where no gradient of another microbatch is there yet."""
     names = ["read elsewhere", "called twice", "checkpoint", "reentrant checkpoint", "dropout, checkpoint", "frozen"]
     found = ranks(2)(_run_backwards_in_reverse, names)
     _assert_equal(found)
@@ -174,7 +174,7 @@ def test_compiled_modules_stay_in_the_backward(ranks: Any) -> None:
     for outcomes in found:
         assert outcomes["whole"].counters["weight_grads"] == 0
         assert any("4 linears in B: inside a compiled module" in text for text in outcomes["whole"].remarks)
-        assert outcomes["inner"].counters["weight_grads"] == 2 * 6 * 2
+        assert outcomes["inner"].counters["weight_grads"] == 2 * (6 * 2 - 1), "the first microbatch leaves all in B"
 
 
 def _count_recomputations(reentrant: bool) -> tuple[int, int, list[str]]:
