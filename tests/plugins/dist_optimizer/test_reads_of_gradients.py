@@ -211,6 +211,32 @@ def test_references_to_gradients_stay_valid(ranks, how):
     check_all(ranks(2)(all_cases, held, {how: {"how": how}}), by_parts=HELD[how])
 
 
+def moved(clip: bool) -> list[Record]:
+    """Gradients that the script gives to other parameters, of another layout or another model, are theirs then."""
+    first = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+    first[1].weight = nn.Parameter(first[1].weight.detach().t())
+    layers, models = list(first), [ddp(first), ddp(nn.Linear(6, 6))]
+    layers.append(models[1].module)
+    opt = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    records = []
+    for step in range(8):
+        opt.zero_grad()
+        models[1](models[0](data(step, 5, 6))).square().mean().backward()
+        if step in (4, 7):  # before that, and later again, they are lazy
+            given = [layer.weight.grad for layer in layers]
+            for layer, grad in zip(layers, [*given[1:], given[0]], strict=True):
+                layer.weight.grad = grad
+        if clip:
+            nn.utils.clip_grad_norm_(first.parameters(), 1e6)
+        opt.step()
+        records.append([params(model) for model in models])
+    return records
+
+
+def test_a_gradient_of_another_parameter(ranks):
+    check_all(ranks(2)(all_cases, moved, {f"clip: {clip}": {"clip": clip} for clip in (False, True)}), steps=8)
+
+
 def shared_with_another_process() -> list[Record]:
     """Gradients in shared memory stay where they are, and the other process finds the average there."""
     model = ddp(net())
