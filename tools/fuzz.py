@@ -68,11 +68,12 @@ class Runner:
     """Runs programs on a pool of ranks.
 
     Args:
-        world: How many ranks.
+        pool: The ranks.
+        world: How many of them.
     """
 
-    def __init__(self, world: int) -> None:
-        self._pool, self._world = Pool(), world
+    def __init__(self, pool: Pool, world: int) -> None:
+        self._ranks = pool(world)
 
     def run(self, program: Program) -> Result:
         """Run a program in both ways and compare."""
@@ -81,17 +82,13 @@ class Runner:
     def run_text(self, text: str, floor: float = 0.0) -> Result:
         """Run a program that is there as text."""
         try:
-            outcomes: list[Outcome] = self._pool(self._world)(run_both, PRELUDE + text, floor, timeout=_TIMEOUT_S)
+            outcomes: list[Outcome] = self._ranks(run_both, PRELUDE + text, floor, timeout=_TIMEOUT_S)
         except RankFailure as failure:
             # What stock cannot run is no failure; its ranks may hang as well.
             stock_hangs = not any(fate.bad for fate in failure.fates) and run_stock.__name__ in str(failure)
             return Result(error="stock hangs") if stock_hangs else Result(failure=str(failure))
         failures = [f"rank {rank}: {one.difference}" for rank, one in enumerate(outcomes) if one.difference]
         return Result("\n\n".join(failures), outcomes[0].error, dict(outcomes[0].counters))
-
-    def close(self) -> None:
-        """End the ranks."""
-        self._pool.close()
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], seconds: float = 60) -> Program:
@@ -170,7 +167,8 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="WORDS", help="a kind whose name holds them is in each program")
     parser.add_argument("--program", type=Path, help="run this program instead")
     options = parser.parse_args()
-    runner = Runner(options.ranks)
+    pool = Pool()
+    runner = Runner(pool, options.ranks)
     try:
         if options.program:
             failure = runner.run_text(options.program.read_text()).failure
@@ -178,7 +176,7 @@ def main() -> int:
             return int(bool(failure))
         tallies, errors, failures = fuzz(runner, seeds_for(options.seconds, options.seed), options.only)
     finally:
-        runner.close()
+        pool.close()
     print(table(tallies))
     print("\nstock raised:", *(f"{count:6} {error}" for error, count in errors.most_common(20) if count), sep="\n")
     return int(bool(failures))

@@ -119,6 +119,11 @@ class Kind:
     name: str
     lines: Mapping[str, str]
 
+    @property
+    def without(self) -> set[str]:
+        """The names of kinds that are not in one program with it."""
+        return set(filter(None, self.lines.get("WITHOUT", "").split(", ")))
+
     def chosen(self, rng: random.Random) -> Kind:
         """Return the kind with one of each of its alternatives."""
         last = ""
@@ -228,10 +233,10 @@ def _compatible(kinds: Sequence[Kind]) -> Iterator[Kind]:
     """Leave out kinds whose place another one has, or that do not go with another one."""
     taken, names, refused = set[str](), set[str](), set[str]()
     for kind in kinds:
-        places = _FOR_ONE.intersection(kind.lines)
-        without = set(filter(None, kind.lines.get("WITHOUT", "").split(", ")))
-        if not (places & taken or without & names or kind.name in refused):
+        places, without = _FOR_ONE.intersection(kind.lines), kind.without
+        also = {"find unused"} if "find_unused" in kind.lines.get("KWARGS", "") else set()
+        if not (places & taken or without & names or (also | {kind.name}) & refused):
             taken |= places
-            names |= {kind.name} | ({"find unused"} if "find_unused" in kind.lines.get("KWARGS", "") else set())
+            names |= also | {kind.name}
             refused |= without
             yield kind
