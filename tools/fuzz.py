@@ -132,15 +132,17 @@ def fuzz(runner: Runner, seeds: Iterator[int], only: str = "") -> tuple[dict[str
         for name in ("all", *program.names):
             tallies.setdefault(name, Tally()).add(result)
         if result.failure:
-            failures.append(_explain(runner, seed, program))
+            failures.append(_explain(runner, seed, program, result.failure))
             print(failures[-1], flush=True)
     return tallies, errors, failures
 
 
-def _explain(runner: Runner, seed: int, program: Program) -> str:
+def _explain(runner: Runner, seed: int, program: Program, failure: str) -> str:
     smallest = shrink(program, lambda smaller: bool(runner.run(smaller).failure))
-    failure = runner.run(smallest).failure or "it did not fail again"
-    return f"==== seed {seed}: {', '.join(smallest.names)}\n\n{failure}\n\n---- the program:\n\n{smallest.text()}"
+    again = runner.run(smallest).failure
+    if not again:  # now and then, perhaps
+        smallest, again = program, f"{failure}\n\nIt did not fail again."
+    return f"==== seed {seed}: {', '.join(smallest.names)}\n\n{again}\n\n---- the program:\n\n{smallest.text()}"
 
 
 def seeds_for(seconds: float, first: int) -> Iterator[int]:

@@ -96,6 +96,7 @@ _FLOORS: Final = {
     "habit clip norm": 1e-4,
     "habit clip one by one": 1e-4,
     "habit total norm": 1e-4,
+    "habit expanded gradient": 1e-6,
     "optimizer fused": 1e-4,
     "layer bfloat16": 0.1,
 }
