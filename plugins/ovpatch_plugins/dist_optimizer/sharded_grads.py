@@ -89,8 +89,8 @@ class ShardedGrads(GradSharder):
         reduced: The reduced shards, by index of the parameter, padded to the same size on all ranks.
         retired: Whether the model has other shards by now.
         restored: Whether the model's gradients are reduced elsewhere by now, for good: ranks may step unevenly.
-        drifts: Whether an optimizer has stepped with local gradients: ranks' parameters may differ from then on, and
-            further optimizers leave them so.
+        drifted: Parameters, by index, that an optimizer has stepped with local gradients: they may differ by rank from
+            then on, and further optimizers leave them so.
         optimizers: The sharded optimizers over these parameters.
         states: What keeps their state, and answers peers, by the names of their turns.
         owners: The elements that each rank owns, and the parameters' owners, by terms of the optimizer and index.
@@ -114,10 +114,11 @@ class ShardedGrads(GradSharder):
         self.params, self.names, self.group = WeakParams(params), list(names), group
         self.sharded = self._agreed = frozenset[int]()
         self.max_inflight_bytes = max_inflight_bytes
-        self.retired = self.restored = self.drifts = False
+        self.retired = self.restored = False
         self.backwards = self._searched = 0
         device = params[0].device
         self.versions = VersionedTensors(device)
+        self.drifted: set[int] = set()
         self._requested: set[int] = set()
         self._read: set[int] = set()
         self._grads = GradShards(self.names, [GradState.FULL] * len(params))
