@@ -569,13 +569,15 @@ def _watch_local_grads(reference: weakref.ref[ShardedGrads]) -> None:
         return
     for index in range(len(model.params)):
         param = model.params.find(index)
-        if param is not None and param.requires_grad and find(param) == (model, index):
-            state = param_state(param)
-            with torch._C.DisableTorchFunctionSubclass():  # a pending parameter is of one
-                state.local_grad_hook = param.register_post_accumulate_grad_hook(_LocalGradHook(reference))
-                if model.is_lazy(index):  # the reducer's hooks, which made it whole before something is added, are gone
-                    hook = _BeforeLocalGradHook(reference, index)
-                    hook.handle = param.register_hook(hook)
+        if param is None or not param.requires_grad:
+            continue
+        with torch._C.DisableTorchFunctionSubclass():  # a pending parameter is of one
+            if find(param) == (model, index):  # else another wrapper reduces its gradients
+                hook = _LocalGradHook(reference)
+                param_state(param).local_grad_hook = param.register_post_accumulate_grad_hook(hook)
+            if model.is_lazy(index):  # the reducer's hooks, which made it whole before something is added, are gone
+                before = _BeforeLocalGradHook(reference, index)
+                before.handle = param.register_hook(before)
 
 
 class _LocalGradHook:

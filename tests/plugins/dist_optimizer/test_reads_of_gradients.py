@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from tests.plugins.ddp.arms import Record, data
@@ -235,6 +236,30 @@ def moved(clip: bool) -> list[Record]:
 
 def test_a_gradient_of_another_parameter(ranks):
     check_all(ranks(2)(all_cases, moved, {f"clip: {clip}": {"clip": clip} for clip in (False, True)}), steps=8)
+
+
+def wrapped_again(stock: bool) -> list[Record]:
+    """Lazy gradients that nobody zeroes, to which the backward of another wrapper adds, with our reducer or stock's."""
+    module = net()
+    model = ddp(module)
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    records = []
+    for step in range(7):
+        if step == 4:
+            model = ddp(module)
+            if stock:
+                model.register_comm_hook(None, default_hooks.allreduce_hook)
+        if step < 4:
+            opt.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        records.append(params(model))
+    return [*records, {"grad": [p.grad for p in module.parameters()]}]
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_gradients_stay_when_their_model_is_wrapped_again(ranks, stock):
+    check_all(ranks(2)(all_cases, wrapped_again, {"": {"stock": stock}}), steps=4, stock=int(stock))
 
 
 def shared_with_another_process() -> list[Record]:
