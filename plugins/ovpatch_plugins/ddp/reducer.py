@@ -211,7 +211,7 @@ class GradReducer(BackwardReducer, StockOnly):
     def _rebuild_buckets(self) -> bool:
         """Assign buckets again, once, along the order of the first backward; return whether that was done."""
         if self.state is not ReducerState.IDLE:
-            self.recover()  # a forward under no_sync comes by here only, before it broadcasts buffers
+            self._finish_previous()  # a forward under no_sync comes by here only, before it broadcasts buffers
         # Not by the gradients that came: a rank whose first backward failed takes part in the broadcast as well.
         if self.has_rebuilt_buckets or not self._has_order or self._is_unfinished() or self._searches:
             return False
@@ -380,6 +380,8 @@ class GradReducer(BackwardReducer, StockOnly):
     def _backward_ended(self) -> None:
         self._is_revisited = self._only_counts = False
         super()._backward_ended()
+        if self.state is ReducerState.REDUCING:  # gradients are missing, and what came is local until they come
+            self.sharder.local = True
 
     def _is_complete(self) -> bool:
         if self.learns_graph:

@@ -14,7 +14,8 @@ import itertools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -260,13 +261,19 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     stock_helper = _kept_values(ddp).pop(_STOCK_HELPER)
     # A static graph that is known to be a plain one is not declared again: to learn it takes a backward of all ranks,
     # which may come unevenly now (join()).
-    plain = reducer.get_plain_params()
+    plain = reducer.get_plain_params() or None  # none are known to be used where hooks drop gradients at once
     indices = range(len(reducer.params)) if plain is None else plain
     # Not asked of the module: with device_mesh=, stock has taken them out of it in the first forward.
-    kept = [i for i in indices if reducer.params[i].requires_grad]
-    parameters = [reducer.params[i] for i in kept]
-    names = {new: reducer.names[old] for new, old in enumerate(kept)}
-    stock_helper(ddp, parameters, [reducer.config.sparse[i] for i in kept], names, ddp.static_graph)
+    parameters = [reducer.params[i] for i in indices]
+    names = {new: reducer.names[old] for new, old in enumerate(indices)}
+    searches = ddp.find_unused_parameters
+    try:
+        # Where the graph is static, the wrapper gives the stock reducer no outputs to search from.
+        ddp.find_unused_parameters = searches and not (ddp.static_graph and (plain or reducer.armed))
+        with _all_trained(parameters):
+            stock_helper(ddp, parameters, [reducer.config.sparse[i] for i in indices], names, ddp.static_graph)
+    finally:
+        ddp.find_unused_parameters = searches
     if reducer.armed:
         # The forward is over; without this its backward would silently leave the gradients local. Its outputs are no
         # longer at hand: aliases of all parameters make the stock reducer wait for each of them. A static graph is not
@@ -279,6 +286,19 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
         ddp.logger._set_static_graph()
     if reason:
         _report_stock(ddp, reason)
+
+
+@contextmanager
+def _all_trained(params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Have the stock reducer made as at the wrap: it has parameters that were frozen since, as well."""
+    frozen = [param for param in params if not param.requires_grad]
+    try:
+        for param in frozen:
+            param.requires_grad_(True)
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 def restore_all() -> None:

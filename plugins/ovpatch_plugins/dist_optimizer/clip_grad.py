@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.collectives import step_communicator
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.memory import shard_view
 from ovpatch_plugins.dist_optimizer import optimizers, sharded_grads
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
@@ -131,8 +132,9 @@ class _GradHolder:
 
 def _tell_if_local(params: Iterable[Tensor]) -> None:
     """Have ranks tell each other whether gradients are local by now, so that all take the same way."""
-    places = [place for param in params if (place := sharded_grads.find(param)) is not None]
-    for shards in dict.fromkeys(shards for shards, index in places if shards.was_sharded(index)):
+    places = [(param, *place) for param in params if (place := sharded_grads.find(param)) is not None]
+    sharded_grads.materialize_moved(places)  # while peers may be called
+    for shards in dict.fromkeys(shards for _, shards, index in places if shards.was_sharded(index)):
         shards.agree_if_local()
 
 
@@ -190,7 +192,7 @@ def _norms_by_pulling(
         if place is None:
             continue
         shards, index = place
-        if shards.is_lazy(index):
+        if type(grad) is LazyTensor:
             by_model.setdefault(shards, []).append(index)
         else:  # by shards, as the peers do, which may not have read it
             whole = shards.in_param_layout(index, grad)
@@ -263,6 +265,7 @@ def wrap_unscale(original: Unscale) -> Unscale:
     ) -> dict[torch.device, Tensor]:
         sharded = optimizers.find_sharded(optimizer)
         stepped = sharded.params_to_step(optimizer) if sharded is not None else ()
+        sharded_grads.materialize_moved((one.param, one.shards, one.index) for one in stepped)
         for shards in dict.fromkeys(one.shards for one in stepped if one.shards.was_sharded(one.index)):
             shards.agree_if_local()
         params = [one for one in stepped if one.shards.is_sharded(one.index)]

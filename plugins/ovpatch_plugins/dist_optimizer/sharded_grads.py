@@ -89,6 +89,8 @@ class ShardedGrads(GradSharder):
         reduced: The reduced shards, by index of the parameter, padded to the same size on all ranks.
         retired: Whether the model has other shards by now.
         restored: Whether the model's gradients are reduced elsewhere by now, for good: ranks may step unevenly.
+        drifted: Parameters, by index, that an optimizer has stepped with local gradients: they may differ by rank from
+            then on, and further optimizers leave them so.
         optimizers: The sharded optimizers over these parameters.
         states: What keeps their state, and answers peers, by the names of their turns.
         owners: The elements that each rank owns, and the parameters' owners, by terms of the optimizer and index.
@@ -116,6 +118,7 @@ class ShardedGrads(GradSharder):
         self.backwards = self._searched = 0
         device = params[0].device
         self.versions = VersionedTensors(device)
+        self.drifted: set[int] = set()
         self._requested: set[int] = set()
         self._read: set[int] = set()
         self._grads = GradShards(self.names, [GradState.FULL] * len(params))
@@ -405,7 +408,12 @@ class ShardedGrads(GradSharder):
         """Return the tensors that still exist of those that were ``p.grad`` when the last backward ended."""
         if self.restored:
             return []
-        return [(index, grad) for index, ref in self._grads.grads.items() if (grad := ref()) is not None]
+        return [(index, grad) for index in self._grads.grads if (grad := self.last_grad(index)) is not None]
+
+    def last_grad(self, index: int) -> Tensor | None:
+        """Return what was the parameter's ``p.grad`` when the last backward ended, if it still exists."""
+        reference = self._grads.grads.get(index)
+        return None if reference is None else reference()
 
     @functools.cached_property
     def step_log(self) -> StepLog:
@@ -536,19 +544,40 @@ def find_by_grad(grads: Sequence[Tensor]) -> list[tuple[ShardedGrads, int] | Non
     return [places.get(id(grad)) for grad in grads]
 
 
+def materialize_moved(places: Iterable[tuple[Tensor, ShardedGrads, int]]) -> bool:
+    """Materialize lazy gradients that the script has given to another parameter, or only keeps; return if there are.
+
+    What works on shards takes a lazy ``p.grad`` for the parameter's own, and writes over the shards of one that the
+    script has replaced. All ranks call this, before they meet.
+
+    Args:
+        places: Parameters, with where their gradients belong.
+    """
+    moved: dict[int, Tensor] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for param, shards, index in places:
+            grad, last = param.grad, shards.last_grad(index)
+            if grad is not last:
+                moved |= {id(one): one for one in (grad, last) if type(one) is LazyTensor}
+    lazy_tensor.materialize(moved.values())
+    return bool(moved)
+
+
 def _watch_local_grads(reference: weakref.ref[ShardedGrads]) -> None:
     model = reference()
     if model is None or model.retired:
         return
     for index in range(len(model.params)):
         param = model.params.find(index)
-        if param is not None and param.requires_grad and find(param) == (model, index):
-            state = param_state(param)
-            with torch._C.DisableTorchFunctionSubclass():  # a pending parameter is of one
-                state.local_grad_hook = param.register_post_accumulate_grad_hook(_LocalGradHook(reference))
-                if model.is_lazy(index):  # the reducer's hooks, which made it whole before something is added, are gone
-                    hook = _BeforeLocalGradHook(reference, index)
-                    hook.handle = param.register_hook(hook)
+        if param is None or not param.requires_grad:
+            continue
+        with torch._C.DisableTorchFunctionSubclass():  # a pending parameter is of one
+            if find(param) == (model, index):  # else another wrapper reduces its gradients
+                hook = _LocalGradHook(reference)
+                param_state(param).local_grad_hook = param.register_post_accumulate_grad_hook(hook)
+            if model.is_lazy(index):  # the reducer's hooks, which made it whole before something is added, are gone
+                before = _BeforeLocalGradHook(reference, index)
+                before.handle = param.register_hook(before)
 
 
 class _LocalGradHook:

@@ -211,6 +211,8 @@ class ShardedOptimizer:
             for state_dict in list(self._state_dicts):
                 state_dict.complete_read()
         params = self.params_to_step(optimizer)
+        if self._lazy_grads and sharded_grads.materialize_moved((one.param, one.shards, one.index) for one in params):
+            params = self.params_to_step(optimizer)
         if params != self._stepped:
             self._stepped, self._by_model = params, {}
             for one in params:
@@ -221,6 +223,9 @@ class ShardedOptimizer:
             if is_capturing(shards.versions.device):
                 raise RuntimeError(_CAPTURED.format(type(optimizer).__name__))
         if reason := self._agree_on_step(optimizer, models):
+            for one in params:
+                if one.shards.local or reason is IN_BACKWARD:
+                    one.shards.drifted.add(one.index)
             self.stand_down(reason)
             return []
         if not params:
@@ -263,13 +268,16 @@ class ShardedOptimizer:
                 shards.step_log.record(shards.backwards, state.next_turn())
         is_local = False
         for shards in models:
-            shards.local |= self._apart
+            shards.local |= self._apart or self._has_drifted(shards)
             shards.agree_if_local()
             is_local |= shards.local
         if is_local:
             self._stay_away(models)
             return LOCAL
         return ""
+
+    def _has_drifted(self, shards: ShardedGrads) -> bool:
+        return bool(shards.drifted) and any(one.index in shards.drifted for one in self._by_model.get(shards, ()))
 
     @staticmethod
     def _stay_away(models: Iterable[ShardedGrads]) -> None:
@@ -289,7 +297,7 @@ class ShardedOptimizer:
                 names.setdefault(entry[0], []).append(entry[0].names[entry[1]])
         terms = {shards: step_log.list_terms(optimizer, of_model) for shards, of_model in names.items()}
         self._turns = {shards: shards.step_log.propose(terms[shards]) for shards in names}
-        if any(shards.local for shards in names):  # it waits for no other rank
+        if any(shards.local or self._has_drifted(shards) for shards in names):  # it waits for no other rank
             for shards in names:
                 shards.step_log.record(shards.backwards, Turn("", LOCAL))
             self._leave_together({shards: self._older(shards) for shards in names}, told=any(map(self._older, names)))

@@ -104,7 +104,15 @@ def unsupported_reason(optimizer: Optimizer, named: NamedClasses) -> str:
         return "differentiable=True differentiates through the update"
     if any(group.get("capturable") for group in optimizer.param_groups):
         return "capturable=True: it may step inside a CUDA graph, whose replays no host sees"
+    if any(map(_has_epsilon_of_another, optimizer.param_groups)) and isinstance(optimizer, PER_PARAMETER):
+        return "without eps, Adafactor takes the first parameter's for all of a group, whose parameters differ in dtype"
     return ""
+
+
+def _has_epsilon_of_another(group: Mapping[str, Any]) -> bool:
+    """Return whether torch's Adafactor takes the epsilon of one parameter's dtype for parameters of another one."""
+    epsilon = group.get("eps")
+    return isinstance(epsilon, tuple) and epsilon[0] is None and len({param.dtype for param in group["params"]}) > 1
 
 
 def find_inner_optimizer(optimizer: Optimizer) -> Optimizer | None:

@@ -149,6 +149,58 @@ def test_revert_in_the_middle_of_training(ranks, world):
         compare(result["stock"], result["patched"], reordered=result["stock"]).assert_equal()
 
 
+def update_and_drop(param: torch.Tensor) -> None:
+    assert param.grad is not None
+    param.data.sub_(0.1 * param.grad)
+    param.grad = None
+
+
+def reverted_without_gradients(how: str) -> dict[str, Any]:
+    """The stock reducer is made of parameters none of which has a gradient then, or none has ever had at its end."""
+
+    def run() -> list[Record]:
+        torch.manual_seed(0)
+        module = net()
+        wrapped = DDP(module, static_graph=how == "dropped", find_unused_parameters=how == "frozen")
+        if how == "dropped":
+            for p in module.parameters():
+                p.register_post_accumulate_grad_hook(update_and_drop)
+        records = steps(wrapped, 2)
+        module.requires_grad_(how != "frozen")
+        ovpatch.revert()
+        if how == "frozen":
+            module[2].requires_grad_()
+        return [*records, *steps(wrapped, 3, start=2)]
+
+    stock = run()
+    ovpatch.apply("ddp")
+    return {"stock": stock, "patched": run()}
+
+
+@pytest.mark.parametrize("how", ["frozen", "dropped"])
+def test_revert_of_a_model_without_gradients(ranks, how):
+    for result in ranks(2)(reverted_without_gradients, how):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+
+
+def reverted_with_a_search_of_a_static_graph() -> dict[str, Any]:
+    def run() -> list[Record]:
+        torch.manual_seed(0)
+        wrapped = DDP(net(), static_graph=True, find_unused_parameters=True)
+        records = steps(wrapped, 2)
+        ovpatch.revert()
+        return [*records, *steps(wrapped, 3, start=2)]
+
+    stock = run()
+    ovpatch.apply("ddp")
+    return {"stock": stock, "patched": run()}
+
+
+def test_revert_of_a_static_graph_that_is_searched_as_well(ranks):
+    for result in ranks(2)(reverted_with_a_search_of_a_static_graph):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+
+
 def reverted_inside_backward() -> dict[str, Any]:
     torch.manual_seed(0)
     expected = steps(DDP(net()), 2)

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -240,6 +241,61 @@ def local_steps(style: str) -> list[Record]:
 def test_steps_on_local_gradients_are_stocks(ranks, style):
     steps = 0 if style in ("all", "ends") else 1
     check_all(ranks(2)(all_cases, local_steps, {style: {"style": style}}), steps=steps, stock=1, by_parts=None)
+
+
+def local_before_another(beside: bool) -> list[Record]:
+    """An optimizer steps on local gradients once; another one over the same parameters leaves ranks as they are."""
+    model = ddp(net())
+    opts = [OPTIMIZERS[kind](model.parameters()) for kind in ("adamw", "sgd")] if beside else []
+    opt = opts[0] if beside else OPTIMIZERS["adamw"](model.parameters())
+    records = []
+    for step in range(9):
+        with model.no_sync() if step == 3 else contextlib.nullcontext():
+            model(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        if step >= 3:
+            opt = opts[step % 2] if beside else OPTIMIZERS["sgd"](model.parameters()) if step == 3 else opt
+        elif beside:
+            opts[1].step()
+        records.append(params(model))
+    return records
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_after_a_step_on_local_gradients_all_optimizers_are_stock(ranks, beside):
+    results = ranks(2)(all_cases, local_before_another, {"": {"beside": beside}})
+    check_all(results, steps=3, stock=2, by_parts=None)
+    first, second = (next(iter(result[""]["patched"][-1].values())) for result in results)
+    assert not torch.equal(first, second), "each has stepped by its own data"
+
+
+class Partial(nn.Module):
+    """Leaves a layer out from a forward on, which DistributedDataParallel does not expect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare, self.count = nn.Linear(6, 6), nn.Linear(6, 6), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.used(x) if self.count > 4 else self.spare(self.used(x))
+
+
+def unfinished() -> list[Any]:
+    model = ddp(Partial())
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    records: list[Any] = []
+    for step in range(5):
+        opt.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        records.append(params(model))
+    return [*records, error_of(model, data(5, 5, 6)).partition("\n")[0]]
+
+
+def test_a_step_after_a_backward_that_was_not_reduced_is_stocks(ranks):
+    check_all(ranks(2)(all_cases, unfinished, {"": {}}), steps=4, stock=1, by_parts=None)
 
 
 TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)  # gloo has several ways to say it

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from tests.plugins.ddp.arms import Record, data
@@ -209,6 +210,56 @@ HELD = {"since the first": True, "own tensors": True, "last step's": True, "view
 @pytest.mark.parametrize("how", HELD)
 def test_references_to_gradients_stay_valid(ranks, how):
     check_all(ranks(2)(all_cases, held, {how: {"how": how}}), by_parts=HELD[how])
+
+
+def moved(clip: bool) -> list[Record]:
+    """Gradients that the script gives to other parameters, of another layout or another model, are theirs then."""
+    first = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+    first[1].weight = nn.Parameter(first[1].weight.detach().t())
+    layers, models = list(first), [ddp(first), ddp(nn.Linear(6, 6))]
+    layers.append(models[1].module)
+    opt = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    records = []
+    for step in range(8):
+        opt.zero_grad()
+        models[1](models[0](data(step, 5, 6))).square().mean().backward()
+        if step in (4, 7):  # before that, and later again, they are lazy
+            given = [layer.weight.grad for layer in layers]
+            for layer, grad in zip(layers, [*given[1:], given[0]], strict=True):
+                layer.weight.grad = grad
+        if clip:
+            nn.utils.clip_grad_norm_(first.parameters(), 1e6)
+        opt.step()
+        records.append([params(model) for model in models])
+    return records
+
+
+def test_a_gradient_of_another_parameter(ranks):
+    check_all(ranks(2)(all_cases, moved, {f"clip: {clip}": {"clip": clip} for clip in (False, True)}), steps=8)
+
+
+def wrapped_again(stock: bool) -> list[Record]:
+    """Lazy gradients that nobody zeroes, to which the backward of another wrapper adds, with our reducer or stock's."""
+    module = net()
+    model = ddp(module)
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    records = []
+    for step in range(7):
+        if step == 4:
+            model = ddp(module)
+            if stock:
+                model.register_comm_hook(None, default_hooks.allreduce_hook)
+        if step < 4:
+            opt.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        records.append(params(model))
+    return [*records, {"grad": [p.grad.clone() for p in module.parameters()]}]
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_gradients_stay_when_their_model_is_wrapped_again(ranks, stock):
+    check_all(ranks(2)(all_cases, wrapped_again, {"": {"stock": stock}}), steps=4)
 
 
 def shared_with_another_process() -> list[Record]:

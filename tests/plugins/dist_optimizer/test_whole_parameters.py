@@ -255,6 +255,26 @@ def test_a_parameter_that_is_frozen_for_a_while(ranks, kind):
     check_each(ranks(2)(all_cases, frozen_for_a_while, {"": {"kind": kind}}, options=NAMED), steps=9)
 
 
+def two_dtypes(eps: float | None) -> list[Record]:
+    torch.manual_seed(0)
+    module = net()
+    module[2].double()  # the epsilon of its dtype is another one
+    module[2].register_forward_pre_hook(lambda _, args: args[0].double())
+    module[2].register_forward_hook(lambda _, args, out: out.float())
+    model = ddp(module)
+    opt = torch.optim.Adafactor([*module[2].parameters(), *module[0].parameters()], lr=0.01, eps=(eps, 1e-3))
+    records = []
+    for number in range(3):
+        step(model, [opt], number)
+        records.append(params(model))
+    return records
+
+
+def test_an_optimizer_that_takes_the_epsilon_of_another_parameter_is_stock(ranks):
+    check_all(ranks(2)(all_cases, two_dtypes, {"": {"eps": None}}), steps=0, stock=1, by_parts=None)
+    check_all(ranks(2)(all_cases, two_dtypes, {"": {"eps": 1e-7}}), steps=3, by_parts=None)
+
+
 @pytest.mark.parametrize("kind", ["adafactor", "lamb"])
 def test_kinds_of_models(ranks, kind):
     wanted = {"unused", "unused by rank, gradients stay", "frozen", "static graph", "double", "checkpointed, reentrant"}
