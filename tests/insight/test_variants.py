@@ -112,14 +112,6 @@ def test_a_script_that_ends_earlier_ends_by_itself(run):
     assert "the end" in outcome.read_failure()
 
 
-@RARELY  # as in test_verify
-@pytest.mark.slow
-def test_the_code_of_a_script_that_fails_is_kept(run):
-    outcome = run("step()\nsys.exit(7)", head=programs.ALONE)
-    assert counted(outcome) == {"rank0": 1}
-    assert outcome.code == 7
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher", ["forked", pytest.param("torchrun", marks=RARELY)]

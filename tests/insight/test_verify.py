@@ -14,7 +14,6 @@ from tests.insight.programs import PATIENCE
 from tests.support.environment import cleaned
 from tests.support.fake_plugins import Site
 from tests.support.preloaded import preloaded
-from tests.support.rarely import RARELY
 
 LOOP = """
 import os, sys, time
@@ -128,45 +127,12 @@ def test_a_fault_is_traced_to_the_feature(verify, site):
     assert data["noise"] == {"rerun": "all bits equal", "reordered": "all bits equal"}
 
 
-@RARELY  # of made-up runs: test_verify_verdicts
-@pytest.mark.slow
-def test_a_feature_that_did_nothing_is_not_exercised(verify):
-    code, out, data = verify(loop("step()"), "--features=idle")
-    assert (code, data["verdict"]) == (3, "not exercised")
-    assert "no feature that was on did any work (idle: applied and called, but it has done nothing so far)" in out
-
-
-@RARELY  # likewise
-@pytest.mark.slow
-def test_a_script_without_a_step(verify):
-    code, out, data = verify(loop("net(torch.ones(5, 4)).sum().backward()"), "--features=counts")
-    assert (code, data["verdict"]) == (3, "nothing to compare")
-    assert "1 losses are equal, but no optimizer of torch.optim made a step" in out
-
-
-@RARELY  # likewise; the next one reads what a script writes before it fails
-@pytest.mark.slow
-def test_a_script_that_fails_by_itself(verify):
-    code, out, data = verify(loop("raise ValueError('no data')"), "--features=counts")
-    assert (code, data["verdict"], list(data["runs"])) == (3, "the script itself fails", ["stock"])
-    assert "ValueError: no data" in out
-
-
 @pytest.mark.slow
 def test_a_script_that_fails_later_is_compared_up_to_there(verify):
     code, out, data = verify(loop("step()\nstep()\nraise ValueError('no more data')"), "--features=counts")
     assert (code, data["verdict"], data["steps"]) == (0, "bitwise equal", 2), out
     assert "The script itself fails under stock PyTorch, with exit code 1" in out
     assert "ValueError: no more data" in out
-
-
-@RARELY  # likewise; in the next one the patched run alone hangs
-@pytest.mark.slow
-def test_a_failure_of_the_patched_run_alone_is_a_difference(verify):
-    code, out, data = verify(loop("for _ in range(4): step()"), "--features=raises")
-    assert (code, data["verdict"], data["features"]) == (1, "different", ["raises"])
-    assert out.startswith("different: the patched run fails with exit code 1, as stock does not, because of raises")
-    assert "ZeroDivisionError" in out
 
 
 @pytest.mark.slow
