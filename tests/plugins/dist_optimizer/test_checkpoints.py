@@ -15,29 +15,6 @@ from tests.plugins.dist_optimizer.test_state import build, step, trained
 from tests.support.equality import compare
 
 
-def by_dcp(full: bool) -> list[dict[str, Any]]:
-    options = dcp.StateDictOptions(full_state_dict=full, cpu_offload=full)
-    model, opt = trained(4)
-    found = dcp.get_optimizer_state_dict(model, opt, options=options)
-    kept = copy.deepcopy(found)  # torch goes on with the tensors that it is given
-    weights = copy.deepcopy(dcp.get_model_state_dict(model, options=options))
-    other, opt2 = build()
-    step(other, opt2, 77)
-    given = dcp.StateDictOptions(full_state_dict=full, broadcast_from_rank0=full)
-    dcp.set_model_state_dict(other, weights, options=given)
-    dcp.set_optimizer_state_dict(other, opt2, found, options=given)
-    for number in range(4, 7):
-        step(other, opt2, number)
-    return [{"state": kept, "weights": weights, "after": {n: p.detach().clone() for n, p in other.named_parameters()}}]
-
-
-def test_dcp_functions_give_and_take_stocks_dictionaries(ranks):
-    for full in (False, True):
-        for rank, result in enumerate(ranks(2)(both, by_dcp, full)):
-            compare(result["stock"], result["patched"]).assert_bitwise()
-            assert result["counters"]["state_reads"] > 0 or (full and rank)
-
-
 def into_several() -> list[dict[str, Any]]:
     """Load into optimizers that have never stepped, of models that have never run; torch lets them step for that."""
     model, opt = trained(4)
@@ -74,9 +51,3 @@ def saved_last() -> Any:
 def saved_by_stock() -> Any:
     _model, opt = trained(4)
     return copy.deepcopy(opt.state_dict())
-
-
-def test_a_rank_that_has_finished_waits_for_one_that_still_saves(ranks):
-    found, nothing = ranks(2)(saved_last)
-    assert nothing is None
-    compare([ranks(2)(saved_by_stock)[0]], [found]).assert_bitwise()

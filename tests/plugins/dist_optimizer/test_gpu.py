@@ -18,7 +18,6 @@ from tests.overlap import test_gate
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.ddp.test_gpu import loop_memory_of_another_stream
 from tests.plugins.dist_optimizer import (
-    test_checkpoints,
     test_hooks_and_failures,
     test_loop_styles,
     test_loops,
@@ -76,7 +75,7 @@ def test_state_of_whole_parameters(ranks, kind):
         args = (False,) if loop is test_whole_parameters_state.resumed else ()
         for result in ranks(2)(both, loop, kind, *args, **named):
             compare(result["stock"], result["patched"]).assert_bitwise()
-    check_each(ranks(2)(all_cases, test_whole_parameters.scaled, {"": {"kind": kind, "clip": True}}, **named))
+    check_each(ranks(2)(all_cases, test_whole_parameters.instead, test_whole_parameters.scaled(kind), **named))
 
 
 @pytest.mark.parametrize("dtype", test_main_params.HALVES)
@@ -152,9 +151,9 @@ def test_one_rank_alone_reads_the_state(ranks, reader):
 
 def test_checkpoints_written_and_read(ranks):
     for full in (False, True):
-        for result in ranks(2)(both, test_checkpoints.by_dcp, full, **NCCL):
+        for result in ranks(2)(both, test_whole_parameters_state.by_dcp, "adamw", full, False, **NCCL):
             compare(result["stock"], result["patched"]).assert_bitwise()
-    for result in ranks(2)(both, test_state.resumed, False, **NCCL):
+    for result in ranks(2)(both, test_whole_parameters_state.resumed, "adamw", False, **NCCL):
         compare(result["stock"], result["patched"]).assert_bitwise()
 
 

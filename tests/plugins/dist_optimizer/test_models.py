@@ -261,10 +261,6 @@ def test_several_models(ranks, optimizers):
     check_all(ranks(2)(all_cases, several_models, {"": {"optimizers": optimizers}}))
 
 
-def test_adversaries(ranks):
-    check_all(ranks(2)(all_cases, adversaries, {"": {}}))
-
-
 def compiled(around: str) -> list[Record]:
     raw = net()
     model: Any = ddp(torch.compile(raw, backend="aot_eager") if around == "model" else raw)
@@ -303,10 +299,6 @@ def elsewhere() -> list[Record]:
     return [*records, params(model)]
 
 
-def test_a_default_device_that_is_another(ranks):
-    check_all(ranks(2)(all_cases, elsewhere, {"": {}}))
-
-
 def wrapped_twice() -> list[Record]:
     raw = net()
     models = [ddp(raw)]
@@ -324,8 +316,9 @@ def wrapped_twice() -> list[Record]:
     return records
 
 
-def test_a_model_that_is_wrapped_anew(ranks):
-    check_all(ranks(2)(all_cases, wrapped_twice, {"": {}}))
+@pytest.mark.parametrize("loop", [adversaries, elsewhere, wrapped_twice])
+def test_loops_of_other_shapes(ranks, loop):
+    check_all(ranks(2)(all_cases, loop, {"": {}}))
 
 
 def alone() -> list[Record]:

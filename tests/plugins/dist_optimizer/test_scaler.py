@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.plugins.ddp.arms import all_both, data, device, table
 from tests.plugins.ddp.checks import check_all
 from tests.plugins.dist_optimizer.arms import apply
-from tests.plugins.dist_optimizer.test_loops import net
+from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare
 from tests.support.rarely import ALL_CASES
 
@@ -21,9 +22,12 @@ from tests.support.rarely import ALL_CASES
 SPOILT = (3, 8)
 
 
+FUSED = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
+
+
 def train(unscale: bool, clip: bool, fused: bool, culprit: int) -> list[dict[str, Any]]:
     model = DistributedDataParallel(net())
-    opt = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    opt = (FUSED if fused else OPTIMIZERS["adamw"])(model.parameters())
     scaler = torch.amp.GradScaler(device().type, init_scale=2.0**10, growth_interval=4)
     now = [0]
 

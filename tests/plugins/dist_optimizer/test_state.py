@@ -144,36 +144,6 @@ def test_nobody_sees_a_slice(ranks):
     ranks(2)(nothing_is_a_slice)
 
 
-def resumed(load_before_wrap: bool) -> list[dict[str, Any]]:
-    model, opt = trained(4)
-    checkpoint = copy.deepcopy((model.module.state_dict(), opt.state_dict()))
-    raw = net()
-    raw.load_state_dict(checkpoint[0])
-    opt2 = torch.optim.AdamW(raw.parameters(), lr=0.01)
-    if load_before_wrap:
-        opt2.load_state_dict(checkpoint[1])
-        model2 = DistributedDataParallel(raw)
-    else:
-        model2 = DistributedDataParallel(raw)
-        step(model2, opt2, 99)
-        raw.load_state_dict(checkpoint[0])
-        opt2.load_state_dict(checkpoint[1])
-    records = []
-    for number in range(4, 8):
-        step(model, opt, number)
-        step(model2, opt2, number)
-        records.append({"first": params(model), "second": params(model2)})
-    return records
-
-
-@pytest.mark.parametrize("load_before_wrap", [True, False])
-def test_a_resumed_run_continues(ranks, load_before_wrap):
-    for result in ranks(2)(both, resumed, load_before_wrap):
-        compare(result["stock"], result["patched"]).assert_bitwise()
-        for record in result["patched"]:
-            compare([record["first"]], [record["second"]]).assert_bitwise()
-
-
 def loaded_one_after_the_other(first: int) -> list[Any]:
     """One rank loads, and reads what it has loaded, while the other still reads what there was before."""
     model, opt = build()
@@ -235,34 +205,6 @@ def handed_over(first_patched: bool) -> list[dict[str, torch.Tensor]]:
     mixed = part(not first_patched, half, range(4, 8))
     stock = part(False, part(False, None, range(4)), range(4, 8))
     return [mixed[0], stock[0]]
-
-
-@pytest.mark.parametrize("first_patched", [True, False])
-def test_checkpoints_go_between_stock_and_patched(ranks, first_patched):
-    for mixed, stock in ranks(2)(handed_over, first_patched):
-        compare([mixed], [stock]).assert_bitwise()
-
-
-def reverted(patched: bool) -> list[dict[str, Any]]:
-    records = []
-    if patched:
-        ovpatch.apply("ddp", "dist_optimizer", options={"dist_optimizer": SMALL})
-    torch.manual_seed(0)
-    model, opt = build()
-    for number in range(8):
-        if number == 4:
-            ovpatch.revert()
-            records.append({"state": copy.deepcopy(opt.state_dict()["state"])})
-        step(model, opt, number)
-        records.append({"param": params(model)})
-    assert not any(isinstance(v, LazyTensor) for s in opt.state.values() for v in s.values())
-    dist.barrier()
-    return records
-
-
-def test_revert_in_mid_training(ranks):
-    for stock, patched in zip(ranks(2)(reverted, False), ranks(2)(reverted, True), strict=True):
-        compare(stock, patched).assert_bitwise()
 
 
 def _replace(opt: torch.optim.Optimizer, states: list[dict[str, Any]]) -> None:

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 import ovpatch
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from tests.plugins.ddp.arms import Record, data, device
-from tests.plugins.dist_optimizer import test_hooks_and_failures, test_loop_styles, test_models
+from tests.plugins.ddp.arms import Record, data
+from tests.plugins.dist_optimizer import test_hooks_and_failures, test_loop_styles, test_models, test_scaler
 from tests.plugins.dist_optimizer.arms import SMALL, both
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some, versions
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
@@ -206,6 +206,7 @@ def test_an_optimizer_for_each_parameter_is_dealt_out_like_one(ranks):
 # --- the loops, models and reads of the other files ---
 
 ONE: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": OPTIMIZERS["adamw"],
     "muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.02),
     "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.01),
     "lamb": lambda ps: Lamb(ps),
@@ -357,32 +358,14 @@ def test_an_error_on_one_rank_leaves_the_parameters_the_same_on_all(ranks):
 # --- scalers ---
 
 
-def scaled(kind: str, clip: bool) -> list[Record]:
-    model = ddp(net())
-    opt = ONE[kind](model.parameters())
-    scaler = torch.amp.GradScaler(device().type, init_scale=2.0**10, growth_interval=4)
-    now = [0]
-
-    def spoil(grad: Tensor) -> Tensor:
-        return grad * float("inf") if now[0] in (3, 6) and dist.get_rank() == 0 else grad
-
-    model.module[0].weight.register_hook(spoil)
-    records = []
-    for number in range(8):
-        now[0] = number
-        opt.zero_grad()
-        scaler.scale(model(data(number, 5, 6)).square().mean()).backward()
-        if clip:
-            scaler.unscale_(opt)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        scaler.step(opt)
-        scaler.update()
-        records.append({"scale": scaler.get_scale(), **params(model)})
-    assert scaler.get_scale() != 2.0**10
-    return records
+def scaled(kind: str) -> dict[str, dict[str, Any]]:
+    once = {"fused": False, "culprit": 0}
+    return cases(kind, test_scaler.train, {f"{on}": {"unscale": on, "clip": on, **once} for on in (False, True)})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scalers(ranks, kind):
-    loops = {f"clip: {clip}": {"kind": kind, "clip": clip} for clip in (False, True)}
-    check_each(ranks(2)(all_cases, scaled, loops, options=NAMED), steps=6)
+    results = ranks(2)(all_cases, instead, scaled(kind), options=NAMED)
+    check_each(results, steps=8)
+    for case in results[0].values():
+        assert len({record["scale"] for record in case["patched"]}) > 1, "no step was skipped"
