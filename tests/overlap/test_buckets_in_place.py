@@ -96,3 +96,40 @@ def test_gradients_that_are_no_plain_memory_go_through_a_tensor_of_their_own(how
         finish(bucket)
         assert param.grad is odd
         assert torch.equal(odd, before * 2)
+
+
+@pytest.mark.parametrize("flat_below", [ALONE, 50, 1 << 60])
+def test_a_gradient_dropped_while_it_is_reduced_comes_back(flat_below):
+    given = params((3, 4), (10, 8))
+    bucket = GradBucket([0, 1], given, flat_below=flat_below)
+    expected = backward(given)
+    pieces = bucket.pack(1)
+    for p in given:
+        p.grad = None
+    for piece in pieces:
+        piece.mul_(2)
+    finish(bucket)
+    assert all(torch.equal(p.grad, 2 * e) for p, e in zip(given, expected, strict=True))
+    held = [p.grad for p in given]
+    for p in given:
+        p.grad = None
+    backward(given)
+    for piece in bucket.pack(1):
+        piece.zero_()
+    finish(bucket)
+    assert all(torch.equal(h, 2 * e) for h, e in zip(held, expected, strict=True)), "it belongs to the user now"
+
+
+@pytest.mark.parametrize("flat_below", [ALONE, 50, 1 << 60])
+@pytest.mark.parametrize("divisor", [1, 4])
+def test_parameters_that_nobody_used_keep_what_they_had(flat_below, divisor):
+    given = params((3, 4), (10, 8), (6,), (9, 9))
+    bucket = GradBucket([7, 8, 9, 10], given, flat_below=flat_below)
+    backward(given)
+    given[2].grad = given[3].grad = None
+    before = given[1].grad.clone()
+    for piece in bucket.pack(divisor, absent=(8, 9, 10)):
+        piece.mul_(3.7)
+    finish(bucket, skip=(8, 9, 10))
+    assert torch.equal(given[1].grad, before)
+    assert given[2].grad is given[3].grad is None

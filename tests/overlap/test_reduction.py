@@ -119,6 +119,25 @@ def test_parameters_that_are_left_out_are_not_waited_for(ranks):
     assert ranks(2)(without_some) == [[0, 1, 2]] * 2
 
 
+def came_after_all() -> None:
+    setup = Setup()
+    setup.fill()
+    setup.reduction.start_backward()
+    for index in (3, 4):
+        setup.reduction.skip_param(index)
+    assert setup.arrive(3) == [True]  # its bucket is still there, and does not wait for it twice
+    assert setup.reduction.absent == {4}
+    assert setup.arrive(5, 2) == [True, True]
+    assert setup.launched == [0, 1]
+    assert setup.arrive(4) == [False]
+    setup.reduction.start_grad_sync()
+    setup.reduction.wait()
+
+
+def test_a_gradient_that_was_taken_for_absent_is_told_whether_it_is_too_late(ranks):
+    ranks(2)(came_after_all)
+
+
 def failing_after_the_first(skip_absent: bool) -> list[int]:
     """The second bucket is left out, the third is launched with zeros."""
     setup = Setup(skip_absent=skip_absent)

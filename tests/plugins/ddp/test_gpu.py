@@ -28,7 +28,7 @@ LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "checkpoint": (test_loops.loop_plain, {"early_optimizer": False, "checkpointing": False}),
     "reentrant": (test_loops.loop_plain, {"early_optimizer": False, "checkpointing": True}),
     "no_sync": (test_loops.loop_accumulate, {"style": "no_sync"}),
-    "unused": (test_loops.loop_unused, {"per_rank": True, "set_to_none": True, "as_view": False}),
+    "unused": (test_loops.loop_unused, {"in_place": False, "per_rank": True, "set_to_none": True, "as_view": False}),
     "scaler": (test_loops.loop_amp, {"dtype": "float16", "scaler": True}),
     "ema": (test_loops.loop_ema_eval_save, {}),
     "kept": (test_gradients_kept.loop_keeps_last_gradients, {"how": "tensor"}),

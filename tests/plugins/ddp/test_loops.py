@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from tests.plugins.ddp.arms import Record, all_both, both, data, device, is_patched, seen, table
+from tests.plugins.ddp.arms import Record, all_both, both, data, device, is_patched, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check, check_all, check_cases
 
 WORLDS = [2, 3]
@@ -168,6 +168,7 @@ class Branches(nn.Module):
         return self.branches[branch](self.stem(x))
 
 
+@reduced_in_place
 def loop_unused(*, per_rank: bool, set_to_none: bool, as_view: bool) -> list[Record]:
     model = Branches().to(device())
     wrapped = DDP(model, find_unused_parameters=True, bucket_cap_mb=0.0001, gradient_as_bucket_view=as_view)
@@ -186,7 +187,7 @@ def loop_unused(*, per_rank: bool, set_to_none: bool, as_view: bool) -> list[Rec
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("as_view", [True, False])
 def test_parameters_unused_on_some_ranks_or_all_changing_over_time(ranks, world, as_view):
-    cases = table(per_rank=[True, False], set_to_none=[True, False], as_view=[as_view])
+    cases = table(in_place=[False, True], per_rank=[True, False], set_to_none=[True, False], as_view=[as_view])
     for result in check_cases(ranks(world), loop_unused, cases, backwards=5, bitwise=not as_view):
         assert all(case["patched"][0]["grad"]["never.weight"] is None for case in result.values())
 

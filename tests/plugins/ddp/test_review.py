@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +19,6 @@ from tests.plugins.ddp.arms import (
     Record,
     both,
     data,
-    is_patched,
     record_steps,
     reduced_in_place,
     seen,
@@ -28,7 +26,7 @@ from tests.plugins.ddp.arms import (
     table,
 )
 from tests.plugins.ddp.checks import check, check_cases
-from tests.plugins.ddp.test_failures import Bomb, Mined, train
+from tests.plugins.ddp.test_failures import Bomb, Mined
 from tests.support.equality import compare
 
 TINY = 0.0001  # MiB: every gradient of the models here gets a bucket of its own
@@ -144,19 +142,6 @@ def loop_known_elsewhere(how: str) -> list[Record]:
 def test_a_gradient_that_is_known_elsewhere_stays_where_it_is(ranks):
     how = ["numpy", "dlpack", "storage", "shared", "weakref", "attribute", "strides"]
     check_cases(ranks(2), loop_known_elsewhere, table(how=how))
-
-
-def first_backward_fails(depths: list[int], ddp: dict[str, Any]) -> list[Record]:
-    """Every rank's very first backward fails, on one of them before any gradient came; stock's would end there."""
-    good = [(0, None), (1, None), (2, None)]
-    if not is_patched():
-        return train(good, {"bucket_cap_mb": TINY})
-    return train([(90, depths[dist.get_rank()]), *good], {"bucket_cap_mb": TINY, **ddp})
-
-
-def test_a_first_backward_that_fails_at_different_depths_does_not_hang_the_next(ranks):
-    ddp = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
-    check_cases(ranks(2), first_backward_fails, table(depths=[[0, 3], [3, 0], [3, 3]], ddp=ddp))
 
 
 def accumulate(wrapped: DDP, step: int) -> Record:
@@ -286,23 +271,6 @@ def test_a_model_wrapped_while_another_thread_ends_a_backward(ranks, group_is_ne
     results = ranks(2)(both, loop_wrap_during_the_end, group_is_new, timeout=60)
     check(results)
     assert [result["counters"]["recovered"] for result in results] == [0, 0]
-
-
-def loop_generic_join() -> list[Record]:
-    model = wide()
-    wrapped = DDP(model)
-    records = []
-    with Join([wrapped]):
-        for step in range(2 + dist.get_rank()):
-            wrapped.zero_grad()
-            wrapped(data(step, 4, 6)).square().mean().backward()
-            records.append(seen(model))
-    return records
-
-
-def test_the_generic_join_context_gets_the_stock_reducer(ranks):
-    """``with Join([model, optimizer])`` (accelerate's way, too) does not pass ``DistributedDataParallel.join``."""
-    check(ranks(2)(both, loop_generic_join), stock_models=1)
 
 
 def frozen_then_cast() -> list[Record]:

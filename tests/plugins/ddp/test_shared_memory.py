@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
 from ovpatch.overlap.comm.consensus import RankMismatchError
-from tests.plugins.ddp.arms import Record, counted, data, record_steps, reduced_in_place, seen, table
-from tests.plugins.ddp.checks import check, check_cases
+from tests.plugins.ddp.arms import Record, data, record_steps, reduced_in_place, table
+from tests.plugins.ddp.checks import check_cases
 
 TINY = 0.0001  # MiB: every gradient gets a bucket of its own
 
@@ -129,55 +128,6 @@ def loop_hooks(where: str) -> list[Record]:
 def test_hooks_that_write_all_gradients(ranks):
     where = ["wrapper", "parameter", "tensor hook of a parameter", "module put in later"]
     check_cases(ranks(2), loop_hooks, table(where=where), backwards=4)
-
-
-def failing(patched: bool, **ddp: Any) -> list[Record]:
-    """One backward fails on all ranks, late on rank 0, while the others' collectives wait in its gradients."""
-    torch.manual_seed(0)
-    model = net()
-    wrapped = DDP(model, bucket_cap_mb=TINY, **ddp)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    fail = [False]
-
-    def bomb(_: torch.Tensor) -> None:
-        if fail[0]:
-            raise RuntimeError("boom")
-
-    wrapped(data(0, 4, 16)).sum().backward()
-    records = []
-    for step in range(1, 5):
-        optimizer.zero_grad(set_to_none=False)
-        if patched and step == 2:
-            fail[0] = True
-            handle = model[0].weight.register_hook(bomb) if ddp else None
-            time.sleep(0.3 * (dist.get_rank() == 0))
-            x = data(90, 4, 16).requires_grad_()
-            x.register_hook(bomb)
-            with pytest.raises(RuntimeError, match="boom"):
-                wrapped(x).sum().backward()
-            fail[0] = False
-            if handle is not None:
-                handle.remove()
-            optimizer.zero_grad(set_to_none=False)
-        wrapped(data(step, 4, 16)).square().mean().backward()
-        records.append(seen(model))
-        optimizer.step()
-    return records
-
-
-@reduced_in_place
-def failing_then_zeroed_in_place(**ddp: Any) -> dict[str, Any]:
-    stock = failing(False, **ddp)  # it cannot go on after the exception, so it has none
-    with ovpatch.applied("ddp"):
-        return {"stock": stock, **counted(failing, True, **ddp)}
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("ddp", [{}, {"find_unused_parameters": True}], ids=str)
-def test_gradients_zeroed_in_place_after_a_backward_that_failed(ranks, world, ddp):
-    results = ranks(world)(failing_then_zeroed_in_place, **ddp)
-    check(results, backwards=5)
-    assert [result["counters"]["recovered"] for result in results] == [1] * world
 
 
 def swapped() -> str:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
@@ -64,8 +65,15 @@ def loop_join() -> list[Record]:
     return [*records, seen(wrapped.module)]
 
 
+def loop_generic_join() -> list[Record]:
+    """As accelerate does it: not through ``DistributedDataParallel.join``."""
+    wrapped = DDP(net())
+    with Join([wrapped]):
+        return steps(wrapped, 2 + dist.get_rank())
+
+
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("loop", [loop_comm_hook, loop_builtin_hook, loop_join])
+@pytest.mark.parametrize("loop", [loop_comm_hook, loop_builtin_hook, loop_join, loop_generic_join])
 def test_what_needs_the_stock_reducer_gets_it_and_the_report_says_so(ranks, world, loop):
     for result in ranks(world)(both_with_remarks, loop):
         # Not bitwise on 3 ranks: the stock reducer that comes late cuts its buckets later than one that was there.
