@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -503,3 +504,44 @@ def test_a_child_forked_while_gradients_are_written_gets_an_error(ranks):
     """The peers still have the version before, and this rank does not."""
     text = ranks(2)(forked_amid_an_update)[0]
     assert text.startswith("ovpatch: this process was forked while another thread wrote new gradients")
+
+
+# --- checkpoints by functions of torch.distributed.checkpoint, and by one rank while the others have finished ---
+
+
+def into_several() -> list[dict[str, Any]]:
+    """Load into optimizers that have never stepped, of models that have never run; torch lets them step for that."""
+    model, opt = trained(4)
+    found = copy.deepcopy(dcp.get_optimizer_state_dict(model, opt))
+    others = [build() for _ in range(2)]
+    for other, opt2 in others:
+        dcp.set_optimizer_state_dict(other, opt2, copy.deepcopy(found))
+    records = []
+    for other, opt2 in others:
+        step(other, opt2, 5)
+        state = copy.deepcopy(dcp.get_optimizer_state_dict(other, opt2))
+        records.append({"state": state, "after": {n: p.detach().clone() for n, p in other.named_parameters()}})
+    return records
+
+
+def test_dcp_functions_load_into_several_new_models(ranks):
+    for result in ranks(2)(both, into_several):
+        compare(result["stock"], result["patched"]).assert_bitwise()
+        assert result["counters"]["optimizers"] == 3
+
+
+def saved_last() -> Any:
+    """Rank 1 destroys its group while rank 0 is still to save."""
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
+        _model, opt = trained(4)
+        found = None
+        if dist.get_rank() == 0:
+            time.sleep(0.5)
+            found = copy.deepcopy(opt.state_dict())
+        dist.destroy_process_group()
+    return found
+
+
+def saved_by_stock() -> Any:
+    _model, opt = trained(4)
+    return copy.deepcopy(opt.state_dict())

@@ -17,7 +17,7 @@ import ovpatch
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, all_both, table
 from tests.plugins.ddp.checks import check_all, some
-from tests.plugins.dist_optimizer import test_checkpoints, test_state
+from tests.plugins.dist_optimizer import test_state
 from tests.plugins.dist_optimizer.arms import SMALL, apply
 from tests.plugins.dist_optimizer.checks import params
 from tests.plugins.dist_optimizer.test_loops import net
@@ -208,9 +208,9 @@ def test_dcp_functions_give_and_take_stocks_dictionaries(ranks, full):
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor"])
 def test_a_rank_that_has_finished_waits_for_one_that_still_saves(ranks, kind):
-    found, nothing = ranks(2)(instead, kind, test_checkpoints.saved_last)
+    found, nothing = ranks(2)(instead, kind, test_state.saved_last)
     assert nothing is None
-    compare([ranks(2)(instead, kind, test_checkpoints.saved_by_stock)[0]], [found]).assert_bitwise()
+    compare([ranks(2)(instead, kind, test_state.saved_by_stock)[0]], [found]).assert_bitwise()
 
 
 # --- going back to stock ---
