@@ -127,7 +127,9 @@ RUNNERS = ("run", "verify", "bench", "timeline")
 
 MISTAKES: dict[str, tuple[dict[str, str], tuple[str, ...], ExitCode, str]] = {
     "no command": ({}, (), ExitCode.USAGE, "no command given"),
+    "nothing behind the dashes": ({}, ("--",), ExitCode.USAGE, "no command given"),
     "unknown feature": ({"OVPATCH": "dpd"}, ("--", "true"), ExitCode.USAGE, "did you mean 'ddp'?"),
+    "an unknown feature by option": ({}, ("--features", "dpp", "--", "true"), ExitCode.USAGE, "did you mean 'ddp'?"),
     "a feature that cannot be loaded": ({"OVPATCH": "+broken"}, ("--", "true"), ExitCode.USAGE, "boom"),
     "no such program": ({}, ("--", "no-such-program"), ExitCode.NOT_FOUND, "no-such-program: command not found"),
     "a script alone": ({}, ("--", "train.py"), ExitCode.NOT_FOUND, "Put its launcher before it: torchrun train.py"),

@@ -58,19 +58,6 @@ def test_tensors_are_summed_in_place_by_one_launch(ranks, world):
             assert result["backend"] == "gloo"
 
 
-def in_a_subgroup() -> torch.Tensor:
-    pair = dist.new_group([0, 2])
-    value = torch.tensor([1.0 + dist.get_rank()])
-    if dist.get_rank() != 1:
-        for work in AllReduce(pair, CPU)([value]):
-            work.wait()
-    return value
-
-
-def test_only_the_groups_ranks_take_part(ranks):
-    assert ranks(3)(in_a_subgroup) == [torch.tensor([4.0]), torch.tensor([2.0]), torch.tensor([4.0])]
-
-
 def waited_for_twice() -> list[torch.Tensor]:
     given = [torch.ones(3), torch.ones(2)]
     (work,) = AllReduce(group(), CPU)(given)

@@ -187,18 +187,3 @@ def test_a_second_contribution_is_an_error_without_static_graph_and_right_with_i
         assert "twice.weight" in text or "twice.bias" in text
         assert "use_reentrant=False" in text
     compare(ranks(2)(loop_reentrant_twice), ranks(2)(reentrant_twice, True)).assert_bitwise()
-
-
-def cast_after_wrap() -> list[Record]:
-    torch.manual_seed(0)
-    with ovpatch.applied("ddp"):
-        model = Mined().to(device())
-        wrapped = DDP(model)
-        records = record_steps(model, (wrapped(data(step, 4, 8)).square().mean() for step in range(2)))
-        model.double()
-        return records + record_steps(model, (wrapped(data(step, 4, 8).double()).square().mean() for step in (2, 3)))
-
-
-def test_a_model_cast_after_the_wrap_is_still_reduced(ranks):
-    first, second = ranks(2)(cast_after_wrap)
-    compare([r["grad"] for r in first], [r["grad"] for r in second]).assert_bitwise()

@@ -142,21 +142,6 @@ def test_accumulation(ranks, world, as_view):
         check_cases(ranks(world), loop_accumulate, cases, backwards=backwards, bitwise=not as_view)
 
 
-def loop_no_zero_grad() -> list[Record]:
-    model = Net().to(device())
-    wrapped = DDP(model)
-    records = []
-    for step in range(3):
-        wrapped(data(step, 3, 5)).square().mean().backward()
-        records.append(seen(model))
-    return records
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_gradients_accumulate_without_zero_grad(ranks, world):
-    check(ranks(world)(both, loop_no_zero_grad), backwards=3)
-
-
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -168,6 +168,7 @@ def on_this_rank_only(name: str, value: Any, other: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "value", "other"),
     [
+        ("overlap_grad_reduce", False, True),
         ("bucket_granularity", "layer", "size"),
         ("grad_reduce_in_fp32", True, False),
         ("reduce_late_gradients", False, True),
@@ -178,6 +179,7 @@ def test_ranks_that_differ_in_an_option_are_told(ranks, name, value, other):
     for text in ranks(2)(on_this_rank_only, name, value, other):
         assert ("bucket sizes in bytes is" if name == "bucket_cap_mb" else f"{name} is") in text
         assert "on rank 1" in text
+        assert "same OVPATCH variables" in text
 
 
 # --- skip_all_reduce_unused_params: buckets that no rank uses are not reduced ---

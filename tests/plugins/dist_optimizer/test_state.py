@@ -127,24 +127,6 @@ def test_one_rank_alone_reads_the_state(ranks, rank):
     check_all(results, check=check_reader, rank=rank)
 
 
-def nothing_is_a_slice() -> None:
-    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        _model, opt = trained(3)
-        cut = 0
-        for param, state in opt.state.items():
-            for name, value in state.items():
-                if name != "step":
-                    assert value.shape == param.shape
-                    assert value.dtype == param.dtype
-                    cut += isinstance(value, LazyTensor)
-        assert cut == 8, "nothing is cut, so the test shows nothing"
-        dist.barrier()
-
-
-def test_nobody_sees_a_slice(ranks):
-    ranks(2)(nothing_is_a_slice)
-
-
 def loaded_one_after_the_other(first: int) -> list[Any]:
     """One rank loads, and reads what it has loaded, while the other still reads what there was before."""
     model, opt = build()
