@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
 from tests.plugins.ddp.arms import Record, both, data, record_steps, reduced_in_place, seen, table
-from tests.plugins.ddp.checks import check_cases, some
-from tests.support.equality import compare
+from tests.plugins.ddp.checks import check_cases, same_bits, some
 from tests.support.rarely import ALL_CASES
 
 WORLDS = [2, 3]
@@ -268,8 +267,7 @@ def hooked(where: str) -> list[Record]:
 
 @pytest.mark.parametrize("where", ["before", "behind"])
 def test_what_they_do_counts_as_under_stock(ranks, where):
-    for result in ranks(2)(both, hooked, where):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    same_bits(ranks(2)(both, hooked, where))
 
 
 def wrapped_again() -> list[bool]:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from ovpatch.overlap.comm.step_flags import PERIOD, StepFlags
 from tests.plugins.ddp import test_failures, test_gradients_kept, test_loops
 from tests.plugins.ddp.arms import Record, both, data, device, record_steps, seen
-from tests.support.equality import compare
+from tests.plugins.ddp.checks import same_bits
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -41,8 +41,7 @@ LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_on_gpus(ranks, name):
     loop, kwargs = LOOPS[name]
-    for result in ranks(2)(both, loop, backend="nccl", **kwargs):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(ranks(2)(both, loop, backend="nccl", **kwargs)):
         assert result["counters"]["backwards"] > 0
         assert result["counters"]["stock_models"] == 0
 
@@ -106,8 +105,7 @@ def loop_two_streams() -> list[Record]:
 
 
 def test_gradients_from_several_streams(ranks):
-    for result in ranks(2)(both, loop_two_streams, backend="nccl"):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(ranks(2)(both, loop_two_streams, backend="nccl")):
         assert result["counters"]["backwards"] == 10
 
 
@@ -135,8 +133,7 @@ def loop_compiled(outside: bool, backend: str) -> list[Record]:
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_torch_compile_on_gpus(ranks, outside):
-    for result in ranks(2)(both, loop_compiled, outside, "inductor", backend="nccl", timeout=240):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(ranks(2)(both, loop_compiled, outside, "inductor", backend="nccl", timeout=240)):
         assert result["counters"]["backwards"] == 4
 
 
@@ -172,6 +169,5 @@ def loop_memory_of_another_stream(hooks: bool, wrap: Any = DDP) -> list[Record]:
 
 @pytest.mark.parametrize("hooks", [False, True])
 def test_memory_is_not_given_back_before_it_was_read(ranks, hooks):
-    for result in ranks(2)(both, loop_memory_of_another_stream, hooks, backend="nccl"):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(ranks(2)(both, loop_memory_of_another_stream, hooks, backend="nccl")):
         assert result["counters"]["backwards"] > 0

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.plugins.ddp.arms import data, device
+from tests.plugins.ddp.checks import same_bits
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.checks import train_step
-from tests.support.equality import compare
 
 STEPS = 8
 
@@ -50,12 +50,7 @@ def train(optimizer: str, steps: int = STEPS, read: bool = False) -> list[dict[s
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("read", [False, True])
 def test_optimizers(ranks, world, optimizer, read):
-    for result in ranks(world)(both, train, optimizer, read=read):
-        compared = compare(result["stock"], result["patched"])
-        if world == 2:
-            compared.assert_bitwise()
-        else:
-            compared.assert_equal()
+    for result in same_bits(ranks(world)(both, train, optimizer, read=read)):
         assert result["counters"]["steps"] == STEPS
         assert result["counters"]["params_updated"] == STEPS * 4
         by_parts, reads = result["counters"]["grads_sharded"], result["counters"]["grads_read"]
@@ -97,8 +92,7 @@ def signed() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("named", [False, True])
 def test_a_class_that_the_user_names_is_cut_and_another_stays_stock(ranks, named):
     options = {"element_wise": f"{__name__}.Signed" if named else ""}
-    for result in ranks(2)(both, signed, options=options):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(ranks(2)(both, signed, options=options)):
         counters = result["counters"]
         assert (counters["optimizers"], counters["stock_optimizers"]) == ((1, 0) if named else (0, 1))
         assert (counters["grads_sharded"] > 0) == named

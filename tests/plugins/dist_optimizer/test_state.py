@@ -27,7 +27,7 @@ import ovpatch
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer.sharded_grads import find
 from tests.plugins.ddp.arms import all_both, table
-from tests.plugins.ddp.checks import check_all
+from tests.plugins.ddp.checks import check_all, same_bits
 from tests.plugins.dist_optimizer.arms import SMALL, apply, both
 from tests.plugins.dist_optimizer.checks import params
 from tests.plugins.dist_optimizer.checks import train_step as step
@@ -69,12 +69,7 @@ def all_ranks(optimizer: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_state_dict_is_stocks(ranks, world, optimizer):
-    for result in ranks(world)(both, all_ranks, optimizer):
-        compared = compare(result["stock"], result["patched"])
-        if world == 2:
-            compared.assert_bitwise()
-        else:
-            compared.assert_equal()
+    for result in same_bits(ranks(world)(both, all_ranks, optimizer)):
         counters = result["counters"]
         assert counters["state_reads"] > 0
         share = counters["state_bytes"] / counters["state_bytes_whole"] if optimizer != "sgd" else 1 / world
@@ -149,8 +144,7 @@ def loaded_one_after_the_other(first: int) -> list[Any]:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_ranks_that_load_one_after_the_other_read_what_stock_shows(ranks, first):
-    for result in ranks(2)(both, loaded_one_after_the_other, first):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    same_bits(ranks(2)(both, loaded_one_after_the_other, first))
 
 
 def loaded_on_one_rank_alone() -> list[Any]:
@@ -224,8 +218,7 @@ def edited(edit: str, again: bool) -> list[dict[str, Any]]:
 
 
 def check_edited(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(results):
         assert result["counters"]["steps"] >= 6
 
 
@@ -276,8 +269,7 @@ def moved() -> list[Any]:
 
 
 def test_memory_of_a_parameter_that_moves_is_freed(ranks):
-    for result in ranks(2)(both, moved):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(ranks(2)(both, moved)):
         assert all(record["freed"] for record in result["patched"])
         assert result["counters"]["gathers_overlapped"] >= 4
 
@@ -507,8 +499,7 @@ def into_several() -> list[dict[str, Any]]:
 
 
 def test_dcp_functions_load_into_several_new_models(ranks):
-    for result in ranks(2)(both, into_several):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(ranks(2)(both, into_several)):
         assert result["counters"]["optimizers"] == 3
 
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import data
+from tests.plugins.ddp.checks import same_bits
 from tests.plugins.dist_optimizer.arms import both
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_state import build, step, trained
@@ -176,8 +177,7 @@ def held_while_other_state_is_loaded() -> list[Any]:
 
 
 def test_what_is_held_while_other_state_is_loaded_keeps_its_content(ranks):
-    for result in ranks(2)(both, held_while_other_state_is_loaded, options=ALL):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    same_bits(ranks(2)(both, held_while_other_state_is_loaded, options=ALL))
 
 
 def optimizer_deleted() -> list[Any]:
@@ -231,8 +231,7 @@ def stood_down() -> list[Any]:
 
 
 def test_it_survives_its_optimizers_standing_down(ranks):
-    for result in ranks(2)(both, stood_down, options=ALL):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(ranks(2)(both, stood_down, options=ALL)):
         assert result["counters"]["stock_optimizers"] == 1
 
 
