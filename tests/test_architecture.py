@@ -176,13 +176,7 @@ def test_insight_is_above_the_api_and_below_the_commands():
 
 
 def test_only_the_engine_and_the_report_speak_to_the_patch_manager():
-    allowed = (
-        "ovpatch.session.session",
-        "ovpatch.session.report",
-        "ovpatch",
-        "ovpatch.insight",
-        "ovpatch.patching",
-    )
+    allowed = ("ovpatch.session.session", "ovpatch.session.report", "ovpatch", "ovpatch.insight", "ovpatch.patching")
     others = [
         name
         for name in of("ovpatch")

@@ -198,8 +198,7 @@ def test_nan_payload_and_the_sign_of_zero_do_not_count():
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64],
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
 )
 def test_integers(dtype):
     base = torch.tensor([1, 2, 3]).to(dtype)

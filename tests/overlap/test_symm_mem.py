@@ -160,10 +160,7 @@ def test_memory_is_allocated_on_all_ranks_or_on_none(ranks):
     before = ranks(2)(rendezvous_so_far)
     assert ranks(2)(allocations, {}) == [(["empty", "prepared"], "")] * 2
     assert ranks(2)(rendezvous_so_far) == [count + 1 for count in before]
-    assert ranks(2)(allocations, {1: 1}) == [
-        (["empty", "prepared"], ""),
-        (["empty", "cache", "empty", "prepared"], ""),
-    ]
+    assert ranks(2)(allocations, {1: 1}) == [(["empty", "prepared"], ""), (["empty", "cache", "empty", "prepared"], "")]
     (first, why), (second, also) = ranks(2)(allocations, {1: 2})
     assert (first, second) == (["empty", "prepared"], ["empty", "cache", "empty"])
     assert why == also == "1 MiB of symmetric memory: CUDA driver error: out of memory (rank 1)"

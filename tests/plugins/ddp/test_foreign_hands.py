@@ -194,10 +194,7 @@ def loop_shared_with_stock(which: str, stock_is_first: bool, caps: tuple[float, 
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
     ours, theirs = (nn.Sequential(trunk, nn.Linear(6, 3)) for _ in range(2))
-    wrappers = [
-        (lambda: STOCK[which](theirs, caps[0])),
-        (lambda: DDP(ours, bucket_cap_mb=caps[1])),
-    ]
+    wrappers = [(lambda: STOCK[which](theirs, caps[0])), (lambda: DDP(ours, bucket_cap_mb=caps[1]))]
     wrapped = [wrap() for wrap in (wrappers if stock_is_first else reversed(wrappers))]
     records = []
     for step in range(4):

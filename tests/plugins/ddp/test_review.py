@@ -15,16 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import ovpatch
-from tests.plugins.ddp.arms import (
-    Record,
-    both,
-    data,
-    record_steps,
-    reduced_in_place,
-    seen,
-    stock_and_patched,
-    table,
-)
+from tests.plugins.ddp.arms import Record, both, data, record_steps, reduced_in_place, seen, stock_and_patched, table
 from tests.plugins.ddp.checks import check, check_cases
 from tests.plugins.ddp.test_failures import Bomb, Mined
 from tests.support.equality import compare

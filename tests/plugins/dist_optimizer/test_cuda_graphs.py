@@ -166,10 +166,7 @@ def test_nobody_meets_an_event_of_a_capture():
 def test_an_optimizer_that_may_be_captured_stays_stock():
     ones = [torch.nn.Parameter(torch.zeros(2))]
     made = [torch.optim.AdamW([{"params": ones, "capturable": on}]) for on in (False, True)]
-    assert [takeover.unsupported_reason(one, takeover.NamedClasses())[:15] for one in made] == [
-        "",
-        "capturable=True",
-    ]
+    assert [takeover.unsupported_reason(one, takeover.NamedClasses())[:15] for one in made] == ["", "capturable=True"]
 
 
 @pytest.mark.gpu(2)

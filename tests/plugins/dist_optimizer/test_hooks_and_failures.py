@@ -353,10 +353,7 @@ SIGNED = f"{Signed.__module__}.{Signed.__qualname__}"
 def differently() -> str:
     """Options that decide what ranks communicate differ; the wrap says so, where a step would hang."""
     options = {"dist_optimizer": SMALL | {"element_wise": SIGNED if dist.get_rank() else ""}}
-    with (
-        ovpatch.applied("ddp", "dist_optimizer", options=options),
-        pytest.raises(RuntimeError) as raised,
-    ):
+    with ovpatch.applied("ddp", "dist_optimizer", options=options), pytest.raises(RuntimeError) as raised:
         DistributedDataParallel(net())
     return str(raised.value)
 

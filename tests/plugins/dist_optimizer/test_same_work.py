@@ -176,10 +176,7 @@ ON_THREE = [("same", "all", ""), ("same", "one", "alone"), ("other", "one", ""),
 
 @pytest.mark.parametrize(
     ("kind", "by", "beside", "world"),
-    [
-        *((*one, 2) for one in ANEW),
-        *(pytest.param(*one, 3, marks=() if one in ON_THREE else RARELY) for one in ANEW),
-    ],
+    [*((*one, 2) for one in ANEW), *(pytest.param(*one, 3, marks=() if one in ON_THREE else RARELY) for one in ANEW)],
 )
 def test_a_new_optimizer_that_one_rank_alone_makes_stalls_nobody(ranks, world, kind, by, beside):
     for stock, patched, counters, longest in ranks(world)(timed_arms, made_anew, kind, by, beside):
