@@ -223,22 +223,6 @@ def test_a_scripted_module_is_gathered_at_once(ranks, wrapped):
         assert result == [("a graph or a scripted module holds it", True)] * 2
 
 
-def launched_twice() -> str:
-    gather = AllGatherBucket([nn.Parameter(torch.zeros(4))], group())
-    gather.start_all_gather()
-    try:
-        gather.start_all_gather()
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        gather.finish_all_gather()
-    return ""
-
-
-def test_a_second_launch_is_refused(ranks):
-    assert all("call finish_all_gather() before step" in text for text in ranks(2)(launched_twice))
-
-
 def profiled() -> list[str]:
     gather = AllGatherBucket([nn.Parameter(torch.zeros(4))], group(), name="0")
     with torch.profiler.profile() as profile:

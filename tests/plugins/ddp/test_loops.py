@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from tests.plugins.ddp.arms import Record, all_both, both, data, device, is_patched, reduced_in_place, seen, table
+from tests.plugins.ddp.arms import Record, all_both, both, data, device, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check, check_all, check_cases
 
 WORLDS = [2, 3]
@@ -100,18 +100,6 @@ def test_buckets_graph_modes_and_activation_checkpointing(ranks, world):
     cases = table(ddp=[small, static, {"find_unused_parameters": True}], **late)
     cases |= table(ddp=[{}, static, small], checkpointing=[True, False], **late)
     check_cases(ranks(world), loop_plain, cases, backwards=4)
-
-
-def test_reentrant_checkpoint_with_unused_parameter_search(ranks):
-    ddp = {"find_unused_parameters": True, "bucket_cap_mb": 0.001}
-    results = ranks(2)(both, loop_reentrant_unused, ddp=ddp)
-    check(results)
-
-
-def loop_reentrant_unused(*, ddp: dict[str, Any]) -> list[Record]:
-    """Stock cannot search inside reentrant checkpoints, so its arm runs without the search; all is used anyway."""
-    kwargs = ddp if is_patched() else {k: v for k, v in ddp.items() if k != "find_unused_parameters"}
-    return loop_plain(early_optimizer=False, checkpointing=True, ddp=kwargs)
 
 
 def loop_accumulate(*, style: str, micro: int = 3, steps: int = 3, ddp: dict[str, Any] | None = None) -> list[Record]:

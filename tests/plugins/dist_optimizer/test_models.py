@@ -18,7 +18,7 @@ from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, train_steps
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare
-from tests.support.rarely import ALL_CASES, RARELY
+from tests.support.rarely import ALL_CASES
 
 Optimizers = list[torch.optim.Optimizer]
 
@@ -259,27 +259,6 @@ def adversaries() -> list[Record]:
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_several_models(ranks, optimizers):
     check_all(ranks(2)(all_cases, several_models, {"": {"optimizers": optimizers}}))
-
-
-def compiled(around: str) -> list[Record]:
-    raw = net()
-    model: Any = ddp(torch.compile(raw, backend="aot_eager") if around == "model" else raw)
-    wrapped = torch.compile(model, backend="aot_eager") if around == "wrapper" else model
-    opt = adamw(raw.parameters())
-    records = []
-    for step in range(8):
-        loss = wrapped(data(step, 5, 6)).square().mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        records.append({"loss": loss.detach(), **(params(raw) if step % 3 else {})})
-    torch._dynamo.reset()
-    return records
-
-
-@pytest.mark.parametrize("around", ["model", pytest.param("wrapper", marks=RARELY)])
-def test_compiled(ranks, around):
-    check_all(ranks(2)(all_cases, compiled, {"": {"around": around}}))
 
 
 def elsewhere() -> list[Record]:

@@ -253,27 +253,6 @@ def test_the_rest_of_what_was_read_is_fetched_before_the_process_group_ends(rank
     assert len(result["patched"][0]) > 1
 
 
-def destroyed() -> str:
-    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": ALL}):
-        mine = dist.new_group()
-        model = DistributedDataParallel(net(), process_group=mine)
-        opt = OPTIMIZERS["adamw"](model.parameters())
-        step(model, opt, 0)
-        found = opt.state_dict()
-        dist.destroy_process_group(mine)
-        try:
-            copy.deepcopy(found)
-        except RuntimeError as error:
-            return str(error)
-        report = ovpatch.report()["dist_optimizer"]
-    return f"no error: {report.counters}, {report.remarks}"
-
-
-def test_after_the_process_group_an_error_says_what_to_do(ranks):
-    for text in ranks(2)(destroyed):
-        assert "before destroy_process_group()" in text
-
-
 def in_a_thread() -> list[Any]:
     """A thread saves what the main thread was given, while that goes on."""
     model, opt = trained(3)
