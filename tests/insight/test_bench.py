@@ -10,7 +10,7 @@ import pytest
 
 from ovpatch.cli import main
 from tests.insight import programs
-from tests.insight.programs import ALONE, address
+from tests.insight.programs import address
 from tests.support.preloaded import preloaded
 
 environment = programs.environment
@@ -75,16 +75,6 @@ def test_a_script_on_two_ranks_is_measured(bench, monkeypatch):
     assert texts.out.startswith(f"ovpatch bench: {found['verdict']}\n")
     assert "144 tokens: 3 calls of DistributedDataParallel" in texts.out
     assert {"tokens/s", "TFLOP/s"} <= set(texts.out.replace("|", " ").split())
-
-
-@pytest.mark.slow
-def test_a_script_of_which_nothing_is_patched_and_that_ends_early(bench):
-    code, texts, found = bench(f"{ALONE}\nfor _ in range(10): step()", "--steps", "30")
-    assert code == 0, texts.err
-    assert [run["measured"]["taken"] for run in found["runs"]] == [10, 10]
-    assert [len(run["measured"]["times"]) for run in found["runs"]] == [7, 7]
-    assert texts.out.startswith("ovpatch bench: no feature did any work: both runs are the same program\n")
-    assert "the script ended after 10 steps" in texts.out
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from ovpatch.settings.settings import SettingsError
 from tests.insight import programs
 from tests.insight.programs import TORCHRUN
 from tests.support.preloaded import preloaded
-from tests.support.rarely import RARELY
 
 environment = programs.environment
 
@@ -114,10 +113,7 @@ def test_a_script_that_ends_earlier_ends_by_itself(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher", ["forked", pytest.param("torchrun", marks=RARELY)]
-)  # where it does not hang: above
-def test_a_hang_is_ended_and_every_process_says_where_it_is(run, launcher, monkeypatch):
+def test_a_hang_is_ended_and_every_process_says_where_it_is(run, monkeypatch):
     for name, value in programs.address().items():
         monkeypatch.setenv(name, value)
     body = """
@@ -129,7 +125,7 @@ def test_a_hang_is_ended_and_every_process_says_where_it_is(run, launcher, monke
         wait_for_nobody()
         """
     for timeout in programs.PATIENCE:
-        outcome = run(body, launcher=TORCHRUN if launcher == "torchrun" else preloaded(ranks=2), timeout=timeout)
+        outcome = run(body, launcher=preloaded(ranks=2), timeout=timeout)
         if len(variants.read_ranks(outcome.folder)) == 2 and variants.read_slowest_step(outcome.folder) == 1:
             break
     assert outcome.timed_out

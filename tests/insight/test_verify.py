@@ -10,7 +10,6 @@ import pytest
 from ovpatch.cli import main
 from ovpatch.insight import variants
 from ovpatch.insight.verify.verify import Conclusion
-from tests.insight.programs import PATIENCE
 from tests.support.environment import cleaned
 from tests.support.fake_plugins import Site
 from tests.support.preloaded import preloaded
@@ -57,13 +56,8 @@ def count(original):
 def site(tmp_path):
     site = Site(tmp_path)
     site.raw("counts", COUNTING.format(name="counts", body="COUNT['calls'] += 1"))
-    site.raw("idle", COUNTING.format(name="idle", body="pass"))
-    hang = "COUNT['calls'] += 1; hang_here() if COUNT['calls'] == 2 else None"
-    site.raw("hangs", COUNTING.format(name="hangs", body=hang) + "\ndef hang_here():\n    import time; time.sleep(600)")
     double = "COUNT['calls'] += 1; args = (args[0] * 2, *args[1:]) if COUNT['calls'] == 2 else args"
     site.raw("doubles", COUNTING.format(name="doubles", body=double))
-    raising = "COUNT['calls'] += 1; 1 / 0 if COUNT['calls'] == 2 else None"
-    site.raw("raises", COUNTING.format(name="raises", body=raising))
     return site
 
 
@@ -133,17 +127,6 @@ def test_a_script_that_fails_later_is_compared_up_to_there(verify):
     assert (code, data["verdict"], data["steps"]) == (0, "bitwise equal", 2), out
     assert "The script itself fails under stock PyTorch, with exit code 1" in out
     assert "ValueError: no more data" in out
-
-
-@pytest.mark.slow
-def test_a_hang_of_the_patched_run_is_cut_and_shows_stacks(verify):
-    for timeout in PATIENCE:
-        code, out, data = verify(loop("for _ in range(4): step()"), "--features=hangs", f"--timeout={timeout}")
-        if "in hang_here" in out:
-            break
-    assert (code, data["verdict"]) == (1, "different")
-    assert "the patched run hangs, as stock does not, because of hangs" in out
-    assert "in hang_here" in out
 
 
 def test_a_disk_that_is_full_is_not_a_difference(verify, monkeypatch, capfd):

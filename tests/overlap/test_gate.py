@@ -28,7 +28,6 @@ from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, some,
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.support import signs
 from tests.support.gloo import destroy_group
-from tests.support.rarely import RARELY
 
 
 def meetings(late: int) -> list[tuple[float, float]]:
@@ -388,10 +387,7 @@ ON_THREE = [("same", True, False), ("same", False, True), ("other", True, True)]
 
 @pytest.mark.parametrize(
     ("kind", "first", "alone", "world"),
-    [
-        *((*one, 2) for one in BESIDE),
-        *(pytest.param(*one, 3, marks=() if one in ON_THREE else RARELY) for one in BESIDE),
-    ],
+    [*((*one, 2) for one in BESIDE), *((*one, 3) for one in ON_THREE)],
 )
 def test_a_new_optimizer_beside_the_old_one_on_one_rank_alone_is_an_error_at_once(ranks, world, kind, first, alone):
     """Where hosts run ahead, ranks cannot tell each other before each step, and all go on as stock."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from typing import Any
 from unittest import mock
@@ -17,8 +16,7 @@ from ovpatch.overlap.tensors import pending_param
 from ovpatch.overlap.tensors.memory import shard_range, view_flat
 from ovpatch.overlap.tensors.pending_param import PENDING, is_pending
 from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
-from tests.overlap.reading import READERS
-from tests.overlap.stale import GARBAGE, entrances, find_reason_against, same, tensors
+from tests.overlap.stale import GARBAGE, entrances, find_reason_against
 from tests.overlap.test_collectives import for_each, group
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
@@ -73,38 +71,6 @@ def test_parameters_are_whole_again_where_they_were(ranks, world):
     right = {"outcome": [("", True, True, False)] * 3, "same": True, "plain": True}
     for results in ranks(world)(for_each, gathered, calls):
         assert [call for call, result in zip(calls, results, strict=True) if result != right] == [] or world == 1
-
-
-def read_by_all(names: list[str]) -> list[str]:
-    """Read with every reader after a gather, rank 0 before the others have launched it; return who read wrongly."""
-    wrong = []
-    with entrances():
-        for name in names:
-            make, read = READERS[name]
-            torch.manual_seed(0)
-            model = make()
-            expected = tensors(read(copy.deepcopy(model)))
-            if not read_after_a_gather(model, read, expected):
-                wrong.append(name)
-            del model
-    return wrong
-
-
-def read_after_a_gather(model: nn.Module, read: Any, expected: list[Any]) -> bool:
-    params = list(model.parameters())
-    gather = AllGatherBucket(params, group())
-    forget_the_others(params)
-    dist.barrier()
-    if dist.get_rank():
-        time.sleep(LATE)
-    assert gather.start_all_gather() == ""
-    right = same(tensors(read(model)), expected)
-    return right and not PENDING
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_reader_finds_what_was_gathered(ranks, world):
-    assert ranks(world)(read_by_all, list(READERS), timeout=120) == [[]] * world
 
 
 def under_way() -> tuple[nn.Linear, torch.Tensor, AllGatherBucket]:

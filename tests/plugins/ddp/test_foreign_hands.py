@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import ovpatch
 from tests.plugins.ddp.arms import Record, both, data, record_steps, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check_cases, same_bits, some
-from tests.support.rarely import ALL_CASES
 
 WORLDS = [2, 3]
 CAPS = [0.0001, 25]
@@ -87,10 +86,9 @@ def loop(deed: str, where: str, cap: float, accumulate: bool, ddp: dict[str, Any
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_module_backward_hook_that_changes_all_gradients(ranks, world):
-    where = ["register_full_backward_hook", "register_full_backward_pre_hook", "global"]
+    where = ["register_full_backward_hook", "register_full_backward_pre_hook"]
     cases = table(deed=DEEDS, where=where, cap=CAPS, accumulate=[False])
-    if not ALL_CASES:  # a hook on all modules is called as one on a module is
-        cases = {name: case for name, case in cases.items() if (case["where"], case["cap"]) != ("global", CAPS[-1])}
+    cases |= table(deed=DEEDS, where=["global"], cap=CAPS[:1], accumulate=[False])  # is called as one on a module is
     check_cases(ranks(world), loop, cases, backwards=4)
 
 

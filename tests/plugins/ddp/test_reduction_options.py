@@ -15,7 +15,6 @@ import ovpatch
 from tests.plugins.ddp.arms import Record, both, data, record_steps, seen, table
 from tests.plugins.ddp.checks import check, check_cases
 from tests.support.equality import compare
-from tests.support.rarely import ALL_CASES
 
 WORLDS = [2, 3]
 TINY = 0.0001
@@ -62,7 +61,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options_that_change_no_result(ranks, world, options):
     ddp = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
-    cases = table(ddp=ddp if world == 2 or ALL_CASES else [ddp[OPTIONS.index(options) % len(ddp)]])
+    cases = table(ddp=ddp if world == 2 else [ddp[OPTIONS.index(options) % len(ddp)]])
     check_cases(ranks(world), loop, cases, options=options, backwards=4, bitwise=False)
 
 

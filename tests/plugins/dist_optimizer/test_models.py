@@ -18,7 +18,6 @@ from tests.plugins.dist_optimizer.arms import SMALL
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, train_steps
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare
-from tests.support.rarely import ALL_CASES
 
 Optimizers = list[torch.optim.Optimizer]
 
@@ -210,9 +209,8 @@ def test_models_and_optimizers(ranks, world):
 
 def test_clipping_over_models(ranks):
     clipped = {name: case | {"clip": 0.1} for name, case in CASES.items() if "16" not in name}
-    if not ALL_CASES:  # their gradients are as those of the plain model
-        clipped = {name: case for name, case in clipped.items() if name not in LIKE_PLAIN}
-    check_all(ranks(2)(all_cases, train, clipped), steps=STEPS, bitwise=False)
+    others = {name: case for name, case in clipped.items() if name not in LIKE_PLAIN}
+    check_all(ranks(2)(all_cases, train, others), steps=STEPS, bitwise=False)
 
 
 def test_gradients_as_views_of_buckets(ranks):

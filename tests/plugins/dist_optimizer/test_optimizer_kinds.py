@@ -17,7 +17,6 @@ from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.arms import apply
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, versions
 from tests.plugins.dist_optimizer.test_loops import net
-from tests.support.rarely import ALL_CASES
 
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
@@ -158,7 +157,7 @@ def test_fused_optimizers_update_by_parts(ranks, world):
 
 
 def test_low_precision(ranks):
-    without = ("fused",) if ALL_CASES else ("fused", "foreach")  # which round as the others do, and in fp32 are above
+    without = ("fused", "foreach")  # which round as the others do, and in fp32 are above
     wanted = [kind for kind in KINDS if not any(word in kind for word in without)]
     kinds = {kind: {"kind": kind, "low_precision": True} for kind in wanted}
     check_all(ranks(2)(all_cases, train, kinds), steps=STEPS)

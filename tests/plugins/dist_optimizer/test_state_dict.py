@@ -27,7 +27,6 @@ from tests.plugins.dist_optimizer.test_state import build, step, trained
 from tests.plugins.dist_optimizer.test_whole_parameters import instead
 from tests.support.equality import compare
 from tests.support.gloo import destroy_group
-from tests.support.rarely import RARELY
 
 ALL = {"min_param_numel": 1}
 
@@ -80,11 +79,7 @@ def one_reader(reader: str, steps_before_read: int = 0) -> list[Any]:
 
 
 @pytest.mark.parametrize(  # what a reader fetches of two peers does not depend on what it then does with it
-    ("reader", "world"),
-    [
-        *((reader, 2) for reader in READERS),
-        *(pytest.param(reader, 3, marks=() if reader in ("save", "backwards") else RARELY) for reader in READERS),
-    ],
+    ("reader", "world"), [*((reader, 2) for reader in READERS), ("save", 3), ("backwards", 3)]
 )
 def test_the_reader_alone_fetches(ranks, world, reader):
     for rank, result in enumerate(ranks(world)(both, one_reader, reader, options=ALL)):
