@@ -34,7 +34,7 @@ from tests.plugins.dist_optimizer import (
     test_whole_parameters_state,
 )
 from tests.plugins.dist_optimizer.arms import both
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, train_step
 from tests.plugins.dist_optimizer.test_whole_parameters import check_each
 from tests.support.equality import compare
 
@@ -107,9 +107,7 @@ def capturable(cls: type[torch.optim.Optimizer], **kwargs: Any) -> list[Record]:
     opt = cls(model.parameters(), lr=torch.tensor(0.01, device=device()), capturable=True, **kwargs)
     records = []
     for step in range(8):
-        opt.zero_grad()
-        model(data(step, 5, 6)).square().mean().backward()
-        opt.step()
+        train_step(model, opt, step)
         records.append(params(model))
     return [*records, {str(k): v for k, v in opt.state_dict()["state"].items()}]
 
