@@ -52,10 +52,6 @@ def loss_of(net):
     return net(torch.randn(5, 4)).square().mean()
 
 
-def shape(events):
-    return [(event.kind, event.index, event.step) for event in events]
-
-
 def test_two_optimizers_that_take_turns(watched):
     def train():
         nets = [model(), model()]
@@ -125,7 +121,8 @@ def test_every_value_of_a_step(watched):
         torch.save({"net": net.state_dict()}, "/dev/null")
 
     events = watched(train)
-    assert shape(events) == [("backward", 0, 1), ("step", 0, 1), ("checkpoint", 0, 1)]
+    shape = [(event.kind, event.index, event.step) for event in events]
+    assert shape == [("backward", 0, 1), ("step", 0, 1), ("checkpoint", 0, 1)]
     values = events[1].values
     assert {name.partition(" ")[0] for name in values} == {
         "norm", "gradient", "parameter", "state", "option", "buffer", "random.python", "random.torch", "random.numpy"

@@ -30,24 +30,6 @@ def test_pack_divides_exactly_as_a_plain_multiplication(dtype, flat_below):
     assert all(torch.equal(piece.flatten(), w) for piece, w in zip(pieces, wanted, strict=True))
 
 
-@pytest.mark.parametrize("flat_below", WAYS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_end_as_the_average_in_the_tensors_that_they_were_in(dtype, flat_below):
-    mine = params(*SHAPES, dtype=dtype)
-    theirs = alike(mine)
-    buckets = [GradBucket(range(6), given, flat_below=flat_below) for given in (mine, theirs)]
-    for _ in range(3):
-        a, b = backward(mine), backward(theirs)
-        held = [p.grad for p in mine]
-        reduce(buckets)
-        for p, q, x, y, grad in zip(mine, theirs, a, b, held, strict=True):
-            assert p.grad is grad
-            assert torch.equal(p.grad, x * 0.5 + y * 0.5)
-            assert torch.equal(q.grad, p.grad)
-        for p in mine:
-            p.grad = None
-
-
 def test_every_rank_packs_the_same_sizes_whatever_its_gradients_are_like():
     """One rank's gradients are all reduced in place, the others' need tensors of their own, or are missing."""
     ranks = [params(*SHAPES)]

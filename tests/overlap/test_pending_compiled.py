@@ -100,8 +100,8 @@ def train(way: Callable[..., Any], backend: str, *, pending: bool) -> dict[str, 
         losses += step(compiled, model)
         if pending:
             decay_late(params)
-        else:
-            decay(params)
+        for param in params if not pending else ():
+            param.data.mul_(0.9)
     wait_for_all()
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     return {"losses": losses, "graphs": counter.frame_count, "ops": counter.op_count, "breaks": breaks}
@@ -114,11 +114,6 @@ def step(compiled: Any, model: nn.Module) -> list[float]:
     loss.backward()
     model.zero_grad()
     return [quiet_loss, loss.item()]
-
-
-def decay(params: list[nn.Parameter]) -> None:
-    for param in params:
-        param.data.mul_(0.9)
 
 
 def decay_late(params: list[nn.Parameter]) -> None:

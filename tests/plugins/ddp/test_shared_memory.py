@@ -22,12 +22,6 @@ def net() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
 
 
-def train(model: nn.Module, steps: int = 4, **ddp: Any) -> list[Record]:
-    wrapped = DDP(model, **ddp)
-    losses = (wrapped(data(step, 4, 16)).abs().square().mean() for step in range(steps))
-    return record_steps(model, losses, torch.optim.SGD(model.parameters(), 0.1))
-
-
 class Kept(torch.autograd.Function):
     """Gives the weight a view of what it keeps in Python."""
 
@@ -93,7 +87,10 @@ MODELS = {"kept in Python": Workspace, "conjugates": Conjugate, "subclass": tagg
 
 @reduced_in_place
 def loop_model(name: str, ddp: dict[str, Any]) -> list[Record]:
-    return train(MODELS[name](), **ddp)
+    model = MODELS[name]()
+    wrapped = DDP(model, **ddp)
+    losses = (wrapped(data(step, 4, 16)).abs().square().mean() for step in range(4))
+    return record_steps(model, losses, torch.optim.SGD(model.parameters(), 0.1))
 
 
 @pytest.mark.parametrize("world", [2, 3])
