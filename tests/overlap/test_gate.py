@@ -23,8 +23,7 @@ from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_held_state, test_loop_styles, test_models, test_reads_of_gradients
-from tests.plugins.dist_optimizer.arms import SMALL, both
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, some, train_step
+from tests.plugins.dist_optimizer.checks import SMALL, all_cases, both, check_all, ddp, some, train_step
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.support import signs
 from tests.support.gloo import destroy_group

@@ -13,8 +13,10 @@ from torch import nn
 from ovpatch.overlap.data_parallel.bucket import GradBucket
 from ovpatch.overlap.data_parallel.reducer import accumulate_products
 from ovpatch.overlap.tensors.memory import (
+    compute_contiguous_strides,
     count_references_of_one,
     count_storage_references,
+    has_same_layout,
     is_dense,
 )
 from tests.overlap.gradients import ALONE, address, params
@@ -63,6 +65,14 @@ LAYOUTS = {
 def test_dense_means_each_place_once(name):
     make, dense = LAYOUTS[name]
     assert is_dense(make()) is dense
+
+
+def test_layouts_differ_where_memory_does():
+    for shape in [(3, 4), (2, 0, 3), (), (5, 1)]:
+        assert compute_contiguous_strides(torch.Size(shape)) == torch.empty(shape).stride()
+    assert has_same_layout(torch.zeros(3, 4), (4, 1))
+    assert not has_same_layout(torch.zeros(3, 4).t(), (3, 1))
+    assert has_same_layout(torch.empty_strided((3, 1), (1, 77)), (1, 1))
 
 
 class Packer:

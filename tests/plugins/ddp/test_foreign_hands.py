@@ -66,6 +66,8 @@ def loop(deed: str, where: str, cap: float, accumulate: bool, ddp: dict[str, Any
 
     if where == "global":
         handle = nn.modules.module.register_module_full_backward_hook(hook)
+    elif where == "wrapper":
+        handle = wrapped.register_full_backward_hook(lambda *_: DEEDS[deed](model))
     else:
         handle = getattr(block, where)(hook)
     records = []
@@ -88,7 +90,8 @@ def loop(deed: str, where: str, cap: float, accumulate: bool, ddp: dict[str, Any
 def test_a_module_backward_hook_that_changes_all_gradients(ranks, world):
     where = ["register_full_backward_hook", "register_full_backward_pre_hook"]
     cases = table(deed=DEEDS, where=where, cap=CAPS, accumulate=[False])
-    cases |= table(deed=DEEDS, where=["global"], cap=CAPS[:1], accumulate=[False])  # is called as one on a module is
+    # Hooks on all modules, or on the wrapper, are called as those on a module are.
+    cases |= table(deed=DEEDS, where=["global", "wrapper"], cap=CAPS[:1], accumulate=[False])
     check_cases(ranks(world), loop, cases, backwards=4)
 
 
@@ -100,17 +103,20 @@ def test_with_gradients_that_accumulate(ranks):
     check_cases(ranks(2), loop, some({**cases, **static}), backwards=4)  # each deed in several ways
 
 
-def loop_hook_during_training(cap: float) -> list[Record]:
-    """A hook that comes after the first steps, on a block that was wrapped with everything else."""
+@reduced_in_place
+def loop_hook_during_training(cap: float, new: bool) -> list[Record]:
+    """A hook that comes after the first steps, on a block that was wrapped with everything else, or on a new module."""
     model = net()
     wrapped = DDP(model, bucket_cap_mb=cap)
     records = record_steps(model, (wrapped(data(step, 4, 6)).square().mean() for step in range(2)))
-    model[2].register_full_backward_hook(lambda *_: scales(model))
+    if new:
+        model[2] = nn.Sequential(model[2], nn.Identity())
+    (model[2][1] if new else model[2]).register_full_backward_hook(lambda *_: scales(model))
     return records + record_steps(model, (wrapped(data(step, 4, 6)).square().mean() for step in (2, 3)))
 
 
 def test_a_hook_registered_later(ranks):
-    check_cases(ranks(2), loop_hook_during_training, table(cap=CAPS), backwards=4)
+    check_cases(ranks(2), loop_hook_during_training, table(cap=CAPS, new=[False, True]), backwards=4)
 
 
 def loop_hook_between(hook: str, deed: str, cap: float) -> list[Record]:

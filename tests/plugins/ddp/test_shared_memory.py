@@ -99,34 +99,6 @@ def test_models_with_odd_gradients(ranks, world):
     check_cases(ranks(world), loop_model, cases, backwards=4)
 
 
-def clip_all(model: nn.Module) -> None:
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad.mul_(0.5)
-
-
-@reduced_in_place
-def loop_hooks(where: str) -> list[Record]:
-    model = net()
-    wrapped = DDP(model, bucket_cap_mb=TINY)
-    if where == "wrapper":
-        wrapped.register_full_backward_hook(lambda *_: clip_all(model))
-    if where == "parameter":
-        model[0].bias.register_post_accumulate_grad_hook(lambda _: clip_all(model))
-    if where == "tensor hook of a parameter":
-        model[0].bias.register_hook(lambda _: clip_all(model))
-    records = record_steps(model, (wrapped(data(step, 4, 16)).square().mean() for step in range(2)))
-    if where == "module put in later":
-        model[1] = nn.Sequential(model[1], nn.Identity())
-        model[1][1].register_full_backward_hook(lambda *_: clip_all(model))
-    return records + record_steps(model, (wrapped(data(step, 4, 16)).square().mean() for step in (2, 3)))
-
-
-def test_hooks_that_write_all_gradients(ranks):
-    where = ["wrapper", "parameter", "tensor hook of a parameter", "module put in later"]
-    check_cases(ranks(2), loop_hooks, table(where=where), backwards=4)
-
-
 def swapped() -> str:
     with ovpatch.applied("ddp", options={"ddp": {"agreement_timeout_s": 10}}):
         first, second = DDP(net()), DDP(net())

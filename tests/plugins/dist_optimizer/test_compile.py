@@ -11,8 +11,7 @@ from torch import nn
 
 from tests.plugins.ddp.arms import data
 from tests.plugins.ddp.test_compile import loop_compiled_and_counted
-from tests.plugins.dist_optimizer.arms import both
-from tests.plugins.dist_optimizer.checks import ddp
+from tests.plugins.dist_optimizer.checks import both, ddp
 from tests.support.equality import compare
 
 

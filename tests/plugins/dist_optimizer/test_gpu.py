@@ -33,8 +33,7 @@ from tests.plugins.dist_optimizer import (
     test_whole_parameters,
     test_whole_parameters_state,
 )
-from tests.plugins.dist_optimizer.arms import both
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, train_step
+from tests.plugins.dist_optimizer.checks import all_cases, both, check_all, ddp, params, train_step
 from tests.plugins.dist_optimizer.test_whole_parameters import check_each
 from tests.support.equality import compare
 

@@ -19,8 +19,7 @@ from ovpatch.overlap.peer_rpc import host_barrier
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from tests.plugins.ddp.arms import Record, data, device
-from tests.plugins.dist_optimizer.arms import SMALL
-from tests.plugins.dist_optimizer.checks import ddp, params
+from tests.plugins.dist_optimizer.checks import SMALL, ddp, params
 from tests.plugins.dist_optimizer.test_copy_engines import BY_COPIES, in_files
 from tests.plugins.dist_optimizer.test_gpu import NCCL
 from tests.plugins.dist_optimizer.test_main_params import IN_FP32, net

@@ -21,8 +21,7 @@ from ovpatch.overlap.peer_rpc import rpc
 from ovpatch_plugins.dist_optimizer.optimizers import wrap_destroy
 from tests.plugins.ddp.arms import Record, all_both, data, table
 from tests.plugins.ddp.checks import same_bits
-from tests.plugins.dist_optimizer.arms import apply, both
-from tests.plugins.dist_optimizer.checks import check_all, params
+from tests.plugins.dist_optimizer.checks import apply, both, check_all, params
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.plugins.dist_optimizer.test_state import on_cpu
 from tests.plugins.dist_optimizer.test_whole_parameters import KINDS, NAMED, build, step

@@ -22,8 +22,7 @@ import ovpatch
 from ovpatch.overlap.tensors.pending_param import is_pending
 from ovpatch_plugins.dist_optimizer import sharded_grads
 from tests.plugins.ddp.arms import Record, counted, data, device
-from tests.plugins.dist_optimizer.arms import SMALL
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, train_step
+from tests.plugins.dist_optimizer.checks import SMALL, all_cases, check_all, ddp, params, train_step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, Signed, net
 from tests.support.errors import error_of
 

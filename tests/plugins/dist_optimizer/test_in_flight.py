@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 import ovpatch
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, counted, data
-from tests.plugins.dist_optimizer.arms import SMALL, apply, both
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some
+from tests.plugins.dist_optimizer.checks import SMALL, all_cases, apply, both, check_all, ddp, params, some
 from tests.plugins.dist_optimizer.test_loop_styles import SMALL_BUCKETS, STYLES, train
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.plugins.ddp.arms import data
-from tests.plugins.dist_optimizer.arms import both
-from tests.plugins.dist_optimizer.checks import ddp, params
+from tests.plugins.dist_optimizer.checks import both, ddp, params
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.support.rarely import ALL_CASES
 

@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.plugins.ddp.arms import data, device
 from tests.plugins.ddp.checks import same_bits
-from tests.plugins.dist_optimizer.arms import both
-from tests.plugins.dist_optimizer.checks import train_step
+from tests.plugins.dist_optimizer.checks import both, train_step
 
 STEPS = 8
 

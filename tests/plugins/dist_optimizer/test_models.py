@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ovpatch
 from tests.plugins.ddp.arms import Record, data, device
-from tests.plugins.dist_optimizer.arms import SMALL
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, train_steps
+from tests.plugins.dist_optimizer.checks import SMALL, all_cases, check_all, ddp, on, params, train_steps
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare
 

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from ovpatch.session.report import NO_WORK
 from tests.plugins.ddp.arms import Record, data, device
-from tests.plugins.dist_optimizer.arms import apply
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, versions
+from tests.plugins.dist_optimizer.checks import all_cases, apply, check_all, ddp, on, params, versions
 from tests.plugins.dist_optimizer.test_loops import net
 
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {

@@ -23,8 +23,7 @@ from ovpatch_plugins.dist_optimizer import step_log
 from ovpatch_plugins.dist_optimizer.optimizers import find_sharded
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from tests.plugins.ddp.arms import Record, data
-from tests.plugins.dist_optimizer.arms import SMALL, apply, both
-from tests.plugins.dist_optimizer.checks import all_cases, ddp, params, train_step, train_steps
+from tests.plugins.dist_optimizer.checks import SMALL, all_cases, apply, both, ddp, params, train_step, train_steps
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare
 

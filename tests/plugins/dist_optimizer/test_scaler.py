@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.plugins.ddp.arms import all_both, data, device, table
 from tests.plugins.ddp.checks import check_all
-from tests.plugins.dist_optimizer.arms import apply
+from tests.plugins.dist_optimizer.checks import apply
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare
 

@@ -28,8 +28,7 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer.sharded_grads import find
 from tests.plugins.ddp.arms import all_both, table
 from tests.plugins.ddp.checks import check_all, same_bits
-from tests.plugins.dist_optimizer.arms import SMALL, apply, both
-from tests.plugins.dist_optimizer.checks import params
+from tests.plugins.dist_optimizer.checks import SMALL, apply, both, params
 from tests.plugins.dist_optimizer.checks import train_step as step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare

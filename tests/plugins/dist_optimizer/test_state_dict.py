@@ -21,7 +21,7 @@ import ovpatch
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import data
 from tests.plugins.ddp.checks import same_bits
-from tests.plugins.dist_optimizer.arms import both
+from tests.plugins.dist_optimizer.checks import both
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_state import build, step, trained
 from tests.plugins.dist_optimizer.test_whole_parameters import instead

@@ -16,8 +16,7 @@ from tests.plugins.ddp import arms as ddp_arms
 from tests.plugins.ddp import checks as ddp_checks
 from tests.plugins.ddp.arms import Record, data, seen
 from tests.plugins.ddp.checks import same_bits
-from tests.plugins.dist_optimizer.arms import both
-from tests.plugins.dist_optimizer.checks import all_cases, check, ddp, on, params
+from tests.plugins.dist_optimizer.checks import all_cases, both, check, ddp, on, params
 from tests.plugins.dist_optimizer.test_gpu import NCCL
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 

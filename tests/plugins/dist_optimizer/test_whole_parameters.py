@@ -19,8 +19,7 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.ddp.checks import same_bits
 from tests.plugins.dist_optimizer import test_hooks_and_failures, test_loop_styles, test_models, test_scaler
-from tests.plugins.dist_optimizer.arms import SMALL, both
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some, versions
+from tests.plugins.dist_optimizer.checks import SMALL, all_cases, both, check_all, ddp, params, some, versions
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_state import on_cpu
 from tests.support.equality import compare
@@ -47,6 +46,7 @@ class Lamb(Optimizer):
                 state = self.state[p]
                 if not state:
                     state |= {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p), "seen": []}
+                    state |= {"on": True, "shape": p.shape, "scale": 0.1, "nested": {7: (), "a": ({}, [1, (2.5, "x")])}}
                 state["step"] += 1
                 if state["step"] == 4:
                     state["slow"], state["norms"] = (

@@ -18,8 +18,7 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, all_both, table
 from tests.plugins.ddp.checks import check_all, same_bits, some
 from tests.plugins.dist_optimizer import test_state
-from tests.plugins.dist_optimizer.arms import SMALL, apply
-from tests.plugins.dist_optimizer.checks import params
+from tests.plugins.dist_optimizer.checks import SMALL, apply, params
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.plugins.dist_optimizer.test_state import READERS, on_cpu
 from tests.plugins.dist_optimizer.test_whole_parameters import KINDS, MAKERS, NAMED, build, instead, step
