@@ -139,9 +139,13 @@ def seen(model: nn.Module, loss: torch.Tensor | None = None, **more: Any) -> Rec
 
 
 def record_steps(
-    model: nn.Module, losses: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    losses: Iterable[torch.Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    set_to_none: bool = True,
 ) -> list[Record]:
-    """Run the backward of each loss, which is computed in its turn; record it, step, and drop the gradients."""
+    """Run the backward of each loss, which is computed in its turn; record it, step, and drop or zero the gradients."""
     records = []
     for loss in losses:
         loss.backward()
@@ -149,7 +153,7 @@ def record_steps(
         del loss  # and its graph, before the next forward
         if optimizer is not None:
             optimizer.step()
-        model.zero_grad()
+        model.zero_grad(set_to_none=set_to_none)
     return records
 
 

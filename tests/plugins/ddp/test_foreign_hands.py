@@ -256,14 +256,8 @@ def hooked(where: str) -> list[Record]:
     wrapped = DDP(net)
     if where == "behind":
         node.register_hook(double)
-    opt = torch.optim.SGD(net.parameters(), 0.1)
-    records: list[Record] = []
-    for step in range(3):
-        opt.zero_grad()
-        wrapped(data(step, 4, 8)).square().mean().backward()
-        records.append({name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None})
-        opt.step()
-    return records
+    losses = (wrapped(data(step, 4, 8)).square().mean() for step in range(3))
+    return record_steps(net, losses, torch.optim.SGD(net.parameters(), 0.1))
 
 
 @pytest.mark.parametrize("where", ["before", "behind"])

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from tests.plugins.ddp.arms import Record, all_both, both, data, device, reduced_in_place, seen, table
+from tests.plugins.ddp.arms import Record, all_both, both, data, device, record_steps, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check, check_all, check_cases
 
 WORLDS = [2, 3]
@@ -145,16 +145,9 @@ class Branches(nn.Module):
 def loop_unused(*, per_rank: bool, set_to_none: bool, as_view: bool) -> list[Record]:
     model = Branches().to(device())
     wrapped = DDP(model, find_unused_parameters=True, bucket_cap_mb=0.0001, gradient_as_bucket_view=as_view)
-    optimizer = optimizer_for(wrapped)
-    records = []
-    for step in range(5):
-        branch = (step + (dist.get_rank() if per_rank else 0)) % 3
-        loss = wrapped(data(step, 4, 8), branch).square().mean()
-        loss.backward()
-        records.append(seen(model, loss))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-    return records
+    branches = ((step + (dist.get_rank() if per_rank else 0)) % 3 for step in range(5))
+    losses = (wrapped(data(step, 4, 8), branch).square().mean() for step, branch in enumerate(branches))
+    return record_steps(model, losses, optimizer_for(wrapped), set_to_none=set_to_none)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -17,7 +17,7 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer import optimizers, sharded_grads, takeover
 from ovpatch_plugins.dist_optimizer import sharded_optimizer as divided
 from tests.plugins.ddp.arms import Record, data, device, seen
-from tests.plugins.ddp.test_gpu_options import Mixed, loop_graphed
+from tests.plugins.ddp.test_gpu import Mixed, loop_graphed
 from tests.plugins.dist_optimizer.checks import both, check_all, ddp, params
 from tests.plugins.dist_optimizer.test_loops import net
 
