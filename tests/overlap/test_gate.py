@@ -481,7 +481,7 @@ def asked_ahead() -> list[str]:
 
     with counted() as calls, mock.patch.object(PeerRpc, "call", asking):
         both(test_models.wrapped_twice)
-        both(test_models.cast_later, False)
+        both(test_models.cast_later)
     assert calls["arrive"]
     return topics
 

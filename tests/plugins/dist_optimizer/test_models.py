@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ovpatch
-from tests.plugins.ddp.arms import Record, data, device
-from tests.plugins.dist_optimizer.checks import SMALL, all_cases, check_all, ddp, on, params, train_steps
+from tests.plugins.ddp.arms import Record, data, device, is_patched
+from tests.plugins.ddp.checks import same_bits
+from tests.plugins.dist_optimizer.checks import SMALL, all_cases, both, check_all, ddp, on, params, train_steps
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
-from tests.support.equality import compare
 
 Optimizers = list[torch.optim.Optimizer]
 
@@ -307,7 +307,7 @@ def test_one_rank_stays_stock(ranks):
     check_all(ranks(1)(all_cases, alone, {"": {}}), steps=0)
 
 
-def cast_later(wrap_anew: bool) -> list[Record]:
+def cast_later() -> list[Record]:
     """The model is cast after some steps by parts. Stock's reducer then has no hooks any more; ours makes new ones."""
     raw = net()
     model = ddp(raw)
@@ -316,7 +316,7 @@ def cast_later(wrap_anew: bool) -> list[Record]:
     for step in range(12):
         if step == 6:
             raw.double()
-            model = ddp(raw) if wrap_anew else model
+            model = model if is_patched() else ddp(raw)
         opt.zero_grad()
         model(data(step, 5, 6).to(next(raw.parameters()).dtype)).square().mean().backward()
         opt.step()
@@ -324,19 +324,8 @@ def cast_later(wrap_anew: bool) -> list[Record]:
     return [*records, {str(number): state for number, state in opt.state_dict()["state"].items()}]
 
 
-def cast_arms() -> dict[str, Any]:
-    torch.manual_seed(0)
-    stock = cast_later(wrap_anew=True)
-    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        torch.manual_seed(0)
-        patched = cast_later(wrap_anew=False)
-        dist.barrier()
-    return {"stock": stock, "patched": patched}
-
-
 def test_a_model_that_is_cast_after_steps_by_parts(ranks):
-    for result in ranks(2)(cast_arms):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    same_bits(ranks(2)(both, cast_later))
 
 
 def laid_out_anew() -> str:

@@ -46,7 +46,7 @@ class Lamb(Optimizer):
                 state = self.state[p]
                 if not state:
                     state |= {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p), "seen": []}
-                    state |= {"on": True, "shape": p.shape, "scale": 0.1, "nested": {7: (), "a": ({}, [1, (2.5, "x")])}}
+                    state |= {"on": True, "shape": p.shape, "scale": 0.1, "nested": {7: (), "a": ({}, [1, (2.5,)])}}
                 state["step"] += 1
                 if state["step"] == 4:
                     state["slow"], state["norms"] = (
