@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -93,26 +93,54 @@ def test_the_arrows_are_looked_at_in_a_graph_that_is_not_empty():
     assert ("ovpatch.patching", True) not in graph()["ovpatch"], "TYPE_CHECKING is no import"
 
 
-def test_plugins_know_only_the_specification_and_what_features_share():
-    def forbidden(name, target, eager):
-        return within(target, "ovpatch") and not within(target, "ovpatch.hookspecs", "ovpatch.overlap")
-
-    assert not offenders(of("ovpatch_plugins"), forbidden)
+def none_of(*packages: str, but: tuple[str, ...] = ()) -> Callable[[str, str, bool], bool]:
+    """Forbid imports of some packages."""
+    return lambda name, target, eager: within(target, *packages) and not within(target, *but)
 
 
-def test_no_plugin_looks_inside_another():
-    def forbidden(name, target, eager):
-        own = ".".join(name.split(".")[:2])
-        return target.count(".") > 1 and within(target, "ovpatch_plugins") and not within(target, own)
-
-    assert not offenders(of("ovpatch_plugins"), forbidden)
+def inside_another_plugin(name: str, target: str, eager: bool) -> bool:
+    own = ".".join(name.split(".")[:2])
+    return target.count(".") > 1 and within(target, "ovpatch_plugins") and not within(target, own)
 
 
-def test_overlap_knows_torch_and_nothing_of_patches():
-    def forbidden(name, target, eager):
-        return within(target, "ovpatch", "ovpatch_plugins", "wrapt", "pluggy") and not within(target, "ovpatch.overlap")
+def features_or_torch_at_once(name: str, target: str, eager: bool) -> bool:
+    return none_of("ovpatch", "ovpatch_plugins", but=("ovpatch.patching",))(name, target, eager) or (
+        within(target, "torch") and eager
+    )
 
-    assert not offenders(of("ovpatch.overlap"), forbidden)
+
+def parts_of_the_patch_manager(name: str, target: str, eager: bool) -> bool:
+    return name != "ovpatch" and within(target, "ovpatch.patching") and target != "ovpatch.patching.patch"
+
+
+SHARED = ("ovpatch.hookspecs", "ovpatch.overlap")
+SHARDING = ("ovpatch_plugins.dist_optimizer", "ovpatch.overlap.peer_rpc", "ovpatch.overlap.copy_engine")
+SPEAK_TO_THE_MANAGER = ("ovpatch.session.session", "ovpatch.session.report", "ovpatch.insight", "ovpatch.patching")
+
+#: Who, but for whom, and what they may not import.
+ARROWS = {
+    "plugins know only the specification and what features share": (
+        ["ovpatch_plugins"], (), none_of("ovpatch", but=SHARED)),
+    "no plugin looks inside another": (["ovpatch_plugins"], (), inside_another_plugin),
+    "overlap knows torch and nothing of patches": (
+        ["ovpatch.overlap"], (), none_of("ovpatch", "ovpatch_plugins", "wrapt", "pluggy", but=("ovpatch.overlap",))),
+    "gradient reducers know sharding by its interface only": (
+        ["ovpatch.overlap.data_parallel", "ovpatch_plugins.ddp"], (), none_of(*SHARDING)),
+    "patching knows nothing of features and imports no torch": (["ovpatch.patching"], (), features_or_torch_at_once),
+    "nothing of ovpatch imports a plugin": (["ovpatch"], (), none_of("ovpatch_plugins")),
+    "insight is above the API": (["ovpatch"], ("ovpatch.insight", *COMMANDS), none_of("ovpatch.insight", *COMMANDS)),
+    "insight is below the commands": (["ovpatch.insight"], (), none_of(*COMMANDS)),
+    "only the engine and the report speak to the patch manager": (
+        ["ovpatch"], SPEAK_TO_THE_MANAGER, parts_of_the_patch_manager),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arrow", ARROWS)
+def test_imports_run_one_way(arrow):
+    who, without, forbidden = ARROWS[arrow]
+    modules = [name for name in of(*who) if not within(name, *without)]
+    assert modules
+    assert not offenders(modules, forbidden)
 
 
 # The packages of overlap, each with those that it may import.
@@ -143,56 +171,6 @@ def test_packages_of_overlap_import_those_below_them_also_lazily(package):
 
     assert of(f"ovpatch.overlap.{package}")
     assert not offenders(of(f"ovpatch.overlap.{package}"), forbidden)
-
-
-def test_gradient_reducers_know_sharding_by_its_interface_only():
-    others = ("ovpatch_plugins.dist_optimizer", "ovpatch.overlap.peer_rpc", "ovpatch.overlap.copy_engine")
-
-    def forbidden(name, target, eager):
-        return within(target, *others)
-
-    assert not offenders(of("ovpatch.overlap.data_parallel", "ovpatch_plugins.ddp"), forbidden)
-
-
-def test_patching_knows_nothing_of_features_and_imports_no_torch():
-    def forbidden(name, target, eager):
-        ours = within(target, "ovpatch", "ovpatch_plugins") and not within(target, "ovpatch.patching")
-        return ours or (within(target, "torch") and eager)
-
-    assert not offenders(of("ovpatch.patching"), forbidden)
-
-
-def test_nothing_of_ovpatch_imports_a_plugin():
-    assert not offenders(of("ovpatch"), lambda name, target, eager: within(target, "ovpatch_plugins"))
-
-
-def test_insight_is_above_the_api_and_below_the_commands():
-    def below(name, target, eager):
-        return within(target, "ovpatch.insight", *COMMANDS)
-
-    core = [name for name in of("ovpatch") if not within(name, "ovpatch.insight", *COMMANDS)]
-    assert not offenders(core, below)
-    assert not offenders(of("ovpatch.insight"), lambda name, target, eager: within(target, *COMMANDS))
-
-
-def test_only_the_engine_and_the_report_speak_to_the_patch_manager():
-    allowed = (
-        "ovpatch.session.session",
-        "ovpatch.session.report",
-        "ovpatch",
-        "ovpatch.insight",
-        "ovpatch.patching",
-    )
-    others = [
-        name
-        for name in of("ovpatch")
-        if name not in allowed and not within(name, "ovpatch.insight", "ovpatch.patching")
-    ]
-
-    def forbidden(name, target, eager):
-        return within(target, "ovpatch.patching") and target != "ovpatch.patching.patch"  # no part of the manager
-
-    assert not offenders(others, forbidden)
 
 
 def assert_no_circle(edges: dict[str, set[str]]) -> None:

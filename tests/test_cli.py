@@ -127,7 +127,9 @@ RUNNERS = ("run", "verify", "bench", "timeline")
 
 MISTAKES: dict[str, tuple[dict[str, str], tuple[str, ...], ExitCode, str]] = {
     "no command": ({}, (), ExitCode.USAGE, "no command given"),
+    "nothing behind the dashes": ({}, ("--",), ExitCode.USAGE, "no command given"),
     "unknown feature": ({"OVPATCH": "dpd"}, ("--", "true"), ExitCode.USAGE, "did you mean 'ddp'?"),
+    "an unknown feature by option": ({}, ("--features", "dpp", "--", "true"), ExitCode.USAGE, "did you mean 'ddp'?"),
     "a feature that cannot be loaded": ({"OVPATCH": "+broken"}, ("--", "true"), ExitCode.USAGE, "boom"),
     "no such program": ({}, ("--", "no-such-program"), ExitCode.NOT_FOUND, "no-such-program: command not found"),
     "a script alone": ({}, ("--", "train.py"), ExitCode.NOT_FOUND, "Put its launcher before it: torchrun train.py"),
@@ -152,20 +154,13 @@ def test_one_mistake_has_one_exit_code(command, site, monkeypatch, tmp_path, run
 
 
 @pytest.mark.parametrize("runner", ["verify", "bench"])
-def test_stock_is_not_compared_with_stock(command, monkeypatch, runner):
-    monkeypatch.setenv("OVPATCH", "0")
-    monkeypatch.setattr(launch, "running_command", lambda *args, **kwargs: pytest.fail("it ran"))
-    code, _, err = command(runner, "--", "true")
-    assert code == ExitCode.USAGE
-    assert "there is nothing to compare" in err
-
-
-@pytest.mark.parametrize("runner", ["verify", "bench"])
-@pytest.mark.parametrize("how", ["one by one", "by a list"])
-def test_stock_is_not_compared_with_stock_if_every_feature_is_off(command, monkeypatch, runner, how):
+@pytest.mark.parametrize("how", ["all at once", "one by one", "by a list"])
+def test_stock_is_not_compared_with_stock(command, monkeypatch, runner, how):
     names = sorted(Session().plan(ask_machine=False).records)
-    off = {f"OVPATCH_{name.upper()}": "0" for name in names}
-    for name, value in (off if how == "one by one" else {"OVPATCH": ",".join(f"-{name}" for name in names)}).items():
+    by_list = ",".join(f"-{name}" for name in names)
+    one_by_one = {f"OVPATCH_{name.upper()}": "0" for name in names}
+    off = {"all at once": {"OVPATCH": "0"}, "one by one": one_by_one, "by a list": {"OVPATCH": by_list}}
+    for name, value in off[how].items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launch, "running_command", lambda *args, **kwargs: pytest.fail("it ran"))
     code, _, err = command(runner, "--", "true")

@@ -125,16 +125,10 @@ def test_a_plugin_is_imported_and_described_once(site, find):
             {"extra": "def ovpatch_counters():\n    return {}"},
             "'ovpatch_counters' looks like a hook but is not marked with @hookimpl",
         ),
-        (
-            {"extra": "@hookimpl\ndef ovpatch_counters(colour):\n    return {}"},
-            "does not fit the specification",
-        ),
+        ({"extra": "@hookimpl\ndef ovpatch_counters(colour):\n    return {}"}, "does not fit the specification"),
         ({"extra": "del ovpatch_register"}, "does not implement ovpatch_register"),
         ({"extra": "del ovpatch_register, ovpatch_feature"}, "implement ovpatch_feature and ovpatch_register"),
-        (
-            {"extra": "@hookimpl\ndef ovpatch_feature():\n    return 'a'"},
-            "ovpatch_feature returned str, not a Feature",
-        ),
+        ({"extra": "@hookimpl\ndef ovpatch_feature():\n    return 'a'"}, "ovpatch_feature returned str, not a Feature"),
         (
             {"extra": "@hookimpl\ndef ovpatch_feature():\n    return Feature('b', '')"},
             "its feature is called 'b', its entry point 'a'",

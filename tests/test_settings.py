@@ -61,22 +61,18 @@ def test_grammar(text, kind, names, without):
     assert (selection.kind, selection.names, selection.without) == (kind, names, without)
 
 
-@pytest.mark.parametrize("text", ["ddp,-pipe", "+ddp,pipe"])
-def test_plain_and_signed_names_do_not_mix(text):
-    with pytest.raises(SettingsError, match="mixes plain and signed"):
-        settings.parse_selection(text)
-
-
-@pytest.mark.parametrize("text", ["1,ddp", "all,-ddp", "0,1", "on,all"])
-def test_words_stand_alone(text):
-    with pytest.raises(SettingsError, match="stands alone"):
-        settings.parse_selection(text)
-
-
-@pytest.mark.parametrize("text", ["+", "-ddp,-", "+ddp, + "])
-def test_a_sign_needs_a_name(text):
-    with pytest.raises(SettingsError, match="has a sign without a name"):
-        settings.parse_selection(text)
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["ddp,-pipe", "+ddp,pipe"], "mixes plain and signed"),
+        (["1,ddp", "all,-ddp", "0,1", "on,all"], "stands alone"),
+        (["+", "-ddp,-", "+ddp, + "], "has a sign without a name"),
+    ],
+)
+def test_what_the_grammar_does_not_have(texts, message):
+    for text in texts:
+        with pytest.raises(SettingsError, match=message):
+            settings.parse_selection(text)
 
 
 # --- precedence ---

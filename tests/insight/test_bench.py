@@ -10,9 +10,7 @@ import pytest
 
 from ovpatch.cli import main
 from tests.insight import programs
-from tests.insight.programs import ALONE
 from tests.support.preloaded import preloaded
-from tests.support.rarely import RARELY
 
 environment = programs.environment
 
@@ -74,34 +72,6 @@ def test_a_script_on_two_ranks_is_measured(bench):
     assert texts.out.startswith(f"ovpatch bench: {found['verdict']}\n")
     assert "144 tokens: 3 calls of DistributedDataParallel" in texts.out
     assert {"tokens/s", "TFLOP/s"} <= set(texts.out.replace("|", " ").split())
-
-
-@pytest.mark.slow
-def test_a_script_of_which_nothing_is_patched_and_that_ends_early(bench):
-    code, texts, found = bench(f"{ALONE}\nfor _ in range(10): step()", "--steps", "30")
-    assert code == 0, texts.err
-    assert [run["measured"]["taken"] for run in found["runs"]] == [10, 10]
-    assert [len(run["measured"]["times"]) for run in found["runs"]] == [7, 7]
-    assert texts.out.startswith("ovpatch bench: no feature did any work: both runs are the same program\n")
-    assert "the script ended after 10 steps" in texts.out
-
-
-@RARELY  # of made-up runs: test_bench_rounds
-@pytest.mark.slow
-def test_a_script_with_too_few_steps(bench):
-    code, texts, found = bench(f"{ALONE}\nfor _ in range(7): step()")
-    assert (code, texts.out, found) == (3, "", None)
-    assert "the script took 7 steps, of which 3 are warm-up, so 4 could be measured" in texts.err
-
-
-@RARELY  # likewise
-@pytest.mark.slow
-def test_a_script_that_fails_by_itself(bench, tmp_path):
-    code, texts, _ = bench(f"{ALONE}\nstep()\nprint('so sorry')\nsys.exit(3)")
-    assert (code, texts.out) == (3, "")
-    assert "exit code 3. This is the stock run: it is not ovpatch's doing." in texts.err
-    assert "so sorry" in texts.err
-    assert (tmp_path / "out" / "stock-1.log").read_text().endswith("so sorry\n")
 
 
 @pytest.mark.slow

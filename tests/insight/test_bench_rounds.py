@@ -250,9 +250,7 @@ def test_fewer_steps_than_asked_are_measured_and_said(machine, bench):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "two dashes"),
         (["--features", "0", "--", "x"], "nothing to compare"),
-        (["--features", "no_such", "--", "x"], "no_such"),
         (["--json", "/no/such/file", "--", "x"], "--json /no/such/file: its directory does not exist"),
         (["--out", "{full}", "--", "x"], "is not an empty directory"),
     ],
@@ -338,10 +336,3 @@ def test_files_of_ranks_are_put_together(leave, tmp_path):
     assert (found.taken, found.clock, found.times) == (5, "host clock", [50.0, 70.0])  # events and clock do not mix
     assert (found.samples, found.tokens) == (8.0, 128.0)
     assert rounds.read_measured(Path(tmp_path / "none")) == rounds.Measured()
-
-
-def test_an_environment_that_turns_everything_off_is_noticed(machine, bench, monkeypatch):
-    monkeypatch.setenv("OVPATCH", "0")
-    code, texts, _ = bench()
-    assert code == 2
-    assert "nothing to compare" in texts.err

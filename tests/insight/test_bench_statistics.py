@@ -87,8 +87,7 @@ def test_one_run_that_is_far_off_is_noise_even_where_all_signs_agree():
 def test_a_drift_that_both_share_hides_nothing():
     levels, gains = [100.0, 110.0, 121.0], [1.05, 1.06, 1.05]
     judgement = judge_runs(
-        [[level] * 9 for level in levels],
-        [[level / gain] * 9 for level, gain in zip(levels, gains, strict=True)],
+        [[level] * 9 for level in levels], [[level / gain] * 9 for level, gain in zip(levels, gains, strict=True)]
     )
     assert judgement.pairs == [pytest.approx(gain) for gain in gains]
     assert (judgement.verdict, judgement.threshold) == (FASTER, pytest.approx(0.02))

@@ -42,10 +42,6 @@ def run():
     }
 
 
-def verdict(stock, patched, **noise_runs):
-    return compare(stock, patched, **noise_runs).verdict
-
-
 def only_row(stock, patched, *reruns, **noise_runs):
     named = {key: {"w": run} for key, run in noise_runs.items()}
     (row,) = compare({"w": stock}, {"w": patched}, reruns=[{"w": run} for run in reruns], **named).rows
@@ -156,7 +152,7 @@ def test_noise_of_one_tensor_allows_nothing_to_another():
     stock = {"a": torch.zeros(1), "b": torch.zeros(1)}
     patched = {"a": torch.zeros(1), "b": torch.ones(1)}
     reordered = {"a": torch.ones(1), "b": torch.zeros(1)}
-    assert verdict(stock, patched, reordered=reordered) is Verdict.DIFFERENT
+    assert compare(stock, patched, reordered=reordered).verdict is Verdict.DIFFERENT
 
 
 @pytest.mark.parametrize(
@@ -198,8 +194,7 @@ def test_nan_payload_and_the_sign_of_zero_do_not_count():
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64],
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
 )
 def test_integers(dtype):
     base = torch.tensor([1, 2, 3]).to(dtype)

@@ -1,4 +1,4 @@
-"""A step of an optimizer is seen once, whatever its classes do."""
+"""A step of an optimizer is seen once, whatever its classes do; steps of several optimizers are counted together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ovpatch.insight import steps
-from ovpatch.insight.steps import StepHooks
+from ovpatch.insight.steps import StepCounter, StepHooks
 
 
 class Base(torch.optim.SGD):
@@ -136,3 +136,33 @@ def test_a_step_whose_wrapper_is_not_recognised_is_still_one(seen, monkeypatch):
     for _ in range(3):
         own.step()
     assert [when for when, *_ in seen].count("after") == 3
+
+
+# --- how steps are counted ---
+
+
+@pytest.fixture
+def borders(tmp_path):
+    borders = []
+    steps = StepCounter(tmp_path, borders.append)
+    steps.start_counting()
+    yield borders
+    steps.stop_counting()
+
+
+def test_an_optimizer_built_anew_goes_on_with_the_count(borders):
+    for _ in range(3):
+        own = optimizer(Own)
+        for _ in range(3):
+            own.step()
+    assert borders == [1, 2, 3, 4, 5, 6, 7], "its first step belongs to the step that it joins"
+
+
+def test_an_optimizer_that_steps_in_turn_makes_no_steps_of_its_own(borders):
+    first, second, seldom = (optimizer(Own) for _ in range(3))
+    for turn in range(6):
+        first.step()
+        second.step()
+        if turn % 3 == 2:
+            seldom.step()
+    assert borders == [1, 2, 3, 4, 5, 6]

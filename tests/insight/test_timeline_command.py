@@ -47,12 +47,10 @@ def timeline(monkeypatch, capfd, tmp_path):
 @pytest.mark.parametrize(
     ("environ", "line", "message"),
     [
-        ({}, (), "Write it after two dashes"),
         ({}, ("--",), "Write it after two dashes"),
         ({}, ("--step", "1", "--"), "Give 2 or more"),
         ({}, ("--steps", "0", "--"), "Give 1 or more"),
         ({}, ("--communication", "(", "--"), "--communication (: not a regular expression"),
-        ({}, ("--features", "dpp", "--"), "did you mean 'ddp'"),
         ({"OVPATCH": "dpp"}, ("--",), "did you mean 'ddp'"),
         ({"OVPATCH": "0"}, ("--compare", "--"), "Unset OVPATCH"),
         ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, ("--",), "Unset it"),

@@ -82,25 +82,33 @@ def test_without_a_launch_the_range_on_the_stream_counts(lanes):
     assert (one.label, one.phase) == (LABEL, "ovpatch::ddp::all_reduce")
 
 
-def test_a_device_that_lags_behind_ends_its_step_with_the_work_of_that_step(lanes):
-    trace = Synthetic().border(4, 10).border(5, 100).border(6, 200)
-    trace.gemm(0, 40)  # launched before the trace: step 4's
-    trace.gemm(40, 180, launch=20)
-    trace.nccl(60, 250, launch=30)  # communication does not move the border
-    trace.gemm(180, 310, launch=110)
-    assert windows(trace, lanes(trace)) == {5: (40, 180), 6: (180, 310)}
+def borders(*times):
+    """Borders of the steps from 4 on."""
+    trace = Synthetic()
+    for number, at in enumerate(times, 4):
+        trace.border(number, at)
+    return trace
 
 
-def test_a_step_ends_with_its_last_work_on_any_stream(lanes):
-    trace = Synthetic().border(4, 10).border(5, 100)
-    trace.gemm(20, 180, launch=15, stream=9).gemm(30, 60, launch=20)
-    assert windows(trace, lanes(trace)) == {5: (10, 180)}
+#: A trace, and the steps of its device.
+STEPS = {
+    # Of which the first kernel was launched before the trace, and is step 4's; communication does not move the border.
+    "a device that lags behind ends its step with the work of that step": (
+        lambda: borders(10, 100, 200).gemm(0, 40).gemm(40, 180, launch=20).nccl(60, 250, launch=30)
+        .gemm(180, 310, launch=110), {5: (40, 180), 6: (180, 310)}),
+    "a step ends with its last work on any stream": (
+        lambda: borders(10, 100).gemm(20, 180, launch=15, stream=9).gemm(30, 60, launch=20), {5: (10, 180)}),
+    "a device that waits for its host ends its step with the host's": (
+        lambda: borders(10, 100).gemm(20, 30, launch=15), {5: (10, 100)}),
+    "without a host all of the device is one step": (lambda: Synthetic().gemm(10, 20).nccl(15, 40), {1: (10, 40)}),
+}  # fmt: skip
 
 
-def test_a_device_that_waits_for_its_host_ends_its_step_with_the_hosts(lanes):
-    trace = Synthetic().border(4, 10).border(5, 100)
-    trace.gemm(20, 30, launch=15)
-    assert windows(trace, lanes(trace)) == {5: (10, 100)}
+@pytest.mark.parametrize("case", STEPS)
+def test_steps_of_devices(lanes, case):
+    make, expected = STEPS[case]
+    trace = make()
+    assert windows(trace, lanes(trace)) == expected
 
 
 @pytest.mark.parametrize("number", [10, None])
@@ -147,11 +155,6 @@ def test_without_any_border_all_is_one_step(lanes):
     assert "no steps are marked" in found.remarks[0]
 
 
-def test_without_a_host_all_of_the_device_is_one_step(lanes):
-    trace = Synthetic().gemm(10, 20).nccl(15, 40)
-    assert windows(trace, lanes(trace)) == {1: (10, 40)}
-
-
 # --- CPU ---
 
 
@@ -159,40 +162,34 @@ def cpu():
     return Synthetic().note("Optimizer.step#SGD.step", 900, 901)
 
 
-def test_operators_of_the_training_thread_compute(lanes):
-    trace = cpu().op("aten::linear", 0, 50).op("aten::addmm", 10, 40).op("aten::relu", 60, 70)
-    trace.op("aten::copy_", 200, 300, tid=77).note("anything", 80, 90)
-    assert us(trace, lanes(trace).compute) == [(0, 50), (60, 70)]
+#: What a training thread did, and when it computed.
+FRAMES = (
+    "autograd::engine::evaluate_function: AddmmBackward0", "torch::autograd::AccumulateGrad", "AddmmBackward0", "_Mine",
+)  # fmt: skip
+CALLS = ("c10d::allreduce_", "_c10d_functional::wait_tensor", "c10d::barrier")
+COMPUTED = {
+    "operators of the training thread": (
+        lambda: cpu().op("aten::linear", 0, 50).op("aten::addmm", 10, 40).op("aten::relu", 60, 70)
+        .op("aten::copy_", 200, 300, tid=77).note("anything", 80, 90), [(0, 50), (60, 70)]),
+    **{f"only operators in {frame}, of autograd or the user": (
+        lambda frame=frame: cpu().op(frame, 0, 100).op("aten::mm", 10, 30).op("aten::add_", 90, 95),
+        [(10, 30), (90, 95)]) for frame in FRAMES},
+    "an operator with a collective inside, without waiting": (
+        lambda: cpu().op("mine::all_reduce_and_add", 0, 100).op("c10d::allreduce_", 10, 20).op("aten::add", 80, 90),
+        [(80, 90)]),
+    **{f"no call of {name}": (lambda name=name: cpu().op(name, 0, 100).op("aten::mm", 100, 110), [(100, 110)])
+       for name in CALLS},
+    "the busiest thread, if none steps": (
+        lambda: Synthetic().op("aten::a", 0, 10).op("aten::b", 0, 20, tid=77).op("aten::b", 5, 10, tid=77),
+        [(0, 20)]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        "autograd::engine::evaluate_function: AddmmBackward0",
-        "torch::autograd::AccumulateGrad",
-        "AddmmBackward0",
-        "_Mine",
-    ],
-)
-def test_in_a_frame_of_autograd_or_of_the_user_only_operators_compute(lanes, frame):
-    trace = cpu().op(frame, 0, 100).op("aten::mm", 10, 30).op("aten::add_", 90, 95)
-    assert us(trace, lanes(trace).compute) == [(10, 30), (90, 95)]
-
-
-def test_an_operator_with_a_collective_inside_counts_without_waiting(lanes):
-    trace = cpu().op("mine::all_reduce_and_add", 0, 100).op("c10d::allreduce_", 10, 20).op("aten::add", 80, 90)
-    assert us(trace, lanes(trace).compute) == [(80, 90)]
-
-
-@pytest.mark.parametrize("name", ["c10d::allreduce_", "_c10d_functional::wait_tensor", "c10d::barrier"])
-def test_calls_of_collectives_are_no_compute(lanes, name):
-    trace = cpu().op(name, 0, 100).op("aten::mm", 100, 110)
-    assert us(trace, lanes(trace).compute) == [(100, 110)]
-
-
-def test_the_training_thread_is_the_busiest_if_none_steps(lanes):
-    trace = Synthetic().op("aten::a", 0, 10).op("aten::b", 0, 20, tid=77).op("aten::b", 5, 10, tid=77)
-    assert us(trace, lanes(trace).compute) == [(0, 20)]
+@pytest.mark.parametrize("case", COMPUTED)
+def test_what_computes_on_a_cpu(lanes, case):
+    make, expected = COMPUTED[case]
+    trace = make()
+    assert us(trace, lanes(trace).compute) == expected
 
 
 def test_collectives_of_gloo_have_the_labels_of_their_calls_in_order_and_by_kind(lanes):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
-from ovpatch.insight.timeline.trace import TraceError, find_rank, load_trace, read_trace, to_nanoseconds
+from ovpatch.insight.timeline.trace import TraceError, find_rank, load_trace, read_trace
 from tests.insight.traces import Synthetic
 
 
@@ -34,11 +33,6 @@ def written(path: Path, *events, base=0) -> Path:
 def test_times_are_exact(tmp_path, ts, dur, start, end):
     (one,) = read_trace(written(tmp_path / "rank0.json", event(ts, dur))).events
     assert (one.start, one.end) == (start, end)
-
-
-def test_every_nanosecond_is_told_from_the_next():
-    texts = [f"1795261711123456.{ns:03d}" for ns in range(1000)]
-    assert [to_nanoseconds(Decimal(text)) for text in texts] == list(range(1795261711123456000, 1795261711123457000))
 
 
 def test_times_count_from_the_base(tmp_path):

@@ -15,12 +15,12 @@ import pytest
 
 from ovpatch.cli import command_line
 from ovpatch.insight import launch, variants
+from ovpatch.insight.variants import find_failure
 from ovpatch.session import workers
 from ovpatch.settings.settings import SettingsError
 from tests.insight import programs
 from tests.insight.programs import TORCHRUN
 from tests.support.preloaded import preloaded
-from tests.support.rarely import RARELY
 
 environment = programs.environment
 
@@ -112,19 +112,8 @@ def test_a_script_that_ends_earlier_ends_by_itself(run):
     assert "the end" in outcome.read_failure()
 
 
-@RARELY  # as in test_verify
 @pytest.mark.slow
-def test_the_code_of_a_script_that_fails_is_kept(run):
-    outcome = run("step()\nsys.exit(7)", head=programs.ALONE)
-    assert counted(outcome) == {"rank0": 1}
-    assert outcome.code == 7
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher", ["forked", pytest.param("torchrun", marks=RARELY)]
-)  # where it does not hang: above
-def test_a_hang_is_ended_and_every_process_says_where_it_is(run, launcher):
+def test_a_hang_is_ended_and_every_process_says_where_it_is(run):
     body = """
         def wait_for_nobody():
             if dist.get_rank() == 0:
@@ -134,7 +123,7 @@ def test_a_hang_is_ended_and_every_process_says_where_it_is(run, launcher):
         wait_for_nobody()
         """
     for timeout in programs.PATIENCE:
-        outcome = run(body, launcher=TORCHRUN if launcher == "torchrun" else preloaded(ranks=2), timeout=timeout)
+        outcome = run(body, launcher=preloaded(ranks=2), timeout=timeout)
         if len(variants.read_ranks(outcome.folder)) == 2 and variants.read_slowest_step(outcome.folder) == 1:
             break
     assert outcome.timed_out
@@ -256,3 +245,46 @@ def test_what_requires_a_feature_goes_with_it():
         "d": ["OVPATCH_D"],
     }
     assert list(variants.leave_one_out(variant, ["a", "b", "c"], requires)) == ["b", "c"], "without a nothing is left"
+
+
+# --- the script's own traceback in a launcher's log ---
+
+
+LOG = """step 1
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 7, in <module>
+W1121 torch/distributed/elastic: sending SIGTERM
+[rank1]:     raise RuntimeError("rank 1 has no data")
+[rank1]: RuntimeError: rank 1 has no data
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "train.py", line 8, in <module>
+[rank0]: RuntimeError: connection closed by peer
+Traceback (most recent call last):
+  File "torch/distributed/run.py", line 1019, in run
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+=====
+"""
+
+
+def test_the_first_traceback_of_the_script():
+    assert find_failure(LOG).splitlines() == [LOG.splitlines()[line] for line in (1, 2, 4, 5)]
+
+
+def test_a_launchers_traceback_alone_is_not_it():
+    log = LOG[LOG.index("Traceback (most recent call last):\n  File") :]
+    assert find_failure(log, 2).splitlines() == log.splitlines()[-2:]
+    usage = "usage: train.py [-h]\ntrain.py: error: no such option\n"
+    warning = "W1121 14:19:07.464000 22 torch/distributed/elastic/agent.py:9] sending SIGTERM\n"
+    assert find_failure(usage + warning + log, 2) == usage.strip()
+    root = "Root Cause (first observed failure):\n  exitcode  : -9 (pid: 7)"
+    assert find_failure(f"step 7\n{log}\nFailures:\n{root}", 2) == f"step 7\n{root}"
+    assert find_failure("a\nb\nc", 2) == "b\nc"
+    assert find_failure("") == ""
+
+
+def test_a_deep_traceback_keeps_its_two_ends():
+    frames = "".join(f'  File "f.py", line {n}\n' for n in range(500))
+    short = find_failure(f"Traceback (most recent call last):\n{frames}ValueError: x\n").splitlines()
+    assert len(short) < 30
+    assert short[-1] == "ValueError: x"
+    assert short[1].endswith("line 0")

@@ -139,10 +139,7 @@ def test_names_that_stock_does_not_repeat_are_no_difference():
         return {f"at_{stamp}": keep_text("float32 [3]"), "w": keep_text("float32 [3]"), **more}
 
     rows = compare_values(saved(1), saved(2), {"rerun": saved(3), "reordered": saved(4)})
-    assert [(row.name, row.verdict) for row in rows] == [
-        ("at_1", Verdict.WITHIN_NOISE),
-        ("at_2", Verdict.WITHIN_NOISE),
-    ]
+    assert [(row.name, row.verdict) for row in rows] == [("at_1", Verdict.WITHIN_NOISE), ("at_2", Verdict.WITHIN_NOISE)]
     rows = compare_values(saved(1), saved(1, more=keep_text("int")), {"rerun": saved(1)})
     assert [(row.name, row.verdict) for row in rows] == [("more", Verdict.DIFFERENT)]
 

@@ -95,12 +95,107 @@ def values(**given):
     return lambda name: given.get(name.replace("-", "_"), STOCK)
 
 
-def test_bitwise_equal_needs_no_noise_run(verify):
-    result, text = verify(["a"], values())
-    assert (result.verdict, list(result.outcomes)) == (Conclusion.BITWISE, ["stock", "patched"])
-    assert text.startswith("bitwise equal: 2 steps, 1 rank, 2 values\n")
-    assert "calls 1" in text
-    assert "ended by itself before step 5" in text
+def case(name, verdict, *said, features="a", head="", blamed=None, ran=None, **how):
+    """Name a row: the verdict, what is printed, what it begins with, who is blamed, and which variants ran.
+
+    ``how`` has arguments of ``verify()``, and the values of variants.
+    """
+    more = {key: how.pop(key) for key in ("noise", "ends", "calls", "states", "logs", "beats") if key in how}
+    return pytest.param(features.split(), how, more, verdict, said, head, blamed, ran, id=name)
+
+
+NOISE_RUNS = "stock patched rerun reordered"
+UNSTEADY = {"patched": 2.0, "rerun": 1.1, "patched_deterministic": 1.5, "rerun_deterministic": 1.1}
+RERUNS = "rerun-2 rerun-3"
+FAILS = {"code": 3}
+HANGS = {"code": 1, "timed_out": True, "stacks": {7: "in f"}}
+ALL_FAIL = {name: {"code": 1} for name in NOISE_RUNS.split()}
+TRACEBACK = "Traceback (most recent call last):\n  File\n"
+OTHER_TRACEBACK = "[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: a.b.OddError: no\n"
+IN_W = "different: first in 'parameter w' at step 2 on rank 0"
+FAILS_EARLIER = "different: the patched run fails after step 1 with exit code 1, stock after step 2 with exit code 1"
+
+CASES = [
+    case("equal bits need no noise run", Conclusion.BITWISE, "calls 1", "ended by itself before step 5",
+         head="bitwise equal: 2 steps, 1 rank, 2 values\n", ran="stock patched"),
+    case("within twice the noise run", Conclusion.NOISE, "0.9", head="equal within noise: 2 steps",
+         patched=1.9, reordered=1.5, ran=NOISE_RUNS),
+    case("beyond it", Conclusion.DIFFERENT, head=f"{IN_W}, because of a\n",
+         patched=2.1, reordered=1.5, blamed="a", ran=f"{NOISE_RUNS} reordered-2 reordered-3 reordered-4 reordered-5"),
+    case("without one feature it is gone", Conclusion.DIFFERENT, features="a b c",
+         patched=2.0, without_a=2.0, without_c=2.0, blamed="b", ran=f"{NOISE_RUNS} without-a without-b without-c"),
+    case("two features differ only together", Conclusion.DIFFERENT, features="a b", patched=2.0, blamed="a b"),
+    case("no single feature", Conclusion.DIFFERENT, "No single feature is to blame", features="a b",
+         patched=2.0, without_a=2.0, without_b=2.0, blamed=""),
+    case("a script that does not repeat itself", Conclusion.NOISE, "The script does not repeat itself",
+         "'parameter w' on rank 0", patched=1.2, rerun=1.1),
+    case("different with deterministic algorithms, too", Conclusion.DIFFERENT,
+         patched=2.0, rerun=1.1, patched_deterministic=2.0, blamed="a"),
+    case("and not repeated, either", Conclusion.DIFFERENT, "Give it seeds.",
+         patched=2.0, rerun=1.1, patched_deterministic=2.0, rerun_deterministic=1.1),
+    case("unsteady, as far as more runs of stock go", Conclusion.NOISE, ran=f"{NOISE_RUNS} {RERUNS}",
+         **UNSTEADY, rerun_2_deterministic=1.2, rerun_3_deterministic=1.3),
+    case("unsteady, and farther than those go", Conclusion.DIFFERENT, blamed="a",
+         ran=f"{NOISE_RUNS} {RERUNS} rerun-4 rerun-5",
+         **UNSTEADY, rerun_2_deterministic=1.2, rerun_3_deterministic=1.2),
+    case("chance cannot explain it", Conclusion.DIFFERENT, features="products", ran=NOISE_RUNS,
+         patched=1.9, reordered=1.001),
+    case("nothing was on", Conclusion.NOT_EXERCISED, "no feature was on: a skipped (r)",
+         patched=2.0, calls=0, states={"a": "skipped"}),
+    case("no counter moved, and all is equal", Conclusion.NOT_EXERCISED, calls=0),
+    case("no counter moved, and something differs", Conclusion.DIFFERENT, patched=2.0, calls=0),
+    case("the end of what can be compared", Conclusion.NOISE,
+         "On rank 0 nothing is compared from 'step 2 of optimizer 0 ()' at step 2 on", patched=SKIPPED, rerun=SKIPPED),
+    case("no step", Conclusion.NO_STEP, "no optimizer of torch.optim made a step", stock=None, patched=None),
+    case("steps in one run only", Conclusion.DIFFERENT, stock=None, rerun=None, reordered=None),
+    # How variants end.
+    case("stock is interrupted", Conclusion.INTERRUPTED, "while the run 'stock' ran",
+         ends={"stock": {"code": 130, "interrupted": True}}),
+    case("stock hangs", Conclusion.SCRIPT_FAILS, "rank 1 (process 7)", ends={"stock": HANGS}),
+    case("stock fails", Conclusion.SCRIPT_FAILS, "it ends with exit code 3, patched with 0", ends={"stock": FAILS}),
+    case("both fail", Conclusion.BITWISE, "fails under stock PyTorch, with exit code 3",
+         ends={"stock": FAILS, "patched": FAILS}),
+    case("the patched run fails", Conclusion.DIFFERENT,
+         "the patched run fails with exit code 3, as stock does not, because of a", ends={"patched": FAILS}),
+    case("the patched run hangs", Conclusion.DIFFERENT, "stacks of rank 1",
+         "the patched run hangs, as stock does not, because of a", ends={"patched": HANGS}),
+    case("the rerun fails", Conclusion.NOISE, "The run 'rerun' ended with exit code 3",
+         patched=1.0 + 1e-7, ends={"rerun": FAILS}),
+    case("a difference before a failure comes first", Conclusion.DIFFERENT,
+         head=f"{IN_W}, because of a; then the patched run fails with exit code 3, as",
+         patched=2.0, ends={"patched": FAILS}),
+    case("ranks out of step do not fail by themselves", Conclusion.DIFFERENT,
+         "Afterwards the patched run fails with exit code 1", patched=SKIPPED, ends={"patched": {"code": 1}},
+         head="different: first in 'order of events' at step 2 on rank 0, because of a\n"),
+    # Variants that were to measure noise.
+    case("a noise run hangs", Conclusion.UNDECIDED, "the run 'reordered' hung after step 0",
+         patched=1.5, reordered=None, ends={"reordered": {"code": 143, "timed_out": True}}),
+    case("equal bits need no noise", Conclusion.BITWISE, "reordered: failed after step 0 with exit code 1",
+         reordered=None, ends={"reordered": {"code": 1}}, noise=True),
+    case("that the patched run fails needs no noise", Conclusion.DIFFERENT, "noise not measured",
+         patched=1.5, reordered=None, ends={"reordered": {"code": 1}, "patched": FAILS}, blamed="a"),
+    case("a further noise run fails", Conclusion.UNDECIDED, "the run 'reordered-2' failed",
+         patched=1.9, reordered=1.1, reordered_2=None, ends={"reordered-2": {"code": 1}}),
+    # Both fail.
+    case("patched earlier than the script itself", Conclusion.DIFFERENT, head=f"{FAILS_EARLIER}, because of a\n",
+         ends=ALL_FAIL, beats={"patched": 1}, blamed="a"),
+    case("by the same exception", Conclusion.BITWISE,
+         ends=ALL_FAIL, logs=dict.fromkeys(ALL_FAIL, f"{TRACEBACK}ValueError: no data: 1\n")),
+    case("by another exception", Conclusion.DIFFERENT, "with exit code 1 by a.b.OddError, stock",
+         ends=ALL_FAIL, logs={"patched": OTHER_TRACEBACK}),
+    case("now here and now there", Conclusion.BITWISE, "other stock runs end elsewhere, too",
+         ends=ALL_FAIL, beats={"patched": 1, "rerun": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("features", "given", "more", "verdict", "said", "head", "blamed", "ran"), CASES)
+def test_the_verdict_follows_from_the_variants(verify, features, given, more, verdict, said, head, blamed, ran):
+    result, text = verify(features, values(**given), **more)
+    assert result.verdict is verdict
+    assert text.startswith(head)
+    assert all(one in " ".join(text.split()) for one in said), text
+    assert blamed is None or result.blamed == blamed.split()
+    assert ran is None or list(result.outcomes) == ran.split()
 
 
 def test_the_noise_runs_run_when_asked(verify):
@@ -110,69 +205,11 @@ def test_the_noise_runs_run_when_asked(verify):
     assert "moved, by up to 0.5" in text
 
 
-def test_within_twice_the_noise_run_it_is_noise(verify):
-    result, text = verify(["a"], values(patched=1.9, reordered=1.5))
-    assert (result.verdict, result.verdict.code) == (Conclusion.NOISE, 0)
-    assert list(result.outcomes) == ["stock", "patched", "rerun", "reordered"]
-    assert text.startswith("equal within noise: 2 steps")
-    assert "0.9" in text
-
-
-def test_beyond_it_is_different_and_one_feature_alone_is_to_blame(verify):
-    result, text = verify(["a"], values(patched=2.1, reordered=1.5))
-    assert (result.verdict, result.blamed) == (Conclusion.DIFFERENT, ["a"])
-    assert "rerun" in result.outcomes
-    assert text.startswith("different: first in 'parameter w' at step 2 on rank 0, because of a\n")
-
-
-def test_the_feature_without_which_the_difference_is_gone(verify):
-    result, _ = verify(["a", "b", "c"], values(patched=2.0, without_a=2.0, without_c=2.0))
-    assert result.blamed == ["b"]
-    assert set(result.outcomes) == {"stock", "patched", "rerun", "reordered", "without-a", "without-b", "without-c"}
-
-
-def test_two_features_that_differ_only_together_are_both_named(verify):
-    assert verify(["a", "b"], values(patched=2.0))[0].blamed == ["a", "b"]
-
-
-def test_no_single_feature(verify):
-    result, text = verify(["a", "b"], values(patched=2.0, without_a=2.0, without_b=2.0))
-    assert (result.verdict, result.blamed) == (Conclusion.DIFFERENT, [])
-    assert "No single feature is to blame" in text
-
-
-def test_a_script_that_does_not_repeat_itself_is_told_so(verify):
-    result, text = verify(["a"], values(patched=1.2, rerun=1.1))
-    assert result.verdict is Conclusion.NOISE
-    assert "The script does not repeat itself" in text
-    assert "'parameter w' on rank 0" in text
-
-
 def test_a_script_that_does_not_repeat_itself_is_judged_with_deterministic_algorithms(verify):
     result, text = verify(["a"], values(patched=2.0, rerun=1.1))
     assert (result.verdict, list(result.outcomes)) == (Conclusion.BITWISE, ["stock", "patched"])
     assert "The patched run differed in 1 value by more than that, so all of them ran again" in " ".join(text.split())
     assert result.outcomes["patched"].folder.parent.name == "deterministic"
-
-
-def test_what_differs_with_deterministic_algorithms_too_is_different(verify):
-    result, text = verify(["a"], values(patched=2.0, rerun=1.1, patched_deterministic=2.0))
-    assert (result.verdict, result.blamed) == (Conclusion.DIFFERENT, ["a"])
-    result, text = verify(["a"], values(patched=2.0, rerun=1.1, patched_deterministic=2.0, rerun_deterministic=1.1))
-    assert result.verdict is Conclusion.DIFFERENT
-    assert "Give it seeds." in " ".join(text.split())
-
-
-def test_what_stays_unsteady_is_judged_by_more_stock_runs(verify):
-    moving = {"patched": 2.0, "rerun": 1.1, "patched_deterministic": 1.5, "rerun_deterministic": 1.1}
-    result, _ = verify(["a"], values(**moving, rerun_2_deterministic=1.2, rerun_3_deterministic=1.3))
-    assert result.verdict is Conclusion.NOISE
-    assert list(result.outcomes) == ["stock", "patched", "rerun", "reordered", "rerun-2", "rerun-3"]
-    result, _ = verify(["a"], values(**moving, rerun_2_deterministic=1.2, rerun_3_deterministic=1.2))
-    assert (result.verdict, result.blamed) == (Conclusion.DIFFERENT, ["a"])
-    assert [name for name in result.outcomes if name.startswith("rerun")] == [
-        f"rerun{n}" for n in ("", *("-2", "-3", "-4", "-5"))
-    ]
 
 
 def test_matrix_products_are_reordered_for_features_that_reorder_them(verify):
@@ -205,11 +242,6 @@ def test_other_sums_over_ranks_are_drawn_again_where_they_move_anything(verify):
     assert (result.verdict, list(result.outcomes)) == (Conclusion.DIFFERENT, ["stock", "patched", "rerun", "reordered"])
 
 
-def test_a_difference_that_chance_cannot_explain_needs_no_more_runs(verify):
-    result, _ = verify(["products"], values(patched=1.9, reordered=1.001))
-    assert (result.verdict, list(result.outcomes)[-1]) == (Conclusion.DIFFERENT, "reordered")
-
-
 def test_operations_without_a_deterministic_form_are_warned_of(verify):
     """An error of torch's is the script's own only if it raises under other circumstances, too."""
     logs = {"stock": "RuntimeError: cumsum_cuda_kernel does not have a deterministic implementation, but you set"}
@@ -222,20 +254,6 @@ def test_operations_without_a_deterministic_form_are_warned_of(verify):
     assert result.outcomes["stock"].folder.parent.name == "deterministic", "it failed for another reason"
 
 
-def test_nothing_that_was_on_means_not_exercised_whatever_differs(verify):
-    result, text = verify(["a"], values(patched=2.0), calls=0, states={"a": "skipped"})
-    assert result.verdict is Conclusion.NOT_EXERCISED
-    assert "no feature was on: a skipped (r)" in text
-
-
-def test_a_counter_that_did_not_move_means_not_exercised_only_if_all_is_equal(verify):
-    assert verify(["a"], values(), calls=0)[0].verdict is Conclusion.NOT_EXERCISED
-
-
-def test_a_difference_counts_more_than_a_counter(verify):
-    assert verify(["a"], values(patched=2.0), calls=0)[0].verdict is Conclusion.DIFFERENT
-
-
 def test_without_a_report_nothing_was_exercised(verify, monkeypatch):
     monkeypatch.setattr(Outcome, "report", None)
     result, text = verify([], values())
@@ -243,62 +261,13 @@ def test_without_a_report_nothing_was_exercised(verify, monkeypatch):
     assert "ovpatch doctor" in text
 
 
-def test_the_end_of_what_can_be_compared_is_told(verify):
-    result, text = verify(["a"], values(patched=SKIPPED, rerun=SKIPPED))
-    assert result.verdict is Conclusion.NOISE
-    assert "On rank 0 nothing is compared from 'step 2 of optimizer 0 ()' at step 2 on" in text
-
-
-def test_no_step(verify):
-    result, _ = verify(["a"], lambda name: None)
-    assert (result.verdict, result.verdict.code) == (Conclusion.NO_STEP, 3)
-
-
-def test_steps_in_one_run_only_are_a_difference(verify):
-    result, _ = verify(["a"], lambda name: None if name in ("stock", "rerun", "reordered") else STOCK)
-    assert result.verdict is Conclusion.DIFFERENT
-
-
-@pytest.mark.parametrize(
-    ("ends", "verdict", "said"),
-    [
-        ({"stock": {"code": 130, "interrupted": True}}, Conclusion.INTERRUPTED, "while the run 'stock' ran"),
-        (
-            {"stock": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}},
-            Conclusion.SCRIPT_FAILS,
-            "rank 1 (process 7)",
-        ),
-        ({"stock": {"code": 3}}, Conclusion.SCRIPT_FAILS, "it ends with exit code 3, patched with 0"),
-        (
-            {"stock": {"code": 3}, "patched": {"code": 3}},
-            Conclusion.BITWISE,
-            "fails under stock PyTorch, with exit code 3",
-        ),
-        (
-            {"patched": {"code": 3}},
-            Conclusion.DIFFERENT,
-            "the patched run fails with exit code 3, as stock does not, because of a",
-        ),
-        ({"patched": {"code": 1, "timed_out": True, "stacks": {7: "in f"}}}, Conclusion.DIFFERENT, "stacks of rank 1"),
-        ({"rerun": {"code": 3}}, Conclusion.NOISE, "The run 'rerun' ended with exit code 3"),
-    ],
-)
-def test_how_variants_end(verify, ends, verdict, said):
-    result, text = verify(["a"], values(patched=1.0 + 1e-7 if "rerun" in ends else 1.0), ends=ends)
-    assert result.verdict is verdict
-    assert said in text
-
-
 # --- variants that were to measure noise ---
-
-FAILED = {"reordered": {"code": 1}}
-LOG = {"reordered": "Traceback (most recent call last):\n  File\nAssertionError: First bucket should be smaller\n"}
 
 
 @pytest.mark.parametrize("far", [1e-7, 0.5])
 @pytest.mark.parametrize("variant", ["rerun", "reordered"])
 def test_without_its_noise_a_difference_is_not_decided(verify, far, variant):
-    ends, logs = {variant: {"code": 1}}, {variant: LOG["reordered"]}
+    ends, logs = {variant: {"code": 1}}, {variant: f"{TRACEBACK}AssertionError: First bucket should be smaller\n"}
     result, text = verify(["a"], values(patched=1.0 + far, **{variant: None}), ends=ends, logs=logs)
     assert (result.verdict, result.verdict.code, result.blamed) == (Conclusion.UNDECIDED, 3, [])
     end = f"the run '{variant}' failed after step 0 with exit code 1 by AssertionError, and stock did not"
@@ -309,33 +278,6 @@ def test_without_its_noise_a_difference_is_not_decided(verify, far, variant):
     data = result.to_json()
     assert (data["different"], data["not_bitwise"], data["exit_code"]) == (None, 1, 3)
     assert data["worst"][0]["verdict"] is None
-
-
-def test_an_variant_that_hangs_measures_no_noise(verify):
-    ends = {"reordered": {"code": 143, "timed_out": True}}
-    result, text = verify(["a"], values(patched=1.5, reordered=None), ends=ends)
-    assert result.verdict is Conclusion.UNDECIDED
-    assert "the run 'reordered' hung after step 0" in text
-
-
-def test_equal_bits_need_no_noise(verify):
-    result, text = verify(["a"], values(reordered=None), ends=FAILED, noise=True)
-    assert result.verdict is Conclusion.BITWISE
-    assert "reordered: failed after step 0 with exit code 1" in text
-
-
-def test_that_the_patched_run_fails_needs_no_noise(verify):
-    ends = {**FAILED, "patched": {"code": 3}}
-    result, text = verify(["a"], values(patched=1.5, reordered=None), ends=ends)
-    assert (result.verdict, result.blamed) == (Conclusion.DIFFERENT, ["a"])
-    assert "noise not measured" in text
-
-
-def test_a_further_variant_that_fails_leaves_a_difference_open(verify):
-    moving = values(patched=1.9, reordered=1.1, reordered_2=None)
-    result, text = verify(["a"], moving, ends={"reordered-2": {"code": 1}})
-    assert result.verdict is Conclusion.UNDECIDED
-    assert "the run 'reordered-2' failed" in text
 
 
 @pytest.mark.parametrize("variant", ["rerun", "reordered"])
@@ -382,18 +324,6 @@ def test_that_it_was_not_called_is_said_of_what_has_no_better_words(verify, monk
     assert "b           did nothing: no model was wrapped\n" in text
 
 
-def test_a_difference_before_a_failure_comes_first(verify):
-    _, text = verify(["a"], values(patched=2.0), ends={"patched": {"code": 3}})
-    where = "first in 'parameter w' at step 2 on rank 0"
-    assert text.startswith(f"different: {where}, because of a; then the patched run fails with exit code 3, as")
-
-
-def test_ranks_that_went_out_of_step_are_not_said_to_fail_by_themselves(verify):
-    _, text = verify(["a"], values(patched=SKIPPED), ends={"patched": {"code": 1}})
-    assert text.startswith("different: first in 'order of events' at step 2 on rank 0, because of a\n")
-    assert "Afterwards the patched run fails with exit code 1" in text
-
-
 def test_a_process_that_could_not_be_patched(verify, monkeypatch):
     failure = {"pid": 5, "rank": "1", "error": "no such feature"}
     monkeypatch.setattr(Outcome, "failures", property(lambda self: [failure] if self.variant.patched else []))
@@ -424,34 +354,3 @@ def test_losses_that_are_all_nan_tell_nothing(verify, monkeypatch, loss, paramet
     told = "The answer is that of the parameters, of which 1 of 2 are finite." in " ".join(text.split())
     assert told == (loss != loss and parameter == parameter)
     assert ("cannot be read and were not compared: 'state w.x' (object)." in text) == (verdict is Conclusion.BITWISE)
-
-
-# --- both fail ---
-
-FAILS = {name: {"code": 1} for name in ("stock", "patched", "rerun", "reordered")}
-
-
-def test_a_patched_run_that_fails_earlier_than_the_script_itself_is_different(verify):
-    result, text = verify(["a"], values(), ends=FAILS, beats={"patched": 1})
-    assert (result.verdict, result.blamed) == (Conclusion.DIFFERENT, ["a"])
-    end = "the patched run fails after step 1 with exit code 1, stock after step 2 with exit code 1"
-    assert text.startswith(f"different: {end}, because of a\n")
-
-
-def test_runs_that_fail_by_the_same_exception_are_equal(verify):
-    head = "Traceback (most recent call last):\n  File\n"
-    raised = dict.fromkeys(FAILS, f"{head}ValueError: no data: 1\n")
-    assert verify(["a"], values(), ends=FAILS, logs=raised)[0].verdict is Conclusion.BITWISE
-
-
-def test_the_other_exception_is_named(verify):
-    log = "[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: a.b.OddError: no\n"
-    result, text = verify(["a"], values(), ends=FAILS, logs={"patched": log})
-    assert result.verdict is Conclusion.DIFFERENT
-    assert "with exit code 1 by a.b.OddError, stock" in text
-
-
-def test_a_script_that_fails_now_here_and_now_there(verify):
-    result, text = verify(["a"], values(), ends=FAILS, beats={"patched": 1, "rerun": 1})
-    assert result.verdict is Conclusion.BITWISE
-    assert "other stock runs end elsewhere, too" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -66,28 +65,6 @@ def test_memory_that_somebody_else_looks_at_is_left_alone_until_the_end(how):
     assert in_place(param)
 
 
-def test_a_gradient_that_is_a_slice_of_the_users_own_tensor():
-    given = params((3, 4), (5,))
-    pool = torch.zeros(17)
-    given[0].grad, given[1].grad = pool[:12].view(3, 4), pool[12:]
-    backward(given)
-    assert not in_place(given[0])
-    assert not in_place(given[1])
-    del pool  # each of them still shares with the other
-    assert not in_place(given[0])
-
-
-@pytest.mark.parametrize("exchange", [torch.from_numpy, torch.from_dlpack])
-def test_what_other_libraries_read_gets_the_result(exchange):
-    """They hold memory without a reference that could be counted; reduced in place or not, it ends right."""
-    (param,) = params(SHAPE)
-    array = numpy.zeros(SHAPE, dtype=numpy.float32)
-    param.grad = exchange(array)
-    expected = backward([param])[0]
-    in_place(param)
-    assert numpy.array_equal(array, expected.numpy())
-
-
 ODD = {
     "part of a graph": lambda g: g.clone().requires_grad_(),
     "conjugated": lambda g: torch.complex(g, g).conj(),
@@ -121,37 +98,26 @@ def test_gradients_that_are_no_plain_memory_go_through_a_tensor_of_their_own(how
         assert torch.equal(odd, before * 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_wider_sum_goes_through_a_tensor_of_its_own_and_is_rounded_once(dtype):
-    for flat_below in (ALONE, 1 << 60):
-        given = params(SHAPE, (7,), dtype=dtype)
-        expected = backward(given)
-        given[1].grad = None
-        bucket = GradBucket([0, 1], given, dtype=torch.float32, flat_below=flat_below)
-        pieces = bucket.pack(3)
-        assert {piece.dtype for piece in pieces} == {torch.float32}
-        flat = torch.cat([piece.flatten() for piece in pieces])
-        assert torch.equal(flat[: expected[0].numel()], (expected[0].float() * (1.0 / 3)).flatten())
-        for piece in pieces:
-            piece.mul_(3).add_(1e-4)
-        finish(bucket)
-        assert torch.equal(given[0].grad, (expected[0].float() * (1.0 / 3) * 3 + 1e-4).to(dtype))
-        assert torch.equal(given[1].grad, torch.full((7,), 1e-4).to(dtype))
-        assert given[1].grad.dtype is dtype
-
-
-def test_two_leaves_that_autograd_gives_one_memory_are_reduced_apart():
-    given = params((4, 6), (6, 4))
-    (given[0].view(-1) + given[1].view(-1)).square().sum().backward()
-    assert address(given[0].grad) == address(given[1].grad), "the case that this test is about"
-    expected = [p.grad.clone() for p in given]
-    bucket = GradBucket([0, 1], given, flat_below=ALONE)
-    pieces = bucket.pack(4)
-    assert len({address(t) for t in (*pieces, given[0].grad)}) == 3
+@pytest.mark.parametrize("flat_below", [ALONE, 50, 1 << 60])
+def test_a_gradient_dropped_while_it_is_reduced_comes_back(flat_below):
+    given = params((3, 4), (10, 8))
+    bucket = GradBucket([0, 1], given, flat_below=flat_below)
+    expected = backward(given)
+    pieces = bucket.pack(1)
+    for p in given:
+        p.grad = None
     for piece in pieces:
-        piece.mul_(4)
+        piece.mul_(2)
     finish(bucket)
-    assert all(torch.equal(p.grad, e) for p, e in zip(given, expected, strict=True))
+    assert all(torch.equal(p.grad, 2 * e) for p, e in zip(given, expected, strict=True))
+    held = [p.grad for p in given]
+    for p in given:
+        p.grad = None
+    backward(given)
+    for piece in bucket.pack(1):
+        piece.zero_()
+    finish(bucket)
+    assert all(torch.equal(h, 2 * e) for h, e in zip(held, expected, strict=True)), "it belongs to the user now"
 
 
 @pytest.mark.parametrize("flat_below", [ALONE, 50, 1 << 60])
@@ -167,21 +133,3 @@ def test_parameters_that_nobody_used_keep_what_they_had(flat_below, divisor):
     finish(bucket, skip=(8, 9, 10))
     assert torch.equal(given[1].grad, before)
     assert given[2].grad is given[3].grad is None
-
-
-@pytest.mark.parametrize("flat_below", [ALONE, 1 << 60])
-def test_a_parameter_that_only_others_used_gets_their_gradient(flat_below):
-    given = params((3,), (2,))
-    bucket = GradBucket([0, 1], given, flat_below=flat_below)
-    backward(given[:1])
-    for piece in bucket.pack(2, absent=(1,)):
-        piece.add_(1.0)
-    finish(bucket)
-    assert torch.equal(given[1].grad, torch.ones(2))
-    address_of_first = address(given[1].grad)
-    given[1].grad, kept = None, given[1].grad
-    for piece in bucket.pack(2, absent=(1,)):
-        piece.add_(5.0)
-    finish(bucket)
-    assert address(given[1].grad) != address_of_first, "a gradient that was handed out is not reused"
-    assert torch.equal(kept, torch.ones(2))

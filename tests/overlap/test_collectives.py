@@ -58,61 +58,6 @@ def test_tensors_are_summed_in_place_by_one_launch(ranks, world):
             assert result["backend"] == "gloo"
 
 
-def in_a_subgroup() -> torch.Tensor:
-    pair = dist.new_group([0, 2])
-    value = torch.tensor([1.0 + dist.get_rank()])
-    if dist.get_rank() != 1:
-        for work in AllReduce(pair, CPU)([value]):
-            work.wait()
-    return value
-
-
-def test_only_the_groups_ranks_take_part(ranks):
-    assert ranks(3)(in_a_subgroup) == [torch.tensor([4.0]), torch.tensor([2.0]), torch.tensor([4.0])]
-
-
-def scattered(sizes: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
-    world = dist.get_world_size()
-    given = tensors(dist.get_rank(), [(size * world,) for size in sizes], dtype)
-    parts = [torch.empty(size, dtype=dtype) for size in sizes]
-    for work in ReduceScatter(group(), CPU)(parts, given):
-        work.wait()
-    return parts
-
-
-CALLS = [(sizes, dtype) for sizes in ([4], [5, 1, 300]) for dtype in DTYPES]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_each_rank_gets_its_parts_of_the_sums(ranks, world):
-    for rank, results in enumerate(ranks(world)(for_each, scattered, CALLS)):
-        for (sizes, dtype), parts in zip(CALLS, results, strict=True):
-            lengths = [(size * world,) for size in sizes]
-            wholes = [sum(ones) for ones in zip(*(tensors(r, lengths, dtype) for r in range(world)), strict=True)]
-            for part, whole in zip(parts, wholes, strict=True):
-                assert torch.equal(part, whole.chunk(world)[rank]), (sizes, dtype)
-
-
-def gathered(sizes: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
-    world, rank = dist.get_world_size(), dist.get_rank()
-    wholes = [torch.empty(size * world, dtype=dtype) for size in sizes]
-    parts = [whole.chunk(world)[rank] for whole in wholes]
-    for part, value in zip(parts, tensors(rank, [(size,) for size in sizes], dtype), strict=True):
-        part.copy_(value)
-    for work in AllGather(group(), CPU)(wholes, parts):
-        work.wait()
-    return wholes
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_everybody_gets_all_parts(ranks, world):
-    for results in ranks(world)(for_each, gathered, CALLS):
-        for (sizes, dtype), wholes in zip(CALLS, results, strict=True):
-            values = [tensors(r, [(size,) for size in sizes], dtype) for r in range(world)]
-            for whole, parts in zip(wholes, zip(*values, strict=True), strict=True):
-                assert torch.equal(whole, torch.cat(parts)), (sizes, dtype)
-
-
 def waited_for_twice() -> list[torch.Tensor]:
     given = [torch.ones(3), torch.ones(2)]
     (work,) = AllReduce(group(), CPU)(given)

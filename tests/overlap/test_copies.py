@@ -7,7 +7,6 @@ import ctypes
 import dataclasses
 import functools
 import multiprocessing.util
-import random
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +24,7 @@ from ovpatch.overlap.comm.kept_state import group_state
 from ovpatch.overlap.copy_engine import selection
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch.overlap.copy_engine.selection import attend, choose
-from ovpatch.overlap.copy_engine.window import Addend, Span, rounds
+from ovpatch.overlap.copy_engine.window import Addend, Span
 from ovpatch.overlap.symm_mem import memory
 from tests.support import windows
 from tests.support.interpreter import interpreted
@@ -33,23 +32,6 @@ from tests.support.interpreter import interpreted
 CPU = torch.device("cpu")
 SIZES = ([4], [0, 5, 1, 300], [1000, 3, 700], [33])
 SLOT = 3 * 512  # bytes: small, so that there are many rounds
-
-
-def test_rounds_cover_everything_once_and_fit():
-    draw = random.Random(0)
-    for _ in range(300):
-        grain = draw.choice([1, 4, 32])
-        room = grain * draw.randint(1, 6)
-        sizes = [draw.choice([0, 1, draw.randint(1, 200)]) for _ in range(draw.randint(0, 6))]
-        found = rounds(tuple(sizes), room, grain)
-        assert all(found), "no round is empty"
-        covered = [[piece for pieces in found for piece in pieces if piece.tensor == i] for i in range(len(sizes))]
-        for size, pieces in zip(sizes, covered, strict=True):
-            assert [e for p in pieces for e in range(p.begin, p.end)] == list(range(size))
-        for pieces in found:
-            ends = [0, *(piece.at + piece.end - piece.begin for piece in pieces)]
-            assert all(piece.at % grain == 0 and piece.at >= end for piece, end in zip(pieces, ends, strict=False))
-            assert max(ends) <= room
 
 
 def drawn(rank: int, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:

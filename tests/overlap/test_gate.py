@@ -23,12 +23,10 @@ from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_held_state, test_loop_styles, test_models, test_reads_of_gradients
-from tests.plugins.dist_optimizer.arms import SMALL, both
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, some, train_step
+from tests.plugins.dist_optimizer.checks import SMALL, all_cases, both, check_all, ddp, some, train_step
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.support import signs
 from tests.support.gloo import destroy_group
-from tests.support.rarely import RARELY
 
 
 def meetings(late: int) -> list[tuple[float, float]]:
@@ -388,10 +386,7 @@ ON_THREE = [("same", True, False), ("same", False, True), ("other", True, True)]
 
 @pytest.mark.parametrize(
     ("kind", "first", "alone", "world"),
-    [
-        *((*one, 2) for one in BESIDE),
-        *(pytest.param(*one, 3, marks=() if one in ON_THREE else RARELY) for one in BESIDE),
-    ],
+    [*((*one, 2) for one in BESIDE), *((*one, 3) for one in ON_THREE)],
 )
 def test_a_new_optimizer_beside_the_old_one_on_one_rank_alone_is_an_error_at_once(ranks, world, kind, first, alone):
     """Where hosts run ahead, ranks cannot tell each other before each step, and all go on as stock."""
@@ -486,7 +481,7 @@ def asked_ahead() -> list[str]:
 
     with counted() as calls, mock.patch.object(PeerRpc, "call", asking):
         both(test_models.wrapped_twice)
-        both(test_models.cast_later, False)
+        both(test_models.cast_later)
     assert calls["arrive"]
     return topics
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import threading
 import time
 from typing import Any
 from unittest import mock
@@ -14,13 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ovpatch
 from ovpatch.overlap.tensors import pending_param
 from ovpatch.overlap.tensors.memory import shard_range, view_flat
-from ovpatch.overlap.tensors.pending_param import PENDING, is_pending, wait_for_all
+from ovpatch.overlap.tensors.pending_param import PENDING, is_pending
 from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
-from tests.overlap.reading import READERS
-from tests.overlap.stale import GARBAGE, entrances, find_reason_against, same, tensors
+from tests.overlap.stale import GARBAGE, entrances, find_reason_against
 from tests.overlap.test_collectives import for_each, group
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
@@ -77,98 +73,6 @@ def test_parameters_are_whole_again_where_they_were(ranks, world):
         assert [call for call, result in zip(calls, results, strict=True) if result != right] == [] or world == 1
 
 
-def read_by_all(names: list[str]) -> list[str]:
-    """Read with every reader after a gather, rank 0 before the others have launched it; return who read wrongly."""
-    wrong = []
-    with entrances():
-        for name in names:
-            make, read = READERS[name]
-            torch.manual_seed(0)
-            model = make()
-            expected = tensors(read(copy.deepcopy(model)))
-            if not read_after_a_gather(model, read, expected):
-                wrong.append(name)
-            del model
-    return wrong
-
-
-def read_after_a_gather(model: nn.Module, read: Any, expected: list[Any]) -> bool:
-    params = list(model.parameters())
-    gather = AllGatherBucket(params, group())
-    forget_the_others(params)
-    dist.barrier()
-    if dist.get_rank():
-        time.sleep(LATE)
-    assert gather.start_all_gather() == ""
-    right = same(tensors(read(model)), expected)
-    return right and not PENDING
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_reader_finds_what_was_gathered(ranks, world):
-    assert ranks(world)(read_by_all, list(READERS), timeout=120) == [[]] * world
-
-
-def under_ddp(steps: int) -> list[str]:
-    """A loss that is alive, an optimizer, our reducer: nothing of this is in the way."""
-    with ovpatch.applied("ddp"):
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 5)))
-        optimizer = torch.optim.AdamW(model.parameters())
-        gather, reasons = AllGatherBucket(list(model.parameters()), group()), []
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss = model(torch.ones(3, 6)).sum()
-            loss.backward()
-            gather.finish_all_gather()
-            optimizer.step()
-            quiet(list(model.parameters()))
-            reasons.append(gather.start_all_gather())
-        del loss
-        gather.finish_all_gather()
-    return reasons
-
-
-def test_nothing_of_a_usual_step_is_in_the_way(ranks):
-    assert ranks(2)(under_ddp, 4) == [[""] * 4] * 2
-
-
-def steps(count: int) -> tuple[list[float], list[bool]]:
-    """Train by gathers, and alone; a collective of the program's own runs in between."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 5))
-    alone = copy.deepcopy(model)
-    buckets = [AllGatherBucket(list(part.parameters()), group(), name=str(i)) for i, part in enumerate(model) if i != 1]
-    losses, equal = [], []
-    for step in range(count):
-        x = torch.full((3, 6), 0.1 * step)
-        for each in (model, alone):
-            each.zero_grad()
-            loss = each(x).square().sum()
-            loss.backward()
-        losses.append(loss.item())
-        wait_for_all()
-        with torch.no_grad():
-            for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-                mine.sub_(mine.grad, alpha=0.1)
-                theirs.sub_(theirs.grad, alpha=0.1)
-        quiet(list(model.parameters()))
-        forget_the_others(list(model.parameters()))
-        for bucket in buckets:
-            assert bucket.start_all_gather() == ""
-        dist.all_reduce(torch.ones(1))
-        if step % 2:
-            equal.append(all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True)))
-    wait_for_all()
-    return losses, equal
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_training_goes_on_over_gathers(ranks, world):
-    results = ranks(world)(steps, 6)
-    assert all(result == results[0] for result in results)
-    assert results[0][1] == [True] * 3
-
-
 def under_way() -> tuple[nn.Linear, torch.Tensor, AllGatherBucket]:
     """Return a model whose weight is being gathered, what it will be, and the gather."""
     model = nn.Linear(6, 7)
@@ -179,22 +83,6 @@ def under_way() -> tuple[nn.Linear, torch.Tensor, AllGatherBucket]:
     forget_the_others([model.weight])
     gather.start_all_gather()
     return model, expected, gather
-
-
-def alone_on_rank_0() -> bool:
-    """No collective settles: one rank may read while the others do something else."""
-    model, expected, _ = under_way()
-    if dist.get_rank() == 0:
-        right = torch.equal(model.weight, expected)
-        dist.barrier()
-        return right
-    dist.barrier()
-    still = is_pending(model.weight)
-    return still and torch.equal(model.weight, expected)
-
-
-def test_one_rank_reads_alone(ranks):
-    assert ranks(2)(alone_on_rank_0) == [True] * 2
 
 
 def failing_once() -> tuple[bool, bool, bool]:
@@ -230,29 +118,6 @@ def communicated(name: str) -> list[bool]:
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather"])
 def test_collectives_of_the_program_read_what_was_gathered(ranks, name):
     assert ranks(2)(communicated, name) == [[True, True, False]] * 2
-
-
-def by_threads() -> list[bool]:
-    found: list[bool] = []
-    for _ in range(20):
-        params = [nn.Parameter(torch.arange(float(n))) for n in (60, 7, 13)]
-        expected = [p.detach().clone() for p in params]
-        gather = AllGatherBucket(params, group())
-        forget_the_others(params)
-        threads = [
-            threading.Thread(target=lambda p=p, e=e: found.append(torch.equal(p, e)))
-            for p, e in [*zip(params, expected, strict=True)] * 2
-        ]
-        gather.start_all_gather()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-    return found
-
-
-def test_many_threads_read_one_bucket(ranks):
-    assert ranks(2)(by_threads) == [[True] * 120] * 2
 
 
 def refused() -> list[Any]:
@@ -322,22 +187,6 @@ def scripted(wrapped: bool) -> list[Any]:
 def test_a_scripted_module_is_gathered_at_once(ranks, wrapped):
     for result in ranks(2)(scripted, wrapped):
         assert result == [("a graph or a scripted module holds it", True)] * 2
-
-
-def launched_twice() -> str:
-    gather = AllGatherBucket([nn.Parameter(torch.zeros(4))], group())
-    gather.start_all_gather()
-    try:
-        gather.start_all_gather()
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        gather.finish_all_gather()
-    return ""
-
-
-def test_a_second_launch_is_refused(ranks):
-    assert all("call finish_all_gather() before step" in text for text in ranks(2)(launched_twice))
 
 
 def profiled() -> list[str]:

@@ -12,7 +12,6 @@ from torch import nn
 from ovpatch.overlap.data_parallel import grad_sync
 from ovpatch.overlap.data_parallel.bucket import GradBucket
 from ovpatch.overlap.data_parallel.grad_sync import (
-    ANY,
     HOOK,
     GradSync,
     SurplusGradientError,
@@ -83,47 +82,6 @@ def test_a_single_contribution_is_counted_in_one_call_and_anything_else_is_not()
     assert owner.sync.missing_params() == [0, 1, 2], "nothing was counted"
 
 
-def test_expected_counts_complete_at_the_last_contribution():
-    owner = Owner()
-    owner.sync.start_backward([1, 3, 0])
-    for _ in range(3):
-        assert owner.complete == []
-        owner.fire(1)
-    assert owner.complete == [1]
-    assert owner.sync.missing_params() == [0]
-
-
-def test_a_surplus_contribution_names_the_parameter_and_the_remedy():
-    owner = opened()
-    owner.fire(1)
-    with pytest.raises(SurplusGradientError, match=r"'p1'.*use_reentrant=False.*OVPATCH_DDP=0\.$"):
-        owner.fire(1)
-
-
-def test_any_only_counts():
-    owner = Owner()
-    owner.sync.start_backward([ANY] * 3)
-    for _ in range(5):
-        owner.fire(0)
-    assert owner.sync.get_counts()[0] == 5
-    assert owner.complete == []
-
-
-def test_declared_marks_replace_the_hook():
-    owner = opened()
-    param = owner.params[0]
-    assert expect_gradients(param, 2)
-    owner.fire(0)  # of the chunk's own backward
-    mark_gradient(param, "chunk 0")
-    assert owner.complete == []
-    mark_gradient(param, "chunk 1")
-    assert owner.complete == [0]
-    with pytest.raises(
-        SurplusGradientError, match=r"'p0'.*contribution 3 \(chunk 2\).*2 were declared.*mark each once"
-    ):
-        mark_gradient(param, "chunk 2")
-
-
 def test_a_declared_parameter_may_get_nothing_more_from_autograd_once_it_is_complete():
     owner = opened()
     expect_gradients(owner.params[0], 1)
@@ -158,38 +116,6 @@ def test_there_is_at_least_one_mark(marks):
     owner = opened()
     with pytest.raises(ValueError, match=r"'p0'.*at least one"):
         expect_gradients(owner.params[0], marks)
-
-
-def test_a_declaration_holds_for_one_backward():
-    owner = opened()
-    expect_gradients(owner.params[0], 2)
-    owner.sync.end_backward()
-    owner.sync.start_backward()
-    owner.fire(0)
-    assert owner.complete == [0]
-
-
-def test_parameters_whose_contributions_are_marked_are_not_missing():
-    owner = opened()
-    expect_gradients(owner.params[0], 2)
-    expect_gradients(owner.params[1], 1)
-    mark_gradient(owner.params[0], "chunk 0")
-    mark_gradient(owner.params[1], "chunk 0")
-    assert owner.sync.missing_params() == [2]
-
-
-def test_between_backwards_nothing_is_counted_and_nothing_stays():
-    owner = Owner()
-    param = owner.params[0]
-    for _ in range(2):  # microbatches under no_sync
-        expect_gradients(param, 2)
-        for chunk in range(2):
-            mark_gradient(param, f"chunk {chunk}")
-    assert owner.complete == []
-    owner.sync.start_backward()
-    assert owner.sync.get_counts()[0] == 0
-    owner.fire(0)
-    assert owner.complete == [0]
 
 
 def test_of_several_owners_each_is_told():

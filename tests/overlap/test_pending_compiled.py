@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +11,9 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.parallel import DistributedDataParallel
 
-import ovpatch
 from ovpatch.overlap.tensors.pending_param import is_pending, wait_for_all
-from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
 from tests.overlap.stale import GARBAGE, Stale, entrances
-from tests.overlap.test_gathering import forget_the_others, group, quiet
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
@@ -105,8 +100,8 @@ def train(way: Callable[..., Any], backend: str, *, pending: bool) -> dict[str, 
         losses += step(compiled, model)
         if pending:
             decay_late(params)
-        else:
-            decay(params)
+        for param in params if not pending else ():
+            param.data.mul_(0.9)
     wait_for_all()
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     return {"losses": losses, "graphs": counter.frame_count, "ops": counter.op_count, "breaks": breaks}
@@ -119,11 +114,6 @@ def step(compiled: Any, model: nn.Module) -> list[float]:
     loss.backward()
     model.zero_grad()
     return [quiet_loss, loss.item()]
-
-
-def decay(params: list[nn.Parameter]) -> None:
-    for param in params:
-        param.data.mul_(0.9)
 
 
 def decay_late(params: list[nn.Parameter]) -> None:
@@ -193,40 +183,3 @@ def test_inductor_reads_new_values():
     stock = train(whole, "inductor", pending=False)
     with entrances():
         assert train(whole, "inductor", pending=True) == stock
-
-
-def compiled_ddp(*, gathers: bool) -> tuple[list[float], int, int]:
-    torch._dynamo.utils.counters.clear()
-    counter = CompileCounterWithBackend("eager")
-    model = DistributedDataParallel(Block(network()))
-    compiled, params = torch.compile(model, backend=counter), list(model.parameters())
-    gather, losses = AllGatherBucket(params, group()), []
-    for _ in range(3):
-        losses += step(compiled, model)
-        quiet(params)
-        decay(params)
-        if gathers:
-            forget_the_others(params)
-            reason = gather.start_all_gather()
-            assert reason == "", reason
-    wait_for_all()
-    return losses, counter.frame_count, sum(torch._dynamo.utils.counters["graph_break"].values())
-
-
-def compiled_ddp_with_and_without() -> list[Any]:
-    gc.disable()  # a finaliser that runs inside of a compiled frame is compiled as well, and breaks its graph
-    try:
-        with ovpatch.applied("ddp"):  # whose reducer owns no parameter
-            without = compiled_ddp(gathers=False)
-            torch._dynamo.reset()
-            gc.collect()
-            with entrances():
-                return [without, compiled_ddp(gathers=True)]
-    finally:
-        gc.enable()
-
-
-def test_compiled_ddp(ranks):
-    for without, pending in ranks(2)(compiled_ddp_with_and_without):
-        assert pending == without
-        assert without[1] > 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
 
 
 class Ones:
@@ -54,3 +54,22 @@ def test_one_that_a_thread_was_filling_at_a_fork_has_its_content(gone):
             delattr(made, name)
     assert (made + 0).tolist() == [2.0] * 3
     assert type(made) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(()),
+        torch.zeros(3, 4, dtype=torch.bfloat16).t(),
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(10)[::2],
+        torch.zeros(1).expand(4),
+        torch.zeros(0, 3, dtype=torch.int64),
+    ],
+    ids=str,
+)
+def test_metadata_makes_a_dense_tensor_of_the_same_shape(tensor):
+    meta = TensorMeta.of(tensor)
+    made = meta.empty()
+    assert (made.shape, made.dtype, meta.device) == (tensor.shape, tensor.dtype, tensor.device)
+    assert made.stride() == torch.empty_like(tensor, memory_format=torch.preserve_format).stride()

@@ -45,27 +45,6 @@ def test_the_packed_gradient_is_not_the_users():
     assert torch.equal(made.weight.grad.to_dense(), before)
 
 
-def test_a_missing_gradient_counts_as_no_rows():
-    bucket = SparseBucket(0, embedding().weight)
-    for piece in (*bucket.pack(2), *bucket.make_zeros()):
-        assert piece.is_sparse
-        assert piece._nnz() == 0
-        assert piece.shape == (6, 3)
-    assert bucket.unpack() == []
-    assert bucket.params[0].grad._nnz() == 0
-
-
-def test_a_dense_gradient_of_the_same_weight_is_filled_where_it_is():
-    made = embedding()
-    made.weight.grad = held = torch.ones(6, 3)
-    bucket = SparseBucket(0, made.weight)
-    (piece,) = bucket.pack(2)
-    piece._values().add_(1.0)
-    bucket.unpack()
-    assert made.weight.grad is held
-    assert torch.equal(held, torch.full((6, 3), 1.5))
-
-
 def test_staging_dropping_and_skipping():
     made = embedding(0)
     bucket = SparseBucket(0, made.weight)

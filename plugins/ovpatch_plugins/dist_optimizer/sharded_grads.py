@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -91,6 +91,7 @@ class ShardedGrads(GradSharder):
         restored: Whether the model's gradients are reduced elsewhere by now, for good: ranks may step unevenly.
         drifted: Parameters, by index, that an optimizer has stepped with local gradients: they may differ by rank from
             then on, and further optimizers leave them so.
+        grads_of_backward: What was ``p.grad`` when the last backward ended, by index, as long as it exists.
         optimizers: The sharded optimizers over these parameters.
         states: What keeps their state, and answers peers, by the names of their turns.
         owners: The elements that each rank owns, and the parameters' owners, by terms of the optimizer and index.
@@ -122,6 +123,7 @@ class ShardedGrads(GradSharder):
         self._requested: set[int] = set()
         self._read: set[int] = set()
         self._grads = GradShards(self.names, [GradState.FULL] * len(params))
+        self.grads_of_backward: Mapping[int, weakref.ref[Tensor]] = self._grads.grads
         self.reduced = self._grads.shards
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.states: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -408,12 +410,7 @@ class ShardedGrads(GradSharder):
         """Return the tensors that still exist of those that were ``p.grad`` when the last backward ended."""
         if self.restored:
             return []
-        return [(index, grad) for index in self._grads.grads if (grad := self.last_grad(index)) is not None]
-
-    def last_grad(self, index: int) -> Tensor | None:
-        """Return what was the parameter's ``p.grad`` when the last backward ended, if it still exists."""
-        reference = self._grads.grads.get(index)
-        return None if reference is None else reference()
+        return [(index, grad) for index, ref in self._grads.grads.items() if (grad := ref()) is not None]
 
     @functools.cached_property
     def step_log(self) -> StepLog:
@@ -555,8 +552,9 @@ def materialize_moved(places: Iterable[tuple[Tensor, ShardedGrads, int]]) -> boo
     """
     moved: dict[int, Tensor] = {}
     with torch._C.DisableTorchFunctionSubclass():
-        for param, shards, index in places:
-            grad, last = param.grad, shards.last_grad(index)
+        for param, shards, index in places:  # of each step: no call for a parameter
+            reference, grad = shards.grads_of_backward.get(index), param.grad
+            last = None if reference is None else reference()
             if grad is not last:
                 moved |= {id(one): one for one in (grad, last) if type(one) is LazyTensor}
     lazy_tensor.materialize(moved.values())

@@ -6,7 +6,7 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -23,14 +23,17 @@ Cases = Mapping[str, Mapping[str, Any]]
 
 
 def reduced_in_place(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a loop's small gradients reduced in their own memory, as large ones are, and not in a flat tensor."""
+    """Have a loop's small gradients reduced in their own memory, as large ones are, and not in a flat tensor.
+
+    The loop takes ``in_place=False`` besides its own arguments, which leaves them in the flat tensor.
+    """
 
     @functools.wraps(loop)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, in_place: bool = True, **kwargs: Any) -> Any:
         from ovpatch.overlap.data_parallel.bucket import GradBucket
 
         # Not the module's constant: a module that is imported meanwhile would keep this value, in one rank's process.
-        with mock.patch.object(GradBucket, "flat_below", 1):
+        with mock.patch.object(GradBucket, "flat_below", 1) if in_place else nullcontext():
             return loop(*args, **kwargs)
 
     return run
@@ -136,9 +139,13 @@ def seen(model: nn.Module, loss: torch.Tensor | None = None, **more: Any) -> Rec
 
 
 def record_steps(
-    model: nn.Module, losses: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    losses: Iterable[torch.Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    set_to_none: bool = True,
 ) -> list[Record]:
-    """Run the backward of each loss, which is computed in its turn; record it, step, and drop the gradients."""
+    """Run the backward of each loss, which is computed in its turn; record it, step, and drop or zero the gradients."""
     records = []
     for loss in losses:
         loss.backward()
@@ -146,7 +153,7 @@ def record_steps(
         del loss  # and its graph, before the next forward
         if optimizer is not None:
             optimizer.step()
-        model.zero_grad()
+        model.zero_grad(set_to_none=set_to_none)
     return records
 
 

@@ -52,6 +52,14 @@ def check(
         assert counters["late_backwards"] == late
 
 
+def same_bits(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Demand of what ``both`` returned, by rank, stock's bits on two ranks and its values on more; return it."""
+    for result in results:
+        compared = compare(result["stock"], result["patched"], reordered=result.get("reordered"))
+        (compared.assert_bitwise if len(results) <= 2 else compared.assert_equal)()
+    return results
+
+
 def check_all(results: list[dict[str, dict[str, Any]]], *, check: Callable[..., None] = check, **demands: Any) -> None:
     """Check every case, by default by :func:`check`, and name those that fail."""
     failures = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import math
 from collections.abc import Callable
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.plugins.ddp.arms import Record, data, record_steps, reduced_in_place, seen, table
-from tests.plugins.ddp.checks import check_cases, some
-from tests.support.rarely import ALL_CASES
+import ovpatch
+from tests.plugins.ddp.arms import Record, both, data, record_steps, reduced_in_place, seen, table
+from tests.plugins.ddp.checks import check_cases, same_bits, some
 
 WORLDS = [2, 3]
 CAPS = [0.0001, 25]
@@ -64,6 +66,8 @@ def loop(deed: str, where: str, cap: float, accumulate: bool, ddp: dict[str, Any
 
     if where == "global":
         handle = nn.modules.module.register_module_full_backward_hook(hook)
+    elif where == "wrapper":
+        handle = wrapped.register_full_backward_hook(lambda *_: DEEDS[deed](model))
     else:
         handle = getattr(block, where)(hook)
     records = []
@@ -84,10 +88,10 @@ def loop(deed: str, where: str, cap: float, accumulate: bool, ddp: dict[str, Any
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_module_backward_hook_that_changes_all_gradients(ranks, world):
-    where = ["register_full_backward_hook", "register_full_backward_pre_hook", "global"]
+    where = ["register_full_backward_hook", "register_full_backward_pre_hook"]
     cases = table(deed=DEEDS, where=where, cap=CAPS, accumulate=[False])
-    if not ALL_CASES:  # a hook on all modules is called as one on a module is
-        cases = {name: case for name, case in cases.items() if (case["where"], case["cap"]) != ("global", CAPS[-1])}
+    # Hooks on all modules, or on the wrapper, are called as those on a module are.
+    cases |= table(deed=DEEDS, where=["global", "wrapper"], cap=CAPS[:1], accumulate=[False])
     check_cases(ranks(world), loop, cases, backwards=4)
 
 
@@ -99,17 +103,20 @@ def test_with_gradients_that_accumulate(ranks):
     check_cases(ranks(2), loop, some({**cases, **static}), backwards=4)  # each deed in several ways
 
 
-def loop_hook_during_training(cap: float) -> list[Record]:
-    """A hook that comes after the first steps, on a block that was wrapped with everything else."""
+@reduced_in_place
+def loop_hook_during_training(cap: float, new: bool) -> list[Record]:
+    """A hook that comes after the first steps, on a block that was wrapped with everything else, or on a new module."""
     model = net()
     wrapped = DDP(model, bucket_cap_mb=cap)
     records = record_steps(model, (wrapped(data(step, 4, 6)).square().mean() for step in range(2)))
-    model[2].register_full_backward_hook(lambda *_: scales(model))
+    if new:
+        model[2] = nn.Sequential(model[2], nn.Identity())
+    (model[2][1] if new else model[2]).register_full_backward_hook(lambda *_: scales(model))
     return records + record_steps(model, (wrapped(data(step, 4, 6)).square().mean() for step in (2, 3)))
 
 
 def test_a_hook_registered_later(ranks):
-    check_cases(ranks(2), loop_hook_during_training, table(cap=CAPS), backwards=4)
+    check_cases(ranks(2), loop_hook_during_training, table(cap=CAPS, new=[False, True]), backwards=4)
 
 
 def loop_hook_between(hook: str, deed: str, cap: float) -> list[Record]:
@@ -191,10 +198,7 @@ def loop_shared_with_stock(which: str, stock_is_first: bool, caps: tuple[float, 
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
     ours, theirs = (nn.Sequential(trunk, nn.Linear(6, 3)) for _ in range(2))
-    wrappers = [
-        (lambda: STOCK[which](theirs, caps[0])),
-        (lambda: DDP(ours, bucket_cap_mb=caps[1])),
-    ]
+    wrappers = [(lambda: STOCK[which](theirs, caps[0])), (lambda: DDP(ours, bucket_cap_mb=caps[1]))]
     wrapped = [wrap() for wrap in (wrappers if stock_is_first else reversed(wrappers))]
     records = []
     for step in range(4):
@@ -233,3 +237,48 @@ def loop_shared_memory(cap: float) -> list[Record]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_two_weights_whose_gradients_share_memory(ranks, world):
     check_cases(ranks(world), loop_shared_memory, table(cap=CAPS), backwards=5)
+
+
+# --- hooks on the AccumulateGrad nodes that our reducer listens to ---
+
+
+def hooked(where: str) -> list[Record]:
+    """Train with a hook on a node that doubles a gradient, registered before the wrapper or behind it."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    node: Any = get_gradient_edge(net[0].weight).node
+
+    def double(*_: Any) -> None:
+        assert net[0].weight.grad is not None
+        net[0].weight.grad.mul_(2)
+
+    if where == "before":
+        node.register_hook(double)
+    wrapped = DDP(net)
+    if where == "behind":
+        node.register_hook(double)
+    losses = (wrapped(data(step, 4, 8)).square().mean() for step in range(3))
+    return record_steps(net, losses, torch.optim.SGD(net.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_what_they_do_counts_as_under_stock(ranks, where):
+    same_bits(ranks(2)(both, hooked, where))
+
+
+def wrapped_again() -> list[bool]:
+    found = []
+    with ovpatch.applied("ddp"):
+        net = nn.Linear(8, 8)
+        nodes = [get_gradient_edge(param).node for param in net.parameters()]  # which outlive the wrapper
+        for _ in range(2):
+            wrapped = DDP(net)
+            wrapped(torch.ones(2, 8)).sum().backward()
+            found.append(wrapped.reducer._hooks.has_foreign())
+            del wrapped
+            gc.collect()
+        assert nodes
+    return found
+
+
+def test_those_of_an_earlier_wrapper_are_gone_with_it(ranks):
+    assert ranks(2)(wrapped_again) == [[False, False]] * 2

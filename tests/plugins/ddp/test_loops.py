@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from tests.plugins.ddp.arms import Record, all_both, both, data, device, is_patched, seen, table
+from tests.plugins.ddp.arms import Record, all_both, both, data, device, record_steps, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check, check_all, check_cases
 
 WORLDS = [2, 3]
@@ -102,18 +102,6 @@ def test_buckets_graph_modes_and_activation_checkpointing(ranks, world):
     check_cases(ranks(world), loop_plain, cases, backwards=4)
 
 
-def test_reentrant_checkpoint_with_unused_parameter_search(ranks):
-    ddp = {"find_unused_parameters": True, "bucket_cap_mb": 0.001}
-    results = ranks(2)(both, loop_reentrant_unused, ddp=ddp)
-    check(results)
-
-
-def loop_reentrant_unused(*, ddp: dict[str, Any]) -> list[Record]:
-    """Stock cannot search inside reentrant checkpoints, so its arm runs without the search; all is used anyway."""
-    kwargs = ddp if is_patched() else {k: v for k, v in ddp.items() if k != "find_unused_parameters"}
-    return loop_plain(early_optimizer=False, checkpointing=True, ddp=kwargs)
-
-
 def loop_accumulate(*, style: str, micro: int = 3, steps: int = 3, ddp: dict[str, Any] | None = None) -> list[Record]:
     model = Net().to(device())
     wrapped = DDP(model, **(ddp or {}))
@@ -142,21 +130,6 @@ def test_accumulation(ranks, world, as_view):
         check_cases(ranks(world), loop_accumulate, cases, backwards=backwards, bitwise=not as_view)
 
 
-def loop_no_zero_grad() -> list[Record]:
-    model = Net().to(device())
-    wrapped = DDP(model)
-    records = []
-    for step in range(3):
-        wrapped(data(step, 3, 5)).square().mean().backward()
-        records.append(seen(model))
-    return records
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_gradients_accumulate_without_zero_grad(ranks, world):
-    check(ranks(world)(both, loop_no_zero_grad), backwards=3)
-
-
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -168,25 +141,19 @@ class Branches(nn.Module):
         return self.branches[branch](self.stem(x))
 
 
+@reduced_in_place
 def loop_unused(*, per_rank: bool, set_to_none: bool, as_view: bool) -> list[Record]:
     model = Branches().to(device())
     wrapped = DDP(model, find_unused_parameters=True, bucket_cap_mb=0.0001, gradient_as_bucket_view=as_view)
-    optimizer = optimizer_for(wrapped)
-    records = []
-    for step in range(5):
-        branch = (step + (dist.get_rank() if per_rank else 0)) % 3
-        loss = wrapped(data(step, 4, 8), branch).square().mean()
-        loss.backward()
-        records.append(seen(model, loss))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-    return records
+    branches = ((step + (dist.get_rank() if per_rank else 0)) % 3 for step in range(5))
+    losses = (wrapped(data(step, 4, 8), branch).square().mean() for step, branch in enumerate(branches))
+    return record_steps(model, losses, optimizer_for(wrapped), set_to_none=set_to_none)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("as_view", [True, False])
 def test_parameters_unused_on_some_ranks_or_all_changing_over_time(ranks, world, as_view):
-    cases = table(per_rank=[True, False], set_to_none=[True, False], as_view=[as_view])
+    cases = table(in_place=[False, True], per_rank=[True, False], set_to_none=[True, False], as_view=[as_view])
     for result in check_cases(ranks(world), loop_unused, cases, backwards=5, bitwise=not as_view):
         assert all(case["patched"][0]["grad"]["never.weight"] is None for case in result.values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
-from tests.plugins.ddp.arms import Record, both, data, record_steps, table
-from tests.plugins.ddp.checks import check_cases
-from tests.support.rarely import ALL_CASES
+from tests.plugins.ddp.arms import Record, both, data, record_steps, seen, table
+from tests.plugins.ddp.checks import check, check_cases
+from tests.support.equality import compare
 
 WORLDS = [2, 3]
 TINY = 0.0001
@@ -60,7 +61,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options_that_change_no_result(ranks, world, options):
     ddp = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
-    cases = table(ddp=ddp if world == 2 or ALL_CASES else [ddp[OPTIONS.index(options) % len(ddp)]])
+    cases = table(ddp=ddp if world == 2 else [ddp[OPTIONS.index(options) % len(ddp)]])
     check_cases(ranks(world), loop, cases, options=options, backwards=4, bitwise=False)
 
 
@@ -166,6 +167,7 @@ def on_this_rank_only(name: str, value: Any, other: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "value", "other"),
     [
+        ("overlap_grad_reduce", False, True),
         ("bucket_granularity", "layer", "size"),
         ("grad_reduce_in_fp32", True, False),
         ("reduce_late_gradients", False, True),
@@ -176,3 +178,88 @@ def test_ranks_that_differ_in_an_option_are_told(ranks, name, value, other):
     for text in ranks(2)(on_this_rank_only, name, value, other):
         assert ("bucket sizes in bytes is" if name == "bucket_cap_mb" else f"{name} is") in text
         assert "on rank 1" in text
+        assert "same OVPATCH variables" in text
+
+
+# --- skip_all_reduce_unused_params: buckets that no rank uses are not reduced ---
+
+
+class Frozen(nn.Module):
+    """One branch is never taken, and takes part in the reduction nevertheless."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.taken, self.left = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.taken(self.stem(x))
+
+
+def loop_skipping(skip: bool) -> list[Record]:
+    model = Frozen()
+    wrapped = DDP(model, find_unused_parameters=True, bucket_cap_mb=TINY, skip_all_reduce_unused_params=skip)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1)
+    records = []
+    for step in range(4):
+        loss = wrapped(data(step, 4, 8)).square().mean()
+        loss.backward()
+        records.append(seen(model, loss))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return [*records, seen(model)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_skipped_buckets_are_not_reduced_and_change_nothing(ranks, world):
+    all_of_them = ranks(world)(both, loop_skipping, False)
+    results = ranks(world)(both, loop_skipping, True)
+    check(all_of_them, backwards=4)
+    check(results, backwards=4)
+    for result, whole in zip(results, all_of_them, strict=True):
+        spared = {name: count - result["counters"][name] for name, count in whole["counters"].items()}
+        assert spared["collectives"] == 4 * 2  # the first of the three shares its bucket with what is used
+        assert spared["bytes_reduced"] == 4 * 2 * 8 * 8 * 4
+        assert result["patched"][0]["grad"]["left.0.weight"] is None
+
+
+# --- max_ctas: the communicator is made by the first backward that reduces, for which all ranks are there ---
+
+
+def train_alone_first(patched: bool) -> tuple[list[Record], list[str]]:
+    """Rank 0 alone runs a forward with gradients enabled; then all train."""
+    made: list[str] = []
+
+    def get_budgeted_group(group: dist.ProcessGroup, max_ctas: int | None) -> dist.ProcessGroup:
+        del group, max_ctas
+        made.append(when)
+        return dist.new_group()
+
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)))
+    records: list[Record] = []
+    # gloo has no budget, but may have a second communicator.
+    with mock.patch("ovpatch_plugins.ddp.reducer.get_budgeted_group", get_budgeted_group):
+        when = "alone"
+        if dist.get_rank() == 0:
+            model(data(0, 5, 6))
+        when = "together"
+        for number in range(3):
+            model.zero_grad()
+            model(data(number, 5, 6)).square().mean().backward()
+            records.append({"grads": {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}})
+    assert made == ["together"] * patched
+    return records, made
+
+
+def both_alone_first() -> tuple[list[Record], list[Record]]:
+    stock, _ = train_alone_first(patched=False)
+    with ovpatch.applied("ddp"):
+        patched, _ = train_alone_first(patched=True)
+        dist.barrier()
+    return stock, patched
+
+
+def test_a_forward_of_one_rank_alone_makes_no_communicator(ranks):
+    for stock, patched in ranks(2)(both_alone_first, timeout=60):
+        compare(stock, patched).assert_bitwise()

@@ -147,35 +147,3 @@ def test_a_table_that_no_rank_uses_gets_no_gradient(ranks):
     for records in ranks(2)(unused_everywhere):
         assert [record["grad"]["words.weight"] is None for record in records] == [False, True, True]
         assert all(record["grad"]["bags.weight"] is not None for record in records)
-
-
-def tied() -> dict[str, Any]:
-    """A table that is also an output layer: autograd adds a dense part, so the whole gradient is dense."""
-    torch.manual_seed(0)
-    with ovpatch.applied("ddp"):
-        model, reference = Tied(), Tied()
-        reference.load_state_dict(model.state_dict())
-        wrapped = DDP(model)
-        records: dict[str, list[Any]] = {"ours": [], "by hand": []}
-        for step in range(3):
-            for module in (wrapped, reference):
-                module(data(step, 3, 4)).square().mean().backward()
-            average_by_hand(reference)
-            records["ours"].append(model.words.weight.grad.to_dense().clone())
-            records["by hand"].append(reference.words.weight.grad.to_dense().clone())
-            model.zero_grad(), reference.zero_grad()
-        return records
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(20, 6, sparse=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.words((x.abs() * 10).long() % 20).sum(1) @ self.words.weight.t()
-
-
-def test_a_sparse_table_with_a_dense_gradient(ranks):
-    for result in ranks(2)(tied):
-        compare(result["by hand"], result["ours"]).assert_equal()

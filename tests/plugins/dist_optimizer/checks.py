@@ -1,9 +1,9 @@
-"""What tests of the feature's contract share: many cases in one call of the pool, and what is demanded of each."""
+"""What tests of the feature's contract share: stock and patched runs of many cases, and what is demanded of each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import ovpatch
 from ovpatch.insight.equality import FLOOR
-from tests.plugins.ddp.arms import Cases, Record, all_both, data
+from tests.plugins.ddp.arms import Cases, Loop, Record, all_both, data
+from tests.plugins.ddp.arms import both as run_both
 from tests.plugins.ddp.checks import check_all as check_each
 from tests.plugins.ddp.checks import on as on
 from tests.plugins.ddp.checks import some as some
-from tests.plugins.dist_optimizer.arms import apply
 from tests.support.equality import compare
+
+# Tests' models are small; all but the smallest parameters are to be cut. With overlap there is more to go wrong.
+SMALL = {"min_param_numel": 8, "overlap_param_gather": True}
+
+
+def both(loop: Loop, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
+    """Run ``loop`` stock, then patched, from the same seeds; see :func:`tests.plugins.ddp.arms.both`."""
+    return run_both(loop, *args, apply=partial(apply, options), **kwargs)
+
+
+def apply(options: dict[str, Any] | None = None) -> AbstractContextManager[Any]:
+    """Turn the features on, with :data:`SMALL` unless ``options`` say otherwise."""
+    return ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | (options or {})})
+
 
 #: Arguments for ``DistributedDataParallel`` that cut the buckets anew: stock's own noise, for more than two ranks.
 _reordered: list[bool] = []

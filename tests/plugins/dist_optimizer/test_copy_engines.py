@@ -23,8 +23,7 @@ from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch_plugins.dist_optimizer import optimizers
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_loop_styles, test_loops, test_main_params
-from tests.plugins.dist_optimizer.arms import SMALL
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, on, some
+from tests.plugins.dist_optimizer.checks import SMALL, all_cases, check_all, on, some
 from tests.plugins.dist_optimizer.test_gpu import NCCL, WIDE, named, wide
 from tests.support import windows
 

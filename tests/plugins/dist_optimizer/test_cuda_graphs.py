@@ -17,9 +17,8 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer import optimizers, sharded_grads, takeover
 from ovpatch_plugins.dist_optimizer import sharded_optimizer as divided
 from tests.plugins.ddp.arms import Record, data, device, seen
-from tests.plugins.ddp.test_gpu_options import Mixed, loop_graphed
-from tests.plugins.dist_optimizer.arms import both
-from tests.plugins.dist_optimizer.checks import check_all, ddp, params
+from tests.plugins.ddp.test_gpu import Mixed, loop_graphed
+from tests.plugins.dist_optimizer.checks import both, check_all, ddp, params
 from tests.plugins.dist_optimizer.test_loops import net
 
 GPU = {"backend": "nccl", "timeout": 120}
@@ -166,10 +165,7 @@ def test_nobody_meets_an_event_of_a_capture():
 def test_an_optimizer_that_may_be_captured_stays_stock():
     ones = [torch.nn.Parameter(torch.zeros(2))]
     made = [torch.optim.AdamW([{"params": ones, "capturable": on}]) for on in (False, True)]
-    assert [takeover.unsupported_reason(one, takeover.NamedClasses())[:15] for one in made] == [
-        "",
-        "capturable=True",
-    ]
+    assert [takeover.unsupported_reason(one, takeover.NamedClasses())[:15] for one in made] == ["", "capturable=True"]
 
 
 @pytest.mark.gpu(2)

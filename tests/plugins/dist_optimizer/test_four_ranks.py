@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.plugins.dist_optimizer import (
     test_loop_styles,
+    test_loops,
     test_optimizer_kinds,
     test_reads_of_gradients,
     test_state,
@@ -17,7 +18,10 @@ STYLES = ("zero_before_forward, None: True", "accumulated, quiet: True, None: Fa
 NORMS = tuple(test_reads_of_gradients.NORMS)[:2]
 
 
-def test_loops(ranks):
+def test_loops_and_optimizers(ranks):
+    check_all(
+        ranks(4)(all_cases, test_loops.train, {"": {"optimizer": "adamw", "read": True}}), steps=8, by_parts=False
+    )
     check_all(ranks(4)(all_cases, test_loop_styles.train, {style: {"style": style} for style in STYLES}))
     kinds = {kind: {"kind": kind} for kind in ("sgd, nesterov", "adam, lr tensor")}
     check_all(ranks(4)(all_cases, test_optimizer_kinds.train, kinds), steps=test_optimizer_kinds.STEPS)

@@ -16,9 +16,9 @@ import ovpatch
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from tests.overlap import test_gate
 from tests.plugins.ddp.arms import Record, data, device
+from tests.plugins.ddp.checks import same_bits
 from tests.plugins.ddp.test_gpu import loop_memory_of_another_stream
 from tests.plugins.dist_optimizer import (
-    test_checkpoints,
     test_hooks_and_failures,
     test_loop_styles,
     test_loops,
@@ -33,8 +33,7 @@ from tests.plugins.dist_optimizer import (
     test_whole_parameters,
     test_whole_parameters_state,
 )
-from tests.plugins.dist_optimizer.arms import both
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.checks import all_cases, both, check_all, ddp, params, train_step
 from tests.plugins.dist_optimizer.test_whole_parameters import check_each
 from tests.support.equality import compare
 
@@ -76,7 +75,7 @@ def test_state_of_whole_parameters(ranks, kind):
         args = (False,) if loop is test_whole_parameters_state.resumed else ()
         for result in ranks(2)(both, loop, kind, *args, **named):
             compare(result["stock"], result["patched"]).assert_bitwise()
-    check_each(ranks(2)(all_cases, test_whole_parameters.scaled, {"": {"kind": kind, "clip": True}}, **named))
+    check_each(ranks(2)(all_cases, test_whole_parameters.instead, test_whole_parameters.scaled(kind), **named))
 
 
 @pytest.mark.parametrize("dtype", test_main_params.HALVES)
@@ -107,9 +106,7 @@ def capturable(cls: type[torch.optim.Optimizer], **kwargs: Any) -> list[Record]:
     opt = cls(model.parameters(), lr=torch.tensor(0.01, device=device()), capturable=True, **kwargs)
     records = []
     for step in range(8):
-        opt.zero_grad()
-        model(data(step, 5, 6)).square().mean().backward()
-        opt.step()
+        train_step(model, opt, step)
         records.append(params(model))
     return [*records, {str(k): v for k, v in opt.state_dict()["state"].items()}]
 
@@ -138,8 +135,7 @@ def test_parameters_read(ranks):
 
 
 def test_state_read(ranks):
-    for result in ranks(2)(both, test_state.all_ranks, "adamw", **NCCL):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(ranks(2)(both, test_state.all_ranks, "adamw", **NCCL)):
         assert result["counters"]["state_reads"] > 0
 
 
@@ -152,10 +148,9 @@ def test_one_rank_alone_reads_the_state(ranks, reader):
 
 def test_checkpoints_written_and_read(ranks):
     for full in (False, True):
-        for result in ranks(2)(both, test_checkpoints.by_dcp, full, **NCCL):
+        for result in ranks(2)(both, test_whole_parameters_state.by_dcp, "adamw", full, False, **NCCL):
             compare(result["stock"], result["patched"]).assert_bitwise()
-    for result in ranks(2)(both, test_state.resumed, False, **NCCL):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    same_bits(ranks(2)(both, test_whole_parameters_state.resumed, "adamw", False, **NCCL))
 
 
 @pytest.mark.parametrize("fused", [False, True])

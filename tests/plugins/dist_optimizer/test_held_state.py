@@ -20,8 +20,8 @@ from ovpatch.overlap.comm.kept_state import group_values
 from ovpatch.overlap.peer_rpc import rpc
 from ovpatch_plugins.dist_optimizer.optimizers import wrap_destroy
 from tests.plugins.ddp.arms import Record, all_both, data, table
-from tests.plugins.dist_optimizer.arms import apply, both
-from tests.plugins.dist_optimizer.checks import check_all, params
+from tests.plugins.ddp.checks import same_bits
+from tests.plugins.dist_optimizer.checks import apply, both, check_all, params
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.plugins.dist_optimizer.test_state import on_cpu
 from tests.plugins.dist_optimizer.test_whole_parameters import KINDS, NAMED, build, step
@@ -80,9 +80,7 @@ def held(kind: str, how: str, when: str, write: bool) -> list[Record]:
 
 
 def check_held(results: list[dict[str, Any]]) -> None:
-    for case in results:
-        compared = compare(case["stock"], case["patched"])
-        (compared.assert_bitwise if len(results) == 2 else compared.assert_equal)()
+    for case in same_bits(results):
         assert case["counters"]["steps"] >= STEPS
 
 
@@ -116,8 +114,7 @@ def none_beside_held(kind: str) -> list[Record]:
 @pytest.mark.parametrize("kind", ["adamw", *KINDS])
 def test_none_beside_a_held_tensor_stays_none(ranks, kind):
     results = ranks(2)(both, none_beside_held, kind, options=ALL | NAMED)
-    for result in results:
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(results):
         assert result["counters"]["steps"] >= 4
 
 

@@ -23,8 +23,7 @@ import ovpatch
 from ovpatch.overlap.tensors.pending_param import is_pending
 from ovpatch_plugins.dist_optimizer import sharded_grads
 from tests.plugins.ddp.arms import Record, counted, data, device
-from tests.plugins.dist_optimizer.arms import SMALL
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, train_step
+from tests.plugins.dist_optimizer.checks import SMALL, all_cases, check_all, ddp, params, train_step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, Signed, net
 from tests.support.errors import error_of
 
@@ -409,10 +408,7 @@ SIGNED = f"{Signed.__module__}.{Signed.__qualname__}"
 def differently() -> str:
     """Options that decide what ranks communicate differ; the wrap says so, where a step would hang."""
     options = {"dist_optimizer": SMALL | {"element_wise": SIGNED if dist.get_rank() else ""}}
-    with (
-        ovpatch.applied("ddp", "dist_optimizer", options=options),
-        pytest.raises(RuntimeError) as raised,
-    ):
+    with ovpatch.applied("ddp", "dist_optimizer", options=options), pytest.raises(RuntimeError) as raised:
         DistributedDataParallel(net())
     return str(raised.value)
 

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint_sequential
 import ovpatch
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, counted, data
-from tests.plugins.dist_optimizer.arms import SMALL, both
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some
+from tests.plugins.dist_optimizer.checks import SMALL, all_cases, apply, both, check_all, ddp, params, some
 from tests.plugins.dist_optimizer.test_loop_styles import SMALL_BUCKETS, STYLES, train
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare
+from tests.support.errors import error_of
 
 AT_ONCE = {"grads_in_flight_mb": 1 / 2**20}
 ONE_BUCKET = {"grads_in_flight_mb": 300 / 2**20}
@@ -142,34 +142,41 @@ def test_memory(ranks, world):
             assert found[-1] == expected
 
 
-def read_too_early() -> tuple[list[str], list[Any]]:
-    """Look at a gradient in the middle of a backward; then go on as if that step had not been."""
-    texts: list[str] = []
-    reads = [False]
+def failing(reads: bool) -> tuple[list[str], list[str], Any]:
+    """Read a gradient in the middle of two backwards, or fail there; go on as if these steps had not been.
+
+    Returns:
+        What these backwards raised, what gradients say that the script held meanwhile, and the parameters in the end.
+    """
+    raised: list[str] = []
+    of_held: list[str] = []
+    fails = [False]
 
     def look() -> None:
-        if reads[0]:
+        if fails[0] and not reads:
+            raise ValueError("not really")
+        if fails[0]:
             model.module.others[3].weight.grad.norm()
 
-    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | AT_ONCE}):
+    with apply(AT_ONCE):
         model = ddp(Watched(look), bucket_cap_mb=1e-4)
         opt = OPTIMIZERS["adamw"](model.parameters())
         for step in range(9):
             opt.zero_grad(set_to_none=False)
             held = model.module.others[3].weight.grad
-            reads[0] = step in (4, 5)
+            fails[0] = step in (4, 5)
             try:
                 backward_of(model, step)
-            except RuntimeError as error:
-                texts.append(str(error))
-                assert all(p.grad is None for p in model.module.others.parameters())
-                if held is not None:
-                    with pytest.raises(RuntimeError, match="a backward that then failed"):
-                        held.sum()
+            except (RuntimeError, ValueError) as error:
+                raised.append(str(error))
+                assert not reads or all(p.grad is None for p in model.module.others.parameters())
+                of_held += [error_of(held.sum)] if held is not None else []
                 continue
             opt.step()
+        del held
+        gc.collect()
         dist.barrier()
-        return texts, params(model)
+        return raised, of_held, params(model)
 
 
 def backward_of(model: nn.Module, step: int) -> None:
@@ -186,50 +193,18 @@ def without_failed_steps(steps: tuple[int, ...]) -> Any:
     return params(model)
 
 
-def test_who_reads_too_early_is_told(ranks):
+@pytest.mark.parametrize("reads", [True, False])
+def test_who_reads_too_early_is_told_and_what_a_failed_backward_gave_up_is_no_gradient(ranks, reads):
     wanted = ranks(2)(without_failed_steps, (0, 1, 2, 3, 6, 7, 8))
-    for (texts, found), want in zip(ranks(2)(read_too_early), wanted, strict=True):
-        assert len(texts) == 2, texts
-        for text in texts:
+    for (raised, of_held, found), want in zip(ranks(2)(failing, reads), wanted, strict=True):
+        assert len(raised) == 2, raised
+        for text in raised if reads else ():
             assert "parameter 'others.3.weight' was read, or added to" in text
             assert "OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0" in text
+        assert of_held
+        for text in of_held:
+            assert "'others.3.weight' was reduced and freed by a backward that then failed" in text
         compare(want, found).assert_bitwise()
-
-
-def fails_later() -> tuple[str, Any]:
-    """A backward fails after it has given gradients up that the script holds."""
-    fails = [False]
-
-    def look() -> None:
-        if fails[0]:
-            raise ValueError("not really")
-
-    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | AT_ONCE}):
-        model = ddp(Watched(look), bucket_cap_mb=1e-4)
-        opt = OPTIMIZERS["adamw"](model.parameters())
-        text = ""
-        for step in range(8):
-            opt.zero_grad(set_to_none=False)
-            held = model.module.others[3].weight.grad
-            fails[0] = step == 5
-            try:
-                backward_of(model, step)
-            except ValueError:
-                with pytest.raises(RuntimeError) as caught:
-                    held.sum()
-                text = str(caught.value)
-                continue
-            opt.step()
-        del held
-        gc.collect()
-        dist.barrier()
-        return text, params(model)
-
-
-def test_what_a_failed_backward_gave_up_is_not_taken_for_a_gradient(ranks):
-    for text, found in ranks(2)(fails_later):
-        assert "'others.3.weight' was reduced and freed by a backward that then failed" in text
-        assert all(value.isfinite().all() for value in found.values())
 
 
 def used_by_turns(window: dict[str, Any]) -> list[Record]:

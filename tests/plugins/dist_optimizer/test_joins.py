@@ -140,10 +140,7 @@ def told_of_the_end(before: int) -> list[Record]:
 
 def test_join_that_ends_with_the_first_rank(ranks):
     check_all(
-        ranks(2)(all_cases, told_of_the_end, {"2": {"before": 2}, "3": {"before": 3}}),
-        steps=2,
-        by_parts=None,
-        stock=1,
+        ranks(2)(all_cases, told_of_the_end, {"2": {"before": 2}, "3": {"before": 3}}), steps=2, by_parts=None, stock=1
     )
 
 

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.plugins.ddp.arms import data
-from tests.plugins.dist_optimizer.arms import both
-from tests.plugins.dist_optimizer.checks import ddp, params
+from tests.plugins.dist_optimizer.checks import both, ddp, params
 from tests.plugins.dist_optimizer.test_loops import net
-from tests.support.rarely import ALL_CASES, RARELY
+from tests.support.rarely import ALL_CASES
 
 
 def deleted(set_to_none: bool, alone: bool, again: bool) -> list[Any]:
@@ -47,9 +46,7 @@ def check_near(results: list[dict[str, Any]], *steps: int) -> None:
         assert result["counters"]["steps"] in steps
 
 
-@pytest.mark.parametrize(
-    ("set_to_none", "world"), [(True, 2), (False, 2), (True, 3), pytest.param(False, 3, marks=RARELY)]
-)
+@pytest.mark.parametrize(("set_to_none", "world"), [(True, 2), (False, 2), (True, 3)])
 def test_without_the_wrapper_ranks_go_on_by_themselves(ranks, world, set_to_none):
     for alone, again in ((False, False), (True, False), (False, True)):
         results = ranks(world)(both, deleted, set_to_none, alone, again)
@@ -88,10 +85,7 @@ def local_on_one(who: int, when: int, how: str) -> list[Any]:
 HOWS = ["around", "no_sync", "around, clipped", "no_sync, unscaled, clipped", "around, by hand"]
 
 
-@pytest.mark.parametrize(
-    ("how", "world"),
-    [*((how, 2) for how in HOWS), *(pytest.param(how, 3, marks=() if "unscaled" in how else RARELY) for how in HOWS)],
-)
+@pytest.mark.parametrize(("how", "world"), [*((how, 2) for how in HOWS), ("no_sync, unscaled, clipped", 3)])
 def test_one_rank_alone_may_add_gradients_of_its_own(ranks, world, how):
     for who, when in ((0, 3), (1, 1)):
         check_near(ranks(world)(both, local_on_one, who, when, how), when)

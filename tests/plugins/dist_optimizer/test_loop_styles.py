@@ -134,15 +134,6 @@ def group_added(model: nn.Module, opt: Any, step: int) -> None:
     opt.step()
 
 
-def frozen_for_a_while(model: nn.Module, opt: Any, step: int) -> None:
-    model.module[0].weight.requires_grad_(not 3 <= step < 6)
-    opt.zero_grad()
-    if 3 <= step < 6:
-        model.find_unused_parameters = True
-    backward(model, step)
-    opt.step()
-
-
 def weights_set_before_forward(model: nn.Module, opt: Any, step: int) -> None:
     with torch.no_grad():
         for p in model.parameters():
@@ -162,6 +153,7 @@ STYLES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     for f in (
         zero_by_model, never_zeroed, zeroed_every_third, accumulated_never_zeroed, accumulated_with_an_early_zero,
         step_without_backward, skipped, skipped_and_kept, lr_zero, closure, group_added, weights_set_before_forward,
+        two_forwards,
     )
 }  # fmt: skip
 for keep in (True, False):

@@ -17,8 +17,7 @@ import ovpatch
 from ovpatch.overlap.data_parallel.grad_sharder import get_registered_terms
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, data, device, table
-from tests.plugins.dist_optimizer.arms import SMALL
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, versions
+from tests.plugins.dist_optimizer.checks import SMALL, all_cases, check_all, ddp, on, params, versions
 from tests.plugins.dist_optimizer.test_state import on_cpu
 from tests.support.equality import compare
 

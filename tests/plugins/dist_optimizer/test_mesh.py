@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.plugins.ddp.arms import Record
-from tests.plugins.dist_optimizer.arms import both
+from tests.plugins.dist_optimizer.checks import both
 from tests.support.equality import compare
 
 

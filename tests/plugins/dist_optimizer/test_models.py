@@ -13,12 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ovpatch
-from tests.plugins.ddp.arms import Record, data, device
-from tests.plugins.dist_optimizer.arms import SMALL
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, on, params, train_steps
+from tests.plugins.ddp.arms import Record, data, device, is_patched
+from tests.plugins.ddp.checks import same_bits
+from tests.plugins.dist_optimizer.checks import SMALL, all_cases, both, check_all, ddp, on, params, train_steps
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
-from tests.support.equality import compare
-from tests.support.rarely import ALL_CASES, RARELY
 
 Optimizers = list[torch.optim.Optimizer]
 
@@ -210,9 +208,8 @@ def test_models_and_optimizers(ranks, world):
 
 def test_clipping_over_models(ranks):
     clipped = {name: case | {"clip": 0.1} for name, case in CASES.items() if "16" not in name}
-    if not ALL_CASES:  # their gradients are as those of the plain model
-        clipped = {name: case for name, case in clipped.items() if name not in LIKE_PLAIN}
-    check_all(ranks(2)(all_cases, train, clipped), steps=STEPS, bitwise=False)
+    others = {name: case for name, case in clipped.items() if name not in LIKE_PLAIN}
+    check_all(ranks(2)(all_cases, train, others), steps=STEPS, bitwise=False)
 
 
 def test_gradients_as_views_of_buckets(ranks):
@@ -261,31 +258,6 @@ def test_several_models(ranks, optimizers):
     check_all(ranks(2)(all_cases, several_models, {"": {"optimizers": optimizers}}))
 
 
-def test_adversaries(ranks):
-    check_all(ranks(2)(all_cases, adversaries, {"": {}}))
-
-
-def compiled(around: str) -> list[Record]:
-    raw = net()
-    model: Any = ddp(torch.compile(raw, backend="aot_eager") if around == "model" else raw)
-    wrapped = torch.compile(model, backend="aot_eager") if around == "wrapper" else model
-    opt = adamw(raw.parameters())
-    records = []
-    for step in range(8):
-        loss = wrapped(data(step, 5, 6)).square().mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        records.append({"loss": loss.detach(), **(params(raw) if step % 3 else {})})
-    torch._dynamo.reset()
-    return records
-
-
-@pytest.mark.parametrize("around", ["model", pytest.param("wrapper", marks=RARELY)])
-def test_compiled(ranks, around):
-    check_all(ranks(2)(all_cases, compiled, {"": {"around": around}}))
-
-
 def elsewhere() -> list[Record]:
     """The script's default device is not that of the model."""
     model = ddp(net())
@@ -301,10 +273,6 @@ def elsewhere() -> list[Record]:
             opt.step()
         records.append(opt.state_dict()["state"] if dist.get_rank() == 0 else {})
     return [*records, params(model)]
-
-
-def test_a_default_device_that_is_another(ranks):
-    check_all(ranks(2)(all_cases, elsewhere, {"": {}}))
 
 
 def wrapped_twice() -> list[Record]:
@@ -324,8 +292,9 @@ def wrapped_twice() -> list[Record]:
     return records
 
 
-def test_a_model_that_is_wrapped_anew(ranks):
-    check_all(ranks(2)(all_cases, wrapped_twice, {"": {}}))
+@pytest.mark.parametrize("loop", [adversaries, elsewhere, wrapped_twice])
+def test_loops_of_other_shapes(ranks, loop):
+    check_all(ranks(2)(all_cases, loop, {"": {}}))
 
 
 def alone() -> list[Record]:
@@ -338,7 +307,7 @@ def test_one_rank_stays_stock(ranks):
     check_all(ranks(1)(all_cases, alone, {"": {}}), steps=0)
 
 
-def cast_later(wrap_anew: bool) -> list[Record]:
+def cast_later() -> list[Record]:
     """The model is cast after some steps by parts. Stock's reducer then has no hooks any more; ours makes new ones."""
     raw = net()
     model = ddp(raw)
@@ -347,7 +316,7 @@ def cast_later(wrap_anew: bool) -> list[Record]:
     for step in range(12):
         if step == 6:
             raw.double()
-            model = ddp(raw) if wrap_anew else model
+            model = model if is_patched() else ddp(raw)
         opt.zero_grad()
         model(data(step, 5, 6).to(next(raw.parameters()).dtype)).square().mean().backward()
         opt.step()
@@ -355,19 +324,8 @@ def cast_later(wrap_anew: bool) -> list[Record]:
     return [*records, {str(number): state for number, state in opt.state_dict()["state"].items()}]
 
 
-def cast_arms() -> dict[str, Any]:
-    torch.manual_seed(0)
-    stock = cast_later(wrap_anew=True)
-    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        torch.manual_seed(0)
-        patched = cast_later(wrap_anew=False)
-        dist.barrier()
-    return {"stock": stock, "patched": patched}
-
-
 def test_a_model_that_is_cast_after_steps_by_parts(ranks):
-    for result in ranks(2)(cast_arms):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    same_bits(ranks(2)(both, cast_later))
 
 
 def laid_out_anew() -> str:

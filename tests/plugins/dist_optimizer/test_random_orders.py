@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from tests.plugins.ddp.arms import data
 from tests.plugins.ddp.refusal import Refusal
-from tests.plugins.dist_optimizer.arms import SMALL
+from tests.plugins.dist_optimizer.checks import SMALL
 
 SEQUENCES = 100 if os.environ.get("ALL_CASES") else 8
 # How often each operation comes.

@@ -23,11 +23,9 @@ from ovpatch_plugins.dist_optimizer import step_log
 from ovpatch_plugins.dist_optimizer.optimizers import find_sharded
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from tests.plugins.ddp.arms import Record, data
-from tests.plugins.dist_optimizer.arms import SMALL, apply, both
-from tests.plugins.dist_optimizer.checks import all_cases, ddp, params, train_step, train_steps
+from tests.plugins.dist_optimizer.checks import SMALL, all_cases, apply, both, ddp, params, train_step, train_steps
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare
-from tests.support.rarely import RARELY
 
 STEPS = 5
 
@@ -175,11 +173,7 @@ ON_THREE = [("same", "all", ""), ("same", "one", "alone"), ("other", "one", ""),
 
 
 @pytest.mark.parametrize(
-    ("kind", "by", "beside", "world"),
-    [
-        *((*one, 2) for one in ANEW),
-        *(pytest.param(*one, 3, marks=() if one in ON_THREE else RARELY) for one in ANEW),
-    ],
+    ("kind", "by", "beside", "world"), [*((*one, 2) for one in ANEW), *((*one, 3) for one in ON_THREE)]
 )
 def test_a_new_optimizer_that_one_rank_alone_makes_stalls_nobody(ranks, world, kind, by, beside):
     for stock, patched, counters, longest in ranks(world)(timed_arms, made_anew, kind, by, beside):

@@ -22,8 +22,7 @@ from ovpatch_plugins.dist_optimizer import report, sharding_choice
 from ovpatch_plugins.dist_optimizer.report import Counters
 from ovpatch_plugins.dist_optimizer.sharding_choice import MIN_SPARED_NUMEL, ModelFacts
 from tests.plugins.ddp.arms import Record
-from tests.plugins.dist_optimizer.arms import SMALL, both
-from tests.plugins.dist_optimizer.checks import check, ddp, train_steps
+from tests.plugins.dist_optimizer.checks import SMALL, both, check, ddp, train_steps
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 
 STEPS = 6

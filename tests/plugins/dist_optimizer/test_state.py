@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,9 +27,8 @@ import ovpatch
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer.sharded_grads import find
 from tests.plugins.ddp.arms import all_both, table
-from tests.plugins.ddp.checks import check_all
-from tests.plugins.dist_optimizer.arms import SMALL, apply, both
-from tests.plugins.dist_optimizer.checks import params
+from tests.plugins.ddp.checks import check_all, same_bits
+from tests.plugins.dist_optimizer.checks import SMALL, apply, both, params
 from tests.plugins.dist_optimizer.checks import train_step as step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.support.equality import compare
@@ -68,12 +68,7 @@ def all_ranks(optimizer: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_state_dict_is_stocks(ranks, world, optimizer):
-    for result in ranks(world)(both, all_ranks, optimizer):
-        compared = compare(result["stock"], result["patched"])
-        if world == 2:
-            compared.assert_bitwise()
-        else:
-            compared.assert_equal()
+    for result in same_bits(ranks(world)(both, all_ranks, optimizer)):
         counters = result["counters"]
         assert counters["state_reads"] > 0
         share = counters["state_bytes"] / counters["state_bytes_whole"] if optimizer != "sgd" else 1 / world
@@ -126,54 +121,6 @@ def test_one_rank_alone_reads_the_state(ranks, rank):
     check_all(results, check=check_reader, rank=rank)
 
 
-def nothing_is_a_slice() -> None:
-    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
-        _model, opt = trained(3)
-        cut = 0
-        for param, state in opt.state.items():
-            for name, value in state.items():
-                if name != "step":
-                    assert value.shape == param.shape
-                    assert value.dtype == param.dtype
-                    cut += isinstance(value, LazyTensor)
-        assert cut == 8, "nothing is cut, so the test shows nothing"
-        dist.barrier()
-
-
-def test_nobody_sees_a_slice(ranks):
-    ranks(2)(nothing_is_a_slice)
-
-
-def resumed(load_before_wrap: bool) -> list[dict[str, Any]]:
-    model, opt = trained(4)
-    checkpoint = copy.deepcopy((model.module.state_dict(), opt.state_dict()))
-    raw = net()
-    raw.load_state_dict(checkpoint[0])
-    opt2 = torch.optim.AdamW(raw.parameters(), lr=0.01)
-    if load_before_wrap:
-        opt2.load_state_dict(checkpoint[1])
-        model2 = DistributedDataParallel(raw)
-    else:
-        model2 = DistributedDataParallel(raw)
-        step(model2, opt2, 99)
-        raw.load_state_dict(checkpoint[0])
-        opt2.load_state_dict(checkpoint[1])
-    records = []
-    for number in range(4, 8):
-        step(model, opt, number)
-        step(model2, opt2, number)
-        records.append({"first": params(model), "second": params(model2)})
-    return records
-
-
-@pytest.mark.parametrize("load_before_wrap", [True, False])
-def test_a_resumed_run_continues(ranks, load_before_wrap):
-    for result in ranks(2)(both, resumed, load_before_wrap):
-        compare(result["stock"], result["patched"]).assert_bitwise()
-        for record in result["patched"]:
-            compare([record["first"]], [record["second"]]).assert_bitwise()
-
-
 def loaded_one_after_the_other(first: int) -> list[Any]:
     """One rank loads, and reads what it has loaded, while the other still reads what there was before."""
     model, opt = build()
@@ -196,8 +143,7 @@ def loaded_one_after_the_other(first: int) -> list[Any]:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_ranks_that_load_one_after_the_other_read_what_stock_shows(ranks, first):
-    for result in ranks(2)(both, loaded_one_after_the_other, first):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    same_bits(ranks(2)(both, loaded_one_after_the_other, first))
 
 
 def loaded_on_one_rank_alone() -> list[Any]:
@@ -237,34 +183,6 @@ def handed_over(first_patched: bool) -> list[dict[str, torch.Tensor]]:
     return [mixed[0], stock[0]]
 
 
-@pytest.mark.parametrize("first_patched", [True, False])
-def test_checkpoints_go_between_stock_and_patched(ranks, first_patched):
-    for mixed, stock in ranks(2)(handed_over, first_patched):
-        compare([mixed], [stock]).assert_bitwise()
-
-
-def reverted(patched: bool) -> list[dict[str, Any]]:
-    records = []
-    if patched:
-        ovpatch.apply("ddp", "dist_optimizer", options={"dist_optimizer": SMALL})
-    torch.manual_seed(0)
-    model, opt = build()
-    for number in range(8):
-        if number == 4:
-            ovpatch.revert()
-            records.append({"state": copy.deepcopy(opt.state_dict()["state"])})
-        step(model, opt, number)
-        records.append({"param": params(model)})
-    assert not any(isinstance(v, LazyTensor) for s in opt.state.values() for v in s.values())
-    dist.barrier()
-    return records
-
-
-def test_revert_in_mid_training(ranks):
-    for stock, patched in zip(ranks(2)(reverted, False), ranks(2)(reverted, True), strict=True):
-        compare(stock, patched).assert_bitwise()
-
-
 def _replace(opt: torch.optim.Optimizer, states: list[dict[str, Any]]) -> None:
     for param in list(opt.state)[:2]:
         opt.state[param] = {name: value.clone() for name, value in opt.state[param].items()}
@@ -299,8 +217,7 @@ def edited(edit: str, again: bool) -> list[dict[str, Any]]:
 
 
 def check_edited(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(results):
         assert result["counters"]["steps"] >= 6
 
 
@@ -351,8 +268,7 @@ def moved() -> list[Any]:
 
 
 def test_memory_of_a_parameter_that_moves_is_freed(ranks):
-    for result in ranks(2)(both, moved):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(ranks(2)(both, moved)):
         assert all(record["freed"] for record in result["patched"])
         assert result["counters"]["gathers_overlapped"] >= 4
 
@@ -561,3 +477,43 @@ def test_a_child_forked_while_gradients_are_written_gets_an_error(ranks):
     """The peers still have the version before, and this rank does not."""
     text = ranks(2)(forked_amid_an_update)[0]
     assert text.startswith("ovpatch: this process was forked while another thread wrote new gradients")
+
+
+# --- checkpoints by functions of torch.distributed.checkpoint, and by one rank while the others have finished ---
+
+
+def into_several() -> list[dict[str, Any]]:
+    """Load into optimizers that have never stepped, of models that have never run; torch lets them step for that."""
+    model, opt = trained(4)
+    found = copy.deepcopy(dcp.get_optimizer_state_dict(model, opt))
+    others = [build() for _ in range(2)]
+    for other, opt2 in others:
+        dcp.set_optimizer_state_dict(other, opt2, copy.deepcopy(found))
+    records = []
+    for other, opt2 in others:
+        step(other, opt2, 5)
+        state = copy.deepcopy(dcp.get_optimizer_state_dict(other, opt2))
+        records.append({"state": state, "after": {n: p.detach().clone() for n, p in other.named_parameters()}})
+    return records
+
+
+def test_dcp_functions_load_into_several_new_models(ranks):
+    for result in same_bits(ranks(2)(both, into_several)):
+        assert result["counters"]["optimizers"] == 3
+
+
+def saved_last() -> Any:
+    """Rank 1 destroys its group while rank 0 is still to save."""
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
+        _model, opt = trained(4)
+        found = None
+        if dist.get_rank() == 0:
+            time.sleep(0.5)
+            found = copy.deepcopy(opt.state_dict())
+        dist.destroy_process_group()
+    return found
+
+
+def saved_by_stock() -> Any:
+    _model, opt = trained(4)
+    return copy.deepcopy(opt.state_dict())

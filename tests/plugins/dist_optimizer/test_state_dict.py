@@ -15,18 +15,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import data
-from tests.plugins.dist_optimizer.arms import both
+from tests.plugins.ddp.checks import same_bits
+from tests.plugins.dist_optimizer.checks import both
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_state import build, step, trained
+from tests.plugins.dist_optimizer.test_whole_parameters import instead
 from tests.support.equality import compare
 from tests.support.gloo import destroy_group
-from tests.support.rarely import RARELY
 
 ALL = {"min_param_numel": 1}
 
@@ -79,11 +79,7 @@ def one_reader(reader: str, steps_before_read: int = 0) -> list[Any]:
 
 
 @pytest.mark.parametrize(  # what a reader fetches of two peers does not depend on what it then does with it
-    ("reader", "world"),
-    [
-        *((reader, 2) for reader in READERS),
-        *(pytest.param(reader, 3, marks=() if reader in ("save", "backwards") else RARELY) for reader in READERS),
-    ],
+    ("reader", "world"), [*((reader, 2) for reader in READERS), ("save", 3), ("backwards", 3)]
 )
 def test_the_reader_alone_fetches(ranks, world, reader):
     for rank, result in enumerate(ranks(world)(both, one_reader, reader, options=ALL)):
@@ -176,8 +172,7 @@ def held_while_other_state_is_loaded() -> list[Any]:
 
 
 def test_what_is_held_while_other_state_is_loaded_keeps_its_content(ranks):
-    for result in ranks(2)(both, held_while_other_state_is_loaded, options=ALL):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    same_bits(ranks(2)(both, held_while_other_state_is_loaded, options=ALL))
 
 
 def optimizer_deleted() -> list[Any]:
@@ -231,8 +226,7 @@ def stood_down() -> list[Any]:
 
 
 def test_it_survives_its_optimizers_standing_down(ranks):
-    for result in ranks(2)(both, stood_down, options=ALL):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(ranks(2)(both, stood_down, options=ALL)):
         assert result["counters"]["stock_optimizers"] == 1
 
 
@@ -252,27 +246,6 @@ def test_the_rest_of_what_was_read_is_fetched_before_the_process_group_ends(rank
     result, _ = ranks(2)(both, destroyed_half_read, options=ALL)
     compare(result["stock"], result["patched"]).assert_bitwise()
     assert len(result["patched"][0]) > 1
-
-
-def destroyed() -> str:
-    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": ALL}):
-        mine = dist.new_group()
-        model = DistributedDataParallel(net(), process_group=mine)
-        opt = OPTIMIZERS["adamw"](model.parameters())
-        step(model, opt, 0)
-        found = opt.state_dict()
-        dist.destroy_process_group(mine)
-        try:
-            copy.deepcopy(found)
-        except RuntimeError as error:
-            return str(error)
-        report = ovpatch.report()["dist_optimizer"]
-    return f"no error: {report.counters}, {report.remarks}"
-
-
-def test_after_the_process_group_an_error_says_what_to_do(ranks):
-    for text in ranks(2)(destroyed):
-        assert "before destroy_process_group()" in text
 
 
 def in_a_thread() -> list[Any]:
@@ -329,32 +302,8 @@ def patched(function: Callable[[], Any]) -> Any:
         return found
 
 
-def by_dcp() -> list[Any]:
-    model, opt = trained(3)
-    found = get_optimizer_state_dict(model, opt)
-    return [copy.deepcopy(found["state"])]
-
-
-def test_the_checkpoint_functions_of_torch_read_it(ranks):
-    for result in ranks(2)(both, by_dcp, options=ALL):
-        compare(result["stock"], result["patched"]).assert_bitwise()
-
-
-def whole_parameters() -> list[Any]:
-    model = DistributedDataParallel(net())
-    opt = torch.optim.Adafactor(model.parameters(), lr=0.01)
-    for number in range(3):
-        step(model, opt, number)
-    found = opt.state_dict()
-    step(model, opt, 4)
-    dist.barrier()
-    records = [save(found)] if dist.get_rank() == 0 else []
-    dist.barrier()
-    return records
-
-
 def test_state_of_whole_parameters(ranks):
-    for rank, result in enumerate(ranks(2)(both, whole_parameters, options=ALL)):
+    for rank, result in enumerate(ranks(2)(both, instead, "adafactor", one_reader, "save", 1, options=ALL)):
         if rank == 0:
             compare(result["stock"], result["patched"]).assert_bitwise()
         assert (result["counters"]["bytes_pulled"] > 0) == (rank == 0)

@@ -15,11 +15,10 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from tests.plugins.ddp import arms as ddp_arms
 from tests.plugins.ddp import checks as ddp_checks
 from tests.plugins.ddp.arms import Record, data, seen
-from tests.plugins.dist_optimizer.arms import both
-from tests.plugins.dist_optimizer.checks import all_cases, check, ddp, on, params
+from tests.plugins.ddp.checks import same_bits
+from tests.plugins.dist_optimizer.checks import all_cases, both, check, ddp, on, params
 from tests.plugins.dist_optimizer.test_gpu import NCCL
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
-from tests.support.equality import compare
 
 
 def large() -> nn.Module:
@@ -124,6 +123,5 @@ def offered() -> list[Record]:
 def test_as_ddp_offers_it(ranks):
     """On GPUs alone: torch's hook asks for streams."""
     ddp_checks.check(ranks(2)(ddp_arms.both, offered, **NCCL), stock_models=1)
-    for result in ranks(2)(both, offered, **NCCL):
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(ranks(2)(both, offered, **NCCL)):
         assert result["counters"]["steps"] == 0

@@ -1,4 +1,4 @@
-"""State of optimizers that need whole parameters, as user code sees it: whole, on any rank alone, in stock's layout."""
+"""State as user code sees it and saves it, of optimizers that need whole parameters and of one that does not."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, all_both, table
-from tests.plugins.ddp.checks import check_all, some
-from tests.plugins.dist_optimizer import test_checkpoints, test_state
-from tests.plugins.dist_optimizer.arms import SMALL, apply
-from tests.plugins.dist_optimizer.checks import params
+from tests.plugins.ddp.checks import check_all, same_bits, some
+from tests.plugins.dist_optimizer import test_state
+from tests.plugins.dist_optimizer.checks import SMALL, apply, params
 from tests.plugins.dist_optimizer.test_loops import net
 from tests.plugins.dist_optimizer.test_state import READERS, on_cpu
 from tests.plugins.dist_optimizer.test_whole_parameters import KINDS, MAKERS, NAMED, build, instead, step
 from tests.support.equality import compare
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
+EVERY = ["adamw", *KINDS]  # updated by shards, and whole by owners
+each_kind = pytest.mark.parametrize("kind", EVERY)
 
 
 def apply_named() -> AbstractContextManager[Any]:
@@ -94,14 +94,19 @@ def changed_by_hand(kind: str) -> list[Record]:
 
 
 def check(results: list[dict[str, Any]], steps: int = 0) -> None:
-    for result in results:
-        compare(result["stock"], result["patched"]).assert_bitwise()
+    for result in same_bits(results):
         assert result["counters"]["steps"] >= steps
-        assert result["counters"]["params_owned"] > 0
+
+
+def check_owned(results: list[dict[str, dict[str, Any]]], **more: Any) -> None:
+    """Check each case, and demand owners of the parameters where an optimizer needs whole ones."""
+    check_all(results, **{"check": check, **more})
+    for name, case in ((name, case) for result in results for name, case in result.items()):
+        assert (case["counters"]["params_owned"] > 0) == ("adamw" not in name), name
 
 
 def test_a_state_that_is_changed_by_hand(ranks):
-    check_all(ranks(2)(all_both, changed_by_hand, table(kind=KINDS), apply=apply_named), check=check, steps=6)
+    check_owned(ranks(2)(all_both, changed_by_hand, table(kind=KINDS), apply=apply_named), steps=6)
 
 
 # --- checkpoints ---
@@ -144,8 +149,8 @@ def check_resumed(results: list[dict[str, Any]]) -> None:
 
 
 def test_a_resumed_run_continues(ranks):
-    cases = table(kind=KINDS, load_before_wrap=[True, False])
-    check_all(ranks(2)(all_both, resumed, cases, apply=apply_named, timeout=120), check=check_resumed)
+    cases = table(kind=EVERY, load_before_wrap=[True, False])
+    check_owned(ranks(2)(all_both, resumed, cases, apply=apply_named, timeout=120), check=check_resumed)
 
 
 def dropped_at_once(kind: str) -> None:
@@ -160,7 +165,7 @@ def dropped_at_once(kind: str) -> None:
         dist.barrier()
 
 
-@each_kind
+@pytest.mark.parametrize("kind", KINDS)
 def test_loaded_state_is_dropped_at_once(ranks, kind):
     ranks(2)(dropped_at_once, kind)
 
@@ -193,16 +198,17 @@ def by_dcp(kind: str, full: bool, fresh: bool) -> list[Record]:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_dcp_functions_give_and_take_stocks_dictionaries(ranks, full):
-    results = ranks(2)(all_both, by_dcp, table(kind=KINDS[:2], full=[full], fresh=[False, True]), apply=apply_named)
-    check_all(results, check=check)
+    results = ranks(2)(all_both, by_dcp, table(kind=EVERY[:3], full=[full], fresh=[False, True]), apply=apply_named)
+    check_owned(results)
     for rank, result in enumerate(results):
         assert all(case["counters"]["state_reads"] > 0 or (full and rank) for case in result.values())
 
 
-def test_a_rank_that_has_finished_waits_for_one_that_still_saves(ranks):
-    found, nothing = ranks(2)(instead, "adafactor", test_checkpoints.saved_last)
+@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+def test_a_rank_that_has_finished_waits_for_one_that_still_saves(ranks, kind):
+    found, nothing = ranks(2)(instead, kind, test_state.saved_last)
     assert nothing is None
-    compare([ranks(2)(instead, "adafactor", test_checkpoints.saved_by_stock)[0]], [found]).assert_bitwise()
+    compare([ranks(2)(instead, kind, test_state.saved_by_stock)[0]], [found]).assert_bitwise()
 
 
 # --- going back to stock ---
