@@ -61,9 +61,8 @@ class Pool:
         self._cases = 0
         atexit.register(self.close)
 
-    def __call__(self, world: int) -> Callable[..., list[Any]]:
-        """Return :meth:`run` for that many ranks."""
-        return functools.partial(self.run, world)
+    def __call__(self, world: int) -> Ranks:
+        return Ranks(self.run, world)
 
     def close(self) -> None:
         """End all workers. The pool starts new ones if it is used again."""
@@ -173,6 +172,16 @@ class Pool:
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
+
+
+class Ranks(functools.partial[list[Any]]):
+    """:meth:`Pool.run` for a number of ranks."""
+
+    @property
+    def world(self) -> int:
+        """That number."""
+        world: int = self.args[0]
+        return world
 
 
 class _Worker:

@@ -265,7 +265,7 @@ def wrap_unscale(original: Unscale) -> Unscale:
     ) -> dict[torch.device, Tensor]:
         sharded = optimizers.find_sharded(optimizer)
         stepped = sharded.params_to_step(optimizer) if sharded is not None else ()
-        sharded_grads.materialize_moved((one.param, one.shards, one.index) for one in stepped)
+        sharded_grads.materialize_moved([(one.param, one.shards, one.index) for one in stepped])
         for shards in dict.fromkeys(one.shards for one in stepped if one.shards.was_sharded(one.index)):
             shards.agree_if_local()
         params = [one for one in stepped if one.shards.is_sharded(one.index)]

@@ -211,7 +211,7 @@ class ShardedOptimizer:
             for state_dict in list(self._state_dicts):
                 state_dict.complete_read()
         params = self.params_to_step(optimizer)
-        if self._lazy_grads and sharded_grads.materialize_moved((one.param, one.shards, one.index) for one in params):
+        if self._lazy_grads and sharded_grads.materialize_moved([(one.param, one.shards, one.index) for one in params]):
             params = self.params_to_step(optimizer)
         if params != self._stepped:
             self._stepped, self._by_model = params, {}

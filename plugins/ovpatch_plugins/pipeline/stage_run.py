@@ -147,6 +147,8 @@ class StageRun:
     def launch_before_backward(self, microbatch: int) -> None:
         """Launch what B can have before its output gradient has come."""
         if BACKWARD_WAITS.launch_before is not None:
+            if self.queue is not None:
+                self.queue.start_recomputation(microbatch)
             BACKWARD_WAITS.launch_before(find_output_nodes(self.stage, microbatch))
 
     def run_backward(self, microbatch: int, loss: Any, microbatches: int) -> bool:

@@ -175,9 +175,10 @@ class WeightGradQueue:
         self._undeferred: set[int] = set()  # ids of linears; the module keeps them alive
         self._read_elsewhere: set[int] = set()
         self._due_at_once: set[int] = set()  # ids of their weights, in the step that found them
-        self._is_checked = self._is_graph_checked = self.is_looking = False
+        self._is_checked = self._is_graph_checked = self.is_looking = self._recomputes = False
         self._first: int | None = None  # the first microbatch, in its step
         self._products: defaultdict[int, list[Any]] = defaultdict(list)  # nodes of its linears, by the ids of these
+        self._weights: dict[int, int] = {}  # ids of the weights that these had
 
     def scan(self) -> None:
         """Find the linears to defer. Called for each step, as scripts freeze, tie and wrap modules between steps."""
@@ -251,23 +252,29 @@ class WeightGradQueue:
 
     def start_forward(self, microbatch: int) -> None:
         """Called in front of the forward of a microbatch."""
-        self.is_looking = not (self._is_checked or self._is_graph_checked)
+        self.is_looking, self._recomputes = not (self._is_checked or self._is_graph_checked), False
         if self.is_looking:
             self._first = microbatch
+
+    def start_recomputation(self, microbatch: int) -> None:
+        """Called in front of what may compute forwards of a microbatch again."""
+        self.is_looking, self._recomputes = microbatch == self._first, True
 
     def keeps_in_backward(self, linear: nn.Linear) -> bool:
         """Return whether a linear of the first microbatch leaves its weight gradient in B.
 
-        What a checkpoint computes again in B does so as its forward did, of which a reentrant one had no graph.
+        What is computed again does so as its forward did, of which a reentrant checkpoint had no graph.
         """
-        return self._microbatch is None or id(linear) in self._products
+        return not self._recomputes or id(linear) in self._products
 
     def look_at(self, linear: nn.Linear, output: Tensor) -> Tensor:
         """Take note of the node that computes a linear's output, which is returned."""
-        node = _skip_views(output.grad_fn)
-        if type(node).__name__ == "AddBackward0":  # of the bias
-            node = _skip_views(node.next_functions[0][0])
-        self._products[id(linear)].append(node)
+        if not self._recomputes:
+            node = _skip_views(output.grad_fn)
+            if type(node).__name__ == "AddBackward0":  # of the bias
+                node = _skip_views(node.next_functions[0][0])
+            self._products[id(linear)].append(node)
+            self._weights[id(linear)] = id(linear._parameters["weight"])  # FSDP2 may take it out of the module again
         return output
 
     @contextmanager
@@ -276,7 +283,7 @@ class WeightGradQueue:
         if self._due_at_once:
             self._compute_due_at_once()
         self._microbatch = microbatch
-        self.is_looking = microbatch == self._first
+        self.start_recomputation(microbatch)
         self._calls.setdefault(microbatch, [])
         found: list[nn.Linear] = []
         hooks = [] if self._is_checked else self._watch_weights(found)
@@ -303,11 +310,13 @@ class WeightGradQueue:
             return
         self._is_graph_checked = True
         readers = _find_readers(output)
-        products = self._products
-        self._keep_in_backward(
-            [one for one in self._linears if not readers.get(id(one.weight), set()) <= {*products.get(id(one), ())}]
-        )
-        for nodes in products.values():
+        found = []
+        for linear in self._linears:
+            weight = self._weights.get(id(linear), id(linear.weight))
+            if not readers.get(weight, set()) <= set(self._products.get(id(linear), ())):
+                found.append(linear)
+        self._keep_in_backward(found)
+        for nodes in self._products.values():
             nodes.clear()  # they keep the graph alive
 
     def note_undeferred(self, linear: nn.Linear) -> None:

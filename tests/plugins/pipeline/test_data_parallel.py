@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from tests.plugins.pipeline.cases import Case, counters, differences, feature_report, train
-from tests.plugins.pipeline.models import Block, Part
+from tests.plugins.pipeline.models import Block, Part, Variant
 from tests.support.rarely import ALL_CASES, RARELY
 
 # With as few microbatches, where no backward comes before the last forward, stock's reducer of DDP fails.
@@ -36,6 +36,11 @@ def _fsdp(mesh: DeviceMesh, **options: Any) -> Wrap:
         return fully_shard(module, mesh=mesh, **options)
 
     return wrap
+
+
+def _fsdp_as_one(mesh: DeviceMesh) -> Wrap:
+    """Take parameters out of the modules again behind each forward."""
+    return lambda module: fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
 
 def _replicate(mesh: DeviceMesh) -> Wrap:
@@ -71,6 +76,7 @@ SETTINGS: dict[str, tuple[Callable[..., Wrap], dict[str, Any], dict[str, Any], t
     "fsdp, bf16": (_fsdp, {"mp_policy": HALF}, {}, ()),
     "fsdp, bf16, checkpoint": (_fsdp, {"mp_policy": HALF}, {"part": _checkpointed}, ()),
     "fsdp, loop": (_fsdp, {"mp_policy": HALF}, {"schedule": "ScheduleInterleaved1F1B", **LOOP}, ()),
+    "fsdp, read elsewhere": (_fsdp_as_one, {}, {"part": lambda _index: Variant("read elsewhere")}, ()),
     "replicate": (_replicate, {}, {}, ()),
     "tensor parallel": (_tensor_parallel, {}, {}, ()),
     "tensor parallel, loop": (_tensor_parallel, {}, {"schedule": "ScheduleInterleavedZeroBubble", **LOOP}, ()),
