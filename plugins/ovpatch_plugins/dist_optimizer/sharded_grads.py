@@ -557,7 +557,8 @@ def materialize_moved(places: Iterable[tuple[Tensor, ShardedGrads, int]]) -> boo
             last = None if reference is None else reference()
             if grad is not last:
                 moved |= {id(one): one for one in (grad, last) if type(one) is LazyTensor}
-    lazy_tensor.materialize(moved.values())
+    if moved:
+        lazy_tensor.materialize(moved.values())
     return bool(moved)
 
 
