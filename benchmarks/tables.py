@@ -63,7 +63,7 @@ ALONE_ARMS = ZERO_ARMS | {
 }
 
 
-# Models with tensors of which a shard spares each rank 10M elements and more, from 2 GPUs on.
+# Of these dist_optimizer shards tensors on 2 GPUs and more: sharding_choice.MIN_SPARED_NUMEL.
 _SHARDED_BY_DEFAULT = ("2b", "3.8b")
 
 

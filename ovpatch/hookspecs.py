@@ -7,6 +7,7 @@ and implements the hooks below with :data:`hookimpl`. ``docs/write-a-plugin.md``
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -100,7 +101,8 @@ class FeatureCounters:
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
-        return {name: getattr(self, name) for name in type(self).__annotations__}
+        names = [name for cls in reversed(type(self).__mro__) for name in inspect.get_annotations(cls)]
+        return {name: getattr(self, name) for name in names}
 
 
 def make_counters_hook(module: str) -> Callable[[], Mapping[str, int]]:

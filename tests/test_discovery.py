@@ -103,6 +103,11 @@ def test_a_sound_plugin(site, load):
     assert (feature.name, feature.default, [option.name for option in feature.options]) == ("a", False, ["x"])
 
 
+def test_a_plugin_may_have_an_object_that_answers_nothing(site, load):
+    site.plugin("a", extra="class Lazy:\n    def __getattr__(self, name):\n        raise RuntimeError\nlazy = Lazy()")
+    assert load("a").name == "a"
+
+
 def test_a_plugin_is_imported_and_described_once(site, find):
     site.plugin("a")
     plugins, found = Plugins(), find()["a"]

@@ -120,11 +120,13 @@ class PluginError(Exception):
 
 
 class _Manager(pluggy.PluginManager):
-    """Looks only at what is marked: pluggy asks for each name in a module, of which most are imports."""
+    """Looks only at functions: pluggy takes its time for each name in a module, of which most are imported classes."""
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
-        if inspect.ismodule(plugin) and not hasattr(vars(plugin).get(name), f"{PROJECT}_impl"):
-            return None
+        if inspect.ismodule(plugin):
+            value = vars(plugin).get(name)
+            if not (inspect.isroutine(value) or isinstance(value, (staticmethod, classmethod))):
+                return None
         return super().parse_hookimpl_opts(plugin, name)
 
 

@@ -6,8 +6,9 @@ the last backward, the reduction has to wait for them.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class LocalGradients:
         return False
 
     def end_inference(self) -> None:
-        """Called behind the inference of shapes, unless stock computes the step."""
+        """Called behind an inference of shapes, if a step follows in which backwards have two parts."""
 
     def add_replicas(self, group: dist.ProcessGroup) -> None:
         """Have the replicas in another group decide as well. All ranks of the group call this."""
@@ -102,12 +103,15 @@ class DataParallel(LocalGradients):
         """Have the reducer complete what the forward of the inference has armed, with gradients of zeros."""
         params = [param for param in self._wrapper.parameters() if param.requires_grad]
         kept = [param.grad for param in params]
-        for param in params:
-            param.grad = None
-        with torch.no_grad():
+        contents = [None if grad is None else grad.clone() for grad in kept]  # gradients may be views of buckets
+        with torch.no_grad(), _without_hooks(params):
+            for param in params:
+                param.grad = None
             accumulate_grads(params, [torch.zeros_like(param) for param in params])
-        for param, grad in zip(params, kept, strict=True):
-            param.grad = grad
+            for param, grad, content in zip(params, kept, contents, strict=True):
+                param.grad = grad
+                if grad is not None:
+                    grad.copy_(content)
 
     def computing_weight_grads(self, compute: Callable[[int], None], microbatch: int) -> None:
         """Compute the weight gradients of a microbatch; the reducer counts none of them."""
@@ -123,6 +127,22 @@ class DataParallel(LocalGradients):
             param.grad = None
         with torch.no_grad():
             accumulate_grads(params, grads)
+
+
+@contextlib.contextmanager
+def _without_hooks(params: Sequence[Any]) -> Iterator[None]:
+    """Take the script's hooks off parameters while the block runs; reducers have theirs elsewhere."""
+    tables = [
+        table for param in params for table in (param._backward_hooks, param._post_accumulate_grad_hooks) if table
+    ]
+    hooks = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, of_script in zip(tables, hooks, strict=True):
+            table.update(of_script)
 
 
 class FullyShardedGradients(LocalGradients):

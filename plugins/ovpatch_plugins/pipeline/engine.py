@@ -212,6 +212,12 @@ class Engine:
         if step.reduces:
             self._reduce(stage, index)
 
+    def end_inference(self) -> None:
+        """Prepare the data parallelism of stages whose backwards have two parts in the next step for it."""
+        program = self.settling or self.program
+        for index in {step.action.stage for step in program.steps if step.action.kind is Kind.W}:
+            self.stages[index].data_parallel.end_inference()
+
     def _run_forward(self, step: Step, stage: StageRun, inputs: StepInputs) -> None:
         kind, index, microbatch = step.action
         given = stage.first_input + microbatch

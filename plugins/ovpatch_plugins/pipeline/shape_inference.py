@@ -58,6 +58,7 @@ class ShapeInference:
         stages: Sequence[StageRun],
         check_inputs: Callable[[], object],
         initialize: Callable[[], object],
+        end: Callable[[], object] | None,
     ) -> None:
         """Have torch initialise the stages of a schedule.
 
@@ -66,6 +67,7 @@ class ShapeInference:
             stages: This rank's stages.
             check_inputs: Checks the inputs of the step.
             initialize: Has torch initialise the stages.
+            end: Called once all ranks have done so; None on all of them, or on none.
 
         Raises:
             PipelineRankError: Another rank failed. The next step begins anew.
@@ -74,7 +76,7 @@ class ShapeInference:
         """
         restores = [keep_metadata(one.stage) for one in stages]
         try:
-            self._run(stages, check_inputs, initialize)
+            self._run(stages, check_inputs, initialize, end)
         except BaseException:
             COUNTERS.failed_steps += 1
             forget_initialization(schedule)
@@ -86,7 +88,11 @@ class ShapeInference:
             dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
 
     def _run(
-        self, stages: Sequence[StageRun], check_inputs: Callable[[], object], initialize: Callable[[], object]
+        self,
+        stages: Sequence[StageRun],
+        check_inputs: Callable[[], object],
+        initialize: Callable[[], object],
+        end: Callable[[], object] | None,
     ) -> None:
         def infer() -> None:
             with contextlib.ExitStack() as stack:
@@ -106,6 +112,8 @@ class ShapeInference:
             failure = one.data_parallel.replicas.decide(failure)
         if is_well:
             failure = self._vote.take(failure)  # stages without replicas hear of it from those with some
+        if end is not None and not failure:
+            error, failure = self._attempt("behind the inference of shapes", end)
         if error is not None:
             raise error
         if failure:

@@ -66,8 +66,8 @@ _CHOSEN_FOR: Final = (
 
 _UNREDUCED: Final = (
     "torch computes the first step of stages in DistributedDataParallel(find_unused_parameters=True or "
-    "static_graph=True), in which this class does not reduce all gradients, so that replicas differ from then on. Turn "
-    "these options off, or wrap stages in FSDP2 or replicate()"
+    "static_graph=True), and its own step of this class does not reduce all gradients, so that replicas differ from "
+    "then on. Turn these options off, or wrap stages in FSDP2 or replicate()"
 )
 
 _log = logging.getLogger("ovpatch.pipeline")
@@ -356,10 +356,8 @@ class _Record:
             args, kwargs = check()
             initialize_stages(schedule, args[0], kwargs[0], None if targets is None else targets[0], loss_kwargs)
 
-        self._inference.run(schedule, list(self.engine.stages.values()), check, initialize)
-        if not self.engine.begins_as_stock:
-            for stage in self.engine.stages.values():
-                stage.data_parallel.end_inference()
+        end = None if self.is_first_step_of_stock else self.engine.end_inference
+        self._inference.run(schedule, list(self.engine.stages.values()), check, initialize, end)
         return make(*check())
 
     def run(self, inputs: StepInputs) -> None:

@@ -23,6 +23,7 @@ from ovpatch_plugins.pipeline.report import StageReport
 
 _QUEUE: Final = "_ovpatch_wgrad_queue"
 _CASTS: Final = ("TBackward0", "ToCopyBackward0")
+_REENTRANT: Final = "CheckpointFunctionBackward"
 _VIEWS: Final = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
@@ -303,17 +304,18 @@ class WeightGradQueue:
     def check_graph(self, output: Any) -> None:
         """Find weights that a graph reads outside of their linears, as ``F.linear(x, module.weight)`` does.
 
-        Called with the output of the first microbatch, or its loss. The first backward looks once more, as a reentrant
-        checkpoint hides its graph until then.
+        Called with the output of the first microbatch, or its loss. A reentrant checkpoint hides its graph until the
+        first backward, which looks for weights of linears inside of it. Others may be read there, so they stay in B.
         """
         if self._is_checked or self._is_graph_checked:
             return
         self._is_graph_checked = True
-        readers = _find_readers(output)
+        readers, is_whole = _find_readers(output)
         found = []
         for linear in self._linears:
-            weight = self._weights.get(id(linear), id(linear.weight))
-            if not readers.get(weight, set()) <= set(self._products.get(id(linear), ())):
+            is_seen = id(linear) in self._products
+            others = readers.get(self._weights.get(id(linear), id(linear.weight)), set())
+            if (is_seen and not is_whole) or not others <= set(self._products.get(id(linear), ())):
                 found.append(linear)
         self._keep_in_backward(found)
         for nodes in self._products.values():
@@ -434,10 +436,11 @@ def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[n
             yield from _walk(child, compiled, seen)
 
 
-def _find_readers(output: Any) -> dict[int, set[Any]]:
+def _find_readers(output: Any) -> tuple[dict[int, set[Any]], bool]:
     """Return the nodes that read each leaf of the graph of one tensor, or of several, by the leaf's id.
 
-    A leaf that is transposed, or cast by autocast, is read by what reads that.
+    A leaf that is transposed, or cast by autocast, is read by what reads that. Also returns whether that is all, as no
+    reentrant checkpoint hides a part.
     """
     tensors = output if isinstance(output, (tuple, list)) else [output]
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
@@ -454,7 +457,11 @@ def _find_readers(output: Any) -> dict[int, set[Any]]:
         for child, _ in node.next_functions:
             parents[child].add(node)
             nodes.append(child)
-    return {id(leaf.variable): _skip_casts(parents, leaf) for leaf in leaves}
+    readers = {id(leaf.variable): _skip_casts(parents, leaf) for leaf in leaves}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.is_leaf:
+            readers.setdefault(id(tensor), set()).add(None)
+    return readers, not any(type(node).__name__ == _REENTRANT for node in seen)
 
 
 def _skip_casts(parents: Mapping[Any, set[Any]], node: Any) -> set[Any]:

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from tests.plugins.pipeline.cases import Case, counters, differences, feature_report, train
-from tests.plugins.pipeline.models import Block, Part, Variant
+from tests.plugins.pipeline.cases import Case, counters, differences, feature_report, make_schedule, train
+from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part, Variant
 from tests.support.rarely import ALL_CASES, RARELY
 
 # With as few microbatches, where no backward comes before the last forward, stock's reducer of DDP fails.
@@ -157,6 +157,46 @@ def test_zero_bubble_classes_where_stock_misses_gradients(
         assert not wrong
         assert count == 20
         assert steps == 1
+
+
+def _zero_bubble_with_an_evaluation(features: tuple[str, ...]) -> tuple[list[str], list[float]]:
+    """Make two steps of gradients with an evaluation between, behind which torch 2.13 infers shapes once more."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    group, seed = mesh["pp"].get_group(), mesh.get_local_rank("dp")
+    seen: list[float] = []
+
+    def run(wrap: Wrap) -> list[torch.Tensor]:
+        case = Case("ScheduleInterleavedZeroBubble", wrap=wrap, **LOOP)
+        schedule, parts = make_schedule(case, group)
+        params = [param for part in parts for param in part.parameters()]
+        for param in params:
+            param.register_post_accumulate_grad_hook(lambda param: seen.append(float(param.grad.abs().max())))
+        generator = torch.Generator().manual_seed(seed)
+        for step in range(2):
+            x, y = torch.randn(2, 4 * ROWS, 2, WIDTH, generator=generator)
+            is_last = mesh.get_local_rank("pp") == 1
+            inputs = () if is_last else (x,)
+            schedule.step(*inputs, target=y if is_last else None)
+            if not step:
+                schedule.eval(*inputs, target=y if is_last else None)
+        return [param.grad for param in params if param.grad is not None]
+
+    wanted = run(lambda module: module)
+    for grad in wanted:
+        dist.all_reduce(grad, group=mesh["dp"].get_group())
+    seen.clear()
+    ovpatch.apply("pipeline", *features)
+    found = run(_ddp(mesh["dp"], gradient_as_bucket_view=True))
+    assert len(wanted) == len(found) == 20
+    return [str(i) for i in range(20) if not torch.allclose(found[i], wanted[i] / 2, atol=1e-6)], seen
+
+
+@pytest.mark.parametrize("features", [(), ("ddp",)])
+def test_gradients_stay_where_shapes_are_inferred_again(ranks: Any, features: tuple[str, ...]) -> None:
+    for wrong, seen in ranks(4)(_zero_bubble_with_an_evaluation, features):
+        assert not wrong
+        assert seen
+        assert min(seen) > 0, "a hook of the script saw the zeros that complete a reduction"
 
 
 def _zero_bubble_that_searches() -> list[str]:

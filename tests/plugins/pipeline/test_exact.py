@@ -125,6 +125,16 @@ def test_models_whose_first_forward_has_the_last_backward(ranks: Any) -> None:
         assert outcome.counters["weight_grads"], name
 
 
+def _run_what_is_hidden() -> dict[str, Outcome]:
+    sizes = {"input_args": (_EXAMPLE,), "output_args": (_EXAMPLE,)}
+    part = lambda _index: Variant("read in a reentrant checkpoint")  # noqa: E731
+    return {order: train_both(Case(part=part, stage=sizes, steps=3), order) for order in ("as-given", "zb-h1")}
+
+
+def test_weights_that_a_reentrant_checkpoint_reads(ranks: Any) -> None:
+    _assert_equal(ranks(2)(_run_what_is_hidden))
+
+
 def test_models_on_four_ranks(ranks: Any) -> None:
     _assert_equal(ranks(4)(_run_models, ["bf16", "autocast", "dropout, checkpoint", "batch norm"], "zb-h2"))
 
