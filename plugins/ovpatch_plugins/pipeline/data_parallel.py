@@ -101,6 +101,8 @@ class DataParallel(LocalGradients):
 
     def end_inference(self) -> None:
         """Have the reducer complete what the forward of the inference has armed, with gradients of zeros."""
+        if self.objection:
+            return  # backwards stay whole
         params = [param for param in self._wrapper.parameters() if param.requires_grad]
         kept = [param.grad for param in params]
         contents = [None if grad is None else grad.clone() for grad in kept]  # gradients may be views of buckets

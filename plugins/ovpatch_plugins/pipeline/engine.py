@@ -212,11 +212,17 @@ class Engine:
         if step.reduces:
             self._reduce(stage, index)
 
-    def end_inference(self) -> None:
-        """Prepare the data parallelism of stages whose backwards have two parts in the next step for it."""
+    def end_inference(self, *, may_change: bool) -> None:
+        """Prepare the data parallelism of stages for a step in which their backwards have two parts.
+
+        Args:
+            may_change: Whether the step may have another order than this program's.
+        """
         program = self.settling or self.program
-        for index in {step.action.stage for step in program.steps if step.action.kind is Kind.W}:
-            self.stages[index].data_parallel.end_inference()
+        divided = {step.action.stage for step in program.steps if step.action.kind is Kind.W}
+        for index, stage in self.stages.items():
+            if may_change or index in divided:
+                stage.data_parallel.end_inference()
 
     def _run_forward(self, step: Step, stage: StageRun, inputs: StepInputs) -> None:
         kind, index, microbatch = step.action

@@ -356,8 +356,10 @@ class _Record:
             args, kwargs = check()
             initialize_stages(schedule, args[0], kwargs[0], None if targets is None else targets[0], loss_kwargs)
 
-        end = None if self.is_first_step_of_stock else self.engine.end_inference
-        self._inference.run(schedule, list(self.engine.stages.values()), check, initialize, end)
+        end = functools.partial(self.engine.end_inference, may_change=self._auto is not None)
+        self._inference.run(
+            schedule, list(self.engine.stages.values()), check, initialize, None if self.is_first_step_of_stock else end
+        )
         return make(*check())
 
     def run(self, inputs: StepInputs) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch_plugins.pipeline import auto_schedule, race, solver, takeover
@@ -111,16 +112,22 @@ def test_the_order_as_given_stays_where_it_is_faster(ranks: Any, tmp_path: Path)
         assert "Schedule1F1B runs as 1f1b" in text, text
 
 
-def _evaluate_behind_each_step(cache: str) -> tuple[list[str], list[str]]:
-    """Train with evaluations in between, which give buffers back, until orders race."""
-    case, patch = Case(steps=1, microbatches=4), _plant_costs(cache)
+def _evaluate_behind_each_step(cache: str, replicas: int) -> tuple[list[str], float, list[str]]:
+    """Train with evaluations in between, which give buffers back and have shapes inferred again, until orders race."""
+    mesh = init_device_mesh("cpu", (2, replicas), mesh_dim_names=("pp", "dp"))
+    group, patch = mesh["pp"].get_group(), _plant_costs(cache)
+    case = Case(steps=1, microbatches=4)
+    if replicas > 1:
+        replicated = mesh["dp"].get_group()
+        case = dataclasses.replace(case, wrap=lambda one: DistributedDataParallel(one, process_group=replicated))
+    rank = mesh.get_local_rank("pp")
 
     def run() -> list[Any]:
-        schedule, parts = make_schedule(case)
+        schedule, parts = make_schedule(case, group)
         params = [(name, param) for part in parts for name, param in part.named_parameters()]
-        optimizer, found = torch.optim.AdamW([param for _, param in params], lr=1e-2), []
-        rows, rank = torch.ones(case.microbatches * ROWS, 2, WIDTH), dist.get_rank()
-        for number in range(RACE + 2):
+        optimizer, found = torch.optim.SGD([param for _, param in params], lr=1e-2), []
+        rows = torch.ones(case.microbatches * ROWS, 2, WIDTH)
+        for number in range(RACE + 3):
             found += run_steps(case, schedule, params, optimizer, number)
             schedule.eval(*(() if rank else (rows,)), target=rows if rank else None)
         return found
@@ -128,14 +135,18 @@ def _evaluate_behind_each_step(cache: str) -> tuple[list[str], list[str]]:
     stock = run()
     ovpatch.apply("pipeline", options={"pipeline": {"schedule": "auto"}})
     try:
-        return differences(stock, run()), list(feature_report().remarks)
+        patched = run()
     finally:
         patch.undo()
+    last = [abs(stock[-1][name] - patched[-1][name]).max().item() for name in stock[-1]]
+    return differences(stock, patched), max(last), list(feature_report().remarks)
 
 
-def test_evaluations_between_steps(ranks: Any, tmp_path: Path) -> None:
-    for changes, remarks in ranks(2)(_evaluate_behind_each_step, str(tmp_path)):
-        assert not changes
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_evaluations_between_steps(ranks: Any, tmp_path: Path, replicas: int) -> None:
+    for changes, largest, remarks in ranks(2 * replicas)(_evaluate_behind_each_step, str(tmp_path), replicas):
+        # Stock's reducer, armed by the inference, reduces the first microbatch twice, and so rounds once more.
+        assert largest < 1e-6 if replicas > 1 else not changes
         assert any("races against the order as given" in remark for remark in remarks), remarks
 
 
