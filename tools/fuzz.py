@@ -84,9 +84,9 @@ class Runner:
         try:
             outcomes: list[Outcome] = self._ranks(run_both, PRELUDE + text, floor, timeout=_TIMEOUT_S)
         except RankFailure as failure:
-            # What stock cannot run is no failure; its ranks may hang as well.
-            stock_hangs = not any(fate.bad for fate in failure.fates) and run_stock.__name__ in str(failure)
-            return Result(error="stock hangs") if stock_hangs else Result(failure=str(failure))
+            # What stock cannot run is no failure; its ranks may hang or die as well.
+            is_stock = run_stock.__name__ in str(failure)
+            return Result(error="stock hangs or dies") if is_stock else Result(failure=str(failure))
         failures = [f"rank {rank}: {one.difference}" for rank, one in enumerate(outcomes) if one.difference]
         return Result("\n\n".join(failures), outcomes[0].error, dict(outcomes[0].counters))
 
