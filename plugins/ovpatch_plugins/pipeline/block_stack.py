@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -292,23 +292,6 @@ def list_outside(model: nn.Module, stack: BlockStack) -> list[nn.Module]:
     around |= {id(model.get_submodule(".".join(parts[:end]))) for end in range(1, len(parts))}
     inside = {id(module) for block in stack.blocks for module in block.modules()}
     return [module for module in model.modules() if id(module) not in around | inside]
-
-
-def walk_graph(outputs: Iterable[Tensor]) -> tuple[set[Any], dict[int, Tensor]]:
-    """Return the nodes behind tensors and the leaves that they lead to, by id."""
-    seen: set[Any] = {None}
-    nodes: list[Any] = [tensor.grad_fn for tensor in outputs]
-    leaves: dict[int, Tensor] = {id(one): one for one in outputs if one.grad_fn is None and one.requires_grad}
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves[id(leaf)] = leaf
-        nodes += [parent for parent, _ in node.next_functions]
-    return seen - {None}, leaves
 
 
 @contextlib.contextmanager

@@ -28,8 +28,8 @@ from ovpatch_plugins.pipeline.block_stack import (
     list_outside,
     map_leaves,
     read_path,
-    walk_graph,
 )
+from ovpatch_plugins.pipeline.graph import walk_graph
 
 _ROLE: Final = "_ovpatch_role"
 ARG: Final = "ovpatch_arg_"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -19,11 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.data_parallel.reducer import Due, accumulate_grads, accumulate_products
 from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD, DELAYS_WGRAD, ComputeGrad, autocast_dtype
+from ovpatch_plugins.pipeline.graph import find_readers
 from ovpatch_plugins.pipeline.report import StageReport
 
 _QUEUE: Final = "_ovpatch_wgrad_queue"
-_CASTS: Final = ("TBackward0", "ToCopyBackward0")
-_REENTRANT: Final = "CheckpointFunctionBackward"
 _VIEWS: Final = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
@@ -178,14 +177,14 @@ class WeightGradQueue:
         self._due_at_once: set[int] = set()  # ids of their weights, in the step that found them
         self._is_checked = self._is_graph_checked = self.is_looking = self._recomputes = False
         self._first: int | None = None  # the first microbatch, in its step
-        self._products: defaultdict[int, list[Any]] = defaultdict(list)  # nodes of its linears, by the ids of these
-        self._weights: dict[int, int] = {}  # ids of the weights that these had
+        # Its linears, by id: the ids of their weights, which FSDP2 may take out of modules again, and product nodes.
+        self._seen: dict[int, tuple[int, list[Any]]] = {}
 
     def scan(self) -> None:
         """Find the linears to defer. Called for each step, as scripts freeze, tie and wrap modules between steps."""
         self._first = None
         if not self._is_graph_checked:
-            self._products.clear()
+            self._seen.clear()
         self._due_at_once.clear()
         owners: defaultdict[int, int] = defaultdict(int)
         linears: list[tuple[nn.Linear, bool]] = []
@@ -266,7 +265,7 @@ class WeightGradQueue:
 
         What is computed again does so as its forward did, of which a reentrant checkpoint had no graph.
         """
-        return not self._recomputes or id(linear) in self._products
+        return not self._recomputes or id(linear) in self._seen
 
     def look_at(self, linear: nn.Linear, output: Tensor) -> Tensor:
         """Take note of the node that computes a linear's output, which is returned."""
@@ -274,8 +273,8 @@ class WeightGradQueue:
             node = _skip_views(output.grad_fn)
             if type(node).__name__ == "AddBackward0":  # of the bias
                 node = _skip_views(node.next_functions[0][0])
-            self._products[id(linear)].append(node)
-            self._weights[id(linear)] = id(linear._parameters["weight"])  # FSDP2 may take it out of the module again
+            _, nodes = self._seen.setdefault(id(linear), (id(linear._parameters["weight"]), []))
+            nodes.append(node)
         return output
 
     @contextmanager
@@ -310,16 +309,17 @@ class WeightGradQueue:
         if self._is_checked or self._is_graph_checked:
             return
         self._is_graph_checked = True
-        readers, is_whole = _find_readers(output)
+        tensors = output if isinstance(output, (tuple, list)) else [output]
+        readers, is_whole = find_readers([one for one in tensors if isinstance(one, Tensor)])
         found = []
         for linear in self._linears:
-            is_seen = id(linear) in self._products
-            others = readers.get(self._weights.get(id(linear), id(linear.weight)), set())
-            if (is_seen and not is_whole) or not others <= set(self._products.get(id(linear), ())):
+            weight, products = self._seen.get(id(linear), (id(linear.weight), []))
+            is_hidden = not is_whole and id(linear) in self._seen
+            if is_hidden or not readers.get(weight, set()) <= set(products):
                 found.append(linear)
         self._keep_in_backward(found)
-        for nodes in self._products.values():
-            nodes.clear()  # they keep the graph alive
+        for _, products in self._seen.values():
+            products.clear()  # they keep the graph alive
 
     def note_undeferred(self, linear: nn.Linear) -> None:
         """Keep a linear in B for good: the input of a call needs no gradient or is no matrix in memory."""
@@ -417,7 +417,7 @@ class WeightGradQueue:
             hook: RemovableHandle = linear.weight.register_hook(find)
             return hook
 
-        return [watch(one) for one in (*self._linears, *self._others) if id(one) not in self._products]
+        return [watch(one) for one in (*self._linears, *self._others) if id(one) not in self._seen]
 
 
 def walk_modules(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
@@ -434,41 +434,6 @@ def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[n
     for child in module._modules.values():
         if child is not None:
             yield from _walk(child, compiled, seen)
-
-
-def _find_readers(output: Any) -> tuple[dict[int, set[Any]], bool]:
-    """Return the nodes that read each leaf of the graph of one tensor, or of several, by the leaf's id.
-
-    A leaf that is transposed, or cast by autocast, is read by what reads that. Also returns whether that is all, as no
-    reentrant checkpoint hides a part.
-    """
-    tensors = output if isinstance(output, (tuple, list)) else [output]
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
-    seen: set[Any] = {None}
-    leaves: list[Any] = []
-    parents: defaultdict[Any, set[Any]] = defaultdict(set, {node: {None} for node in nodes})  # None: the caller
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node)
-        for child, _ in node.next_functions:
-            parents[child].add(node)
-            nodes.append(child)
-    readers = {id(leaf.variable): _skip_casts(parents, leaf) for leaf in leaves}
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.is_leaf:
-            readers.setdefault(id(tensor), set()).add(None)
-    return readers, not any(type(node).__name__ == _REENTRANT for node in seen)
-
-
-def _skip_casts(parents: Mapping[Any, set[Any]], node: Any) -> set[Any]:
-    readers: set[Any] = set()
-    for parent in parents[node]:
-        readers |= _skip_casts(parents, parent) if type(parent).__name__ in _CASTS else {parent}
-    return readers
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -1,0 +1,56 @@
+"""The graph that autograd keeps behind tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from torch import Tensor
+
+_CASTS: Final = ("TBackward0", "ToCopyBackward0")
+_REENTRANT: Final = "CheckpointFunctionBackward"
+
+
+def walk_graph(outputs: Sequence[Tensor]) -> tuple[set[Any], dict[int, Tensor]]:
+    """Return the nodes behind tensors and the leaves that they lead to, by id."""
+    seen: set[Any] = {None}
+    nodes: list[Any] = [tensor.grad_fn for tensor in outputs]
+    leaves: dict[int, Tensor] = {id(one): one for one in outputs if one.grad_fn is None and one.requires_grad}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves[id(leaf)] = leaf
+        nodes += [parent for parent, _ in node.next_functions]
+    return seen - {None}, leaves
+
+
+def find_readers(outputs: Sequence[Tensor]) -> tuple[dict[int, set[Any]], bool]:
+    """Return the nodes that read each leaf of the graph of some tensors, by the leaf's id.
+
+    A leaf that is transposed, or cast by autocast, is read by what reads that; one of the tensors, also by the caller,
+    for which None stands. Also returns whether that is all, as no reentrant checkpoint hides a part.
+    """
+    nodes, leaves = walk_graph(outputs)
+    parents: defaultdict[Any, set[Any]] = defaultdict(set)
+    for output in outputs:
+        parents[output.grad_fn].add(None)
+    for node in nodes:
+        for child, _ in node.next_functions:
+            parents[child].add(node)
+    readers = {id(node.variable): _skip_casts(parents, node) for node in nodes if hasattr(node, "variable")}
+    for output in outputs:
+        if id(output) in leaves:
+            readers.setdefault(id(output), set()).add(None)
+    return readers, not any(type(node).__name__ == _REENTRANT for node in nodes)
+
+
+def _skip_casts(parents: Mapping[Any, set[Any]], node: Any) -> set[Any]:
+    readers: set[Any] = set()
+    for parent in parents[node]:
+        readers |= _skip_casts(parents, parent) if type(parent).__name__ in _CASTS else {parent}
+    return readers
