@@ -59,6 +59,7 @@ class StageRun:
         varies: Whether messages may have other shapes than those of the first step.
         data_parallel: Its data parallelism.
         first_input: The microbatch of the step that is number 0 of the stage.
+        is_reduced: Whether the order has the stage's gradients reduced and scaled; if not, the script does both.
         report: What the report says of it.
     """
 
@@ -75,6 +76,7 @@ class StageRun:
         self.stage = stage
         self.varies = varies
         self.first_input = 0
+        self.is_reduced = True
         self.data_parallel = make_data_parallel(stage.submod)
         self.objection = ""
         self.report = StageReport()
@@ -185,8 +187,11 @@ class StageRun:
             by_perform: Whether stock calls ``perform_reduce_grad`` here, which handles FSDP2, or only ``scale_grads``.
             waits: Whether to wait for the reduction in FSDP2, or leave that to :meth:`finish_reduce`.
         """
+        # DistributedDataParallel reduces in the last backward, with or without REDUCE_GRAD.
         if self.queue is not None and self.queue.defers:
             self.data_parallel.reduce()
+        if not self.is_reduced:
+            return
         if not by_perform:
             self.stage.scale_grads(scale)
         elif self.is_fully_sharded and not self._finalizes:
@@ -393,7 +398,7 @@ class StageRun:
     @property
     def reduces_after_backward(self) -> bool:
         """Whether gradients are reduced behind the last weight gradients."""
-        waits = self.is_fully_sharded and not self._finalizes  # until a later step
+        waits = self.is_fully_sharded and not (self._finalizes and self.is_reduced)  # until a later step
         return self.data_parallel.has_replicas and not self.reduces_in_backward and not waits
 
     @property

@@ -7,8 +7,9 @@ import hashlib
 import inspect
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -195,8 +196,9 @@ class Takeover:
         varies = self._options["variable_seq_lengths"]
         by_copies, remarks = self._choose_transport(group, stages)
         # Where shapes vary, a receive starts with a wait for its message's sizes. A slot needs no receive.
+        lowered = _read_lowered_order(schedule, rank)
         ahead = AHEAD[on_host] if self._options["overlap_p2p_comm"] and not (varies or by_copies) else 0
-        make = functools.partial(make_program, orders, placement, rank, shardings=_list_shardings(schedule, rank))
+        make = functools.partial(make_program, orders, placement, rank, shardings=lowered.shardings)
         program = make(ahead=ahead)
         settling = make(ahead=0) if ahead and not on_host else None
         is_auto = self._chooses(schedule) and group.size() > 1
@@ -209,6 +211,8 @@ class Takeover:
             number: self._make_run(stage, schedule, number in sending, number in split)
             for number, stage in numbers.items()
         }
+        for number, run in runs.items():
+            run.is_reduced = lowered.reductions is None or number in lowered.reductions
         if owner == BIDIRECTIONAL:
             for number, run in runs.items():
                 run.first_input = schedule.first_input(number)
@@ -253,7 +257,7 @@ class Takeover:
             return engine, inference, None
         from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule, Pipeline  # and the solver
 
-        is_sharded = bool(_list_shardings(schedule, rank))
+        is_sharded = bool(lowered.shardings)
         pipeline = Pipeline(report.name, orders, placement, schedule._n_microbatches, group, device, self._options)
 
         def make_other_program(other: Schedule, settles: bool) -> Program | None:
@@ -460,24 +464,53 @@ def _unshard_all(order: Order) -> list[tuple[int, str, int]]:
     return [*((index, "UNSHARD", stage) for stage, index in first.items()), *ends]
 
 
-def _list_shardings(schedule: Any, rank: int) -> list[tuple[int, str, int]]:
-    """Return UNSHARD and RESHARD of a lowered order, with the index of the computation in front of which they stand."""
-    found, index = [], 0
-    for action in (getattr(schedule, "pipeline_order_with_comms", None) or {}).get(rank, ()):
+class _LoweredOrder(NamedTuple):
+    """The actions of a rank's lowered order that neither compute nor send.
+
+    Attributes:
+        shardings: UNSHARD and RESHARD, with the index of the next computation.
+        reductions: For each stage, the number of computations before each of its REDUCE_GRADs; None if the order is
+            not lowered, so that torch reduces after the last backward.
+        ends: For each stage, the number of computations up to its last weight gradients.
+    """
+
+    shardings: Sequence[tuple[int, str, int]]
+    reductions: Mapping[int, Sequence[int]] | None
+    ends: Mapping[int, int]
+
+    def find_objection(self) -> str:
+        """Return the reason for which the engine cannot reduce gradients as ordered, or ""."""
+        for stage, places in (self.reductions or {}).items():
+            if len(places) > 1:
+                return f"the order has {len(places)} REDUCE_GRADs of stage {stage}"
+            if places[0] < self.ends.get(stage, 0):
+                return f"the order has REDUCE_GRAD of stage {stage} before the stage's last backward"
+        return ""
+
+
+def _read_lowered_order(schedule: Any, rank: int) -> _LoweredOrder:
+    orders = getattr(schedule, "pipeline_order_with_comms", None)
+    shardings, reductions, ends, index = [], defaultdict[int, list[int]](list), dict[int, int](), 0
+    for action in (orders or {}).get(rank, ()):
         name = action.computation_type.value
         if name in ("UNSHARD", "RESHARD"):
-            found.append((index, name, action.stage_index))
-        elif action.sub_actions is not None:
-            index += len(action.sub_actions)
-        else:
-            index += name in ("F", "I", "W", "B")
-    return found
+            shardings.append((index, name, action.stage_index))
+        elif name == "REDUCE_GRAD":
+            reductions[action.stage_index].append(index)
+        for part in action.sub_actions or (action,):
+            kind = part.computation_type.value
+            index += kind in ("F", "I", "W", "B")
+            if kind in ("W", "B"):
+                ends[part.stage_index] = index
+    return _LoweredOrder(shardings, None if orders is None else reductions, ends)
 
 
 def _find_reason_against(schedule: Any, stages: Sequence[Any], group: dist.ProcessGroup) -> str:
     """Return why this rank cannot run the schedule, or ""."""
     if reason := find_group_reason(group, torch.device(stages[0].device)):
         return reason
+    if objection := _read_lowered_order(schedule, dist.get_rank(group)).find_objection():
+        return objection
     if _custom_functions(schedule):
         return "register_custom_function() replaces computations"
     if not getattr(schedule, "_backward_requires_autograd", True):
