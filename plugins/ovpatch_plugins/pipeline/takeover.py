@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -530,16 +531,15 @@ def _find_reason_against(schedule: Any, stages: Sequence[Any], group: dist.Proce
 
 
 def _has_skip_connections(stage: Any) -> bool:
-    """Tell whether a traced stage sends to or reads from stages that are not its neighbours."""
-    near = {stage.stage_index - 1, stage.stage_index + 1}
-    users = {stage.find_dst_rank(user) for user in stage.node.users}
-    users |= {stage.find_dst_rank(inner) for user in stage.node.users for inner in user.users}
-    sources = {
-        stage.submod_to_stage_index[node.name]
-        for node in stage.node.all_input_nodes
-        if node.name in stage.submod_to_stage_index
-    }
-    return bool((users | sources) - near - {None})
+    """Return whether a traced stage sends to a stage other than the next one.
+
+    The rank that sends over a skip connection objects for all ranks.
+    """
+    users = list(stage.node.users)
+    # An output of several tensors reaches its readers through the nodes that pick one tensor.
+    readers = [user for user in users if user.target is not operator.getitem]
+    readers += [reader for user in users if user.target is operator.getitem for reader in user.users]
+    return bool({stage.find_dst_rank(reader) for reader in readers} - {stage.stage_index + 1, None})
 
 
 def _agree(group: dist.ProcessGroup, terms: Mapping[str, Any], reason: str) -> str:
