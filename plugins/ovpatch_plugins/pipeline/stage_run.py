@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -34,6 +34,7 @@ from ovpatch_plugins.pipeline.torch_stage import (
     makes_buffers,
     release_outputs,
     set_buffers,
+    setting_attributes,
     shape_of,
 )
 from ovpatch_plugins.pipeline.wgrad import WeightGradQueue
@@ -208,22 +209,13 @@ class StageRun:
             scale, self._reducing = self._reducing, None
             self.stage.wait_for_gradient_reduction(scale)
 
-    @contextlib.contextmanager
-    def _unchecked(self) -> Iterator[None]:
+    def _unchecked(self) -> contextlib.AbstractContextManager[None]:
         """Have stock not compare shapes with the first step's: torch 2.11 always does, later ones for debugging."""
-        own = vars(self.stage)
         checks = [name for name in ("_validate_fwd_input", "_validate_fwd_outputs") if hasattr(self.stage, name)]
-        debugs = own.get("_runtime_validate")
-        own.update(dict.fromkeys(checks, _check_nothing))
-        if debugs:
-            own["_runtime_validate"] = False
-        try:
-            yield
-        finally:
-            for name in checks:
-                del own[name]
-            if debugs:
-                own["_runtime_validate"] = debugs
+        changed: dict[str, Any] = dict.fromkeys(checks, _check_nothing)
+        if hasattr(self.stage, "_runtime_validate"):
+            changed["_runtime_validate"] = False
+        return setting_attributes(self.stage, changed)
 
     def clear(self) -> None:
         """Drop what an interrupted step left."""

@@ -10,7 +10,7 @@ import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,12 +82,8 @@ class Takeover:
         options: Resolved options of the feature.
     """
 
-    current: ClassVar[Takeover | None] = None
-    """The one that is on; schedules that are no classes of torch ask for it."""
-
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
-        Takeover.current = self
 
     def wrap_step(self, original: Callable[..., Any], owner: str) -> Callable[..., Any]:
         """Wrap ``_step_microbatches`` of the class ``owner``."""
@@ -404,7 +400,6 @@ def release_all() -> None:
     give_all_buffers_back()
     for schedule, _ in find_owners(_RECORD):
         del kept_values(schedule)[_RECORD]
-    Takeover.current = None
     close_edges()
 
 
