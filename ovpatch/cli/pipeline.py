@@ -254,7 +254,7 @@ def _ask(question: Mapping[str, Any]) -> Mapping[str, Any]:
         plugins.load_feature(found)
         answer = plugins.call_hook(_FEATURE, "ovpatch_plan", question=question, progress=progress)
     except PluginError as error:
-        raise SettingsError(f"feature pipeline: {error}. `ovpatch doctor` tells more.") from error
+        raise SettingsError(f"feature pipeline: {str(error).rstrip('.')}. `ovpatch doctor` tells more.") from error
     if answer is None:
         raise SettingsError(f"{found.origin} has no planner. Install ovpatch again.")
     checked: Mapping[str, Any] = answer
