@@ -1,4 +1,4 @@
-"""Error texts that are composed of other texts: they end in one full stop, and then name the remedy."""
+"""Error messages that quote other messages: each sentence ends in one full stop, before the remedy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOREIGN = {"error", "failure", "reason", "text"}
-"""Names that hold texts of other places, which may end in a full stop or not."""
+"""Names of quoted messages, which may end in a full stop or not."""
 
 
 def find_double_stops(source: str) -> list[int]:
-    """Return the lines in which a full stop follows a foreign text that may have its own."""
+    """Return the lines in which a full stop follows a quoted message that may have its own."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.JoinedStr):
@@ -37,7 +37,7 @@ def test_the_search_finds_what_it_is_for() -> None:
     assert not find_double_stops('f"it failed ({error}). Do this."')
 
 
-def test_no_composed_text_has_two_full_stops() -> None:
+def test_no_message_has_two_full_stops() -> None:
     files = [path for folder in ("ovpatch", "plugins") for path in (ROOT / folder).rglob("*.py")]
     lines = {str(path.relative_to(ROOT)): find_double_stops(path.read_text(encoding="utf-8")) for path in files}
     assert not {name: numbers for name, numbers in lines.items() if numbers}
