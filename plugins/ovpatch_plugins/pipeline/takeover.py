@@ -118,7 +118,7 @@ class Takeover:
         record.has_begun = True
         if is_stock:
             return _run_by_stock(schedule, run_stock)
-        record.run(inputs)
+        record.run(inputs, functools.partial(_run_by_stock, schedule, run_stock))
         return None
 
     def _take_over(self, schedule: Any, owner: str) -> _Record:
@@ -363,14 +363,14 @@ class _Record:
         )
         return make(*check())
 
-    def run(self, inputs: StepInputs) -> None:
-        """Run a step."""
+    def run(self, inputs: StepInputs, run_stock: Callable[[], object]) -> None:
+        """Run a step; ``run_stock`` runs it as torch does."""
         if self._auto is None:
             assert self.engine is not None
             self.engine.run(inputs)
             return
         try:
-            self._auto.run(inputs)
+            self._auto.run(inputs, run_stock)
         finally:
             if self._auto.is_final:
                 self._auto = None
