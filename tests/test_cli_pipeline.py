@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ from ovpatch.cli import main, pipeline
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import pipeline_plan
 from ovpatch.settings.settings import SettingsError
-from ovpatch_plugins.pipeline import solver
+from ovpatch_plugins.pipeline import planning, solver
+from ovpatch_plugins.pipeline.race import CLEAR
 from tests.support.preloaded import preloaded
 
 
@@ -43,7 +45,46 @@ def test_the_table_has_fixed_and_solved_orders_and_a_picture(command):
     pictures = [line.split()[2] for line in out.splitlines() if line.startswith("  rank ")]
     assert len(pictures) == 2
     assert all(set(picture) == set("FBW.") and len(picture) == 100 for picture in pictures)
-    assert "OVPATCH_PIPELINE=1 OVPATCH_PIPELINE_SCHEDULE=zb-h2" in out
+    # The order to run is that which the table calls the best.
+    (best,) = (row for row in rows if row[-1] == "best")
+    runs = [line for line in out.splitlines() if line.startswith("to run ")]
+    assert runs[0].startswith(f"to run {best[0]} where ")
+    assert f"{best[0]}, {best[1]} (a dot" in out
+    assert len(runs) == 2
+
+
+def test_where_no_order_is_faster_the_feature_stays_off(command):
+    code, out, _ = command("--what-if", "p=1,m=4,memory=1x/2x")
+    assert code == ExitCode.OK
+    assert "no order is faster than torch's own 1f1b: leave the feature off where each rank has one stage" in out
+    assert "to run " not in out
+
+
+def test_each_order_tells_how_to_run_it(command):
+    _, out, _ = command("--what-if", "p=2,m=4,placement=straight/loop/vee/bidirectional", "--json")
+    rows = json.loads(out)["rows"]
+    torch_runs = {row["order"] for row in rows if not row["setting"]}
+    assert torch_runs == {"gpipe", "1f1b"}
+    for row in rows:
+        assert row["limit"] is None or row["setting"]["OVPATCH_PIPELINE_MEMORY_LIMIT"] == f"{row['limit']:g}x"
+
+
+def test_more_memory_never_makes_a_solved_step_longer(command, monkeypatch):
+    """Here the search for the larger limit finds only what fits into 0.7x."""
+    steps = []
+
+    def search(problem, **options):
+        limit = problem.memory_limit if not steps else 0.7 * problem.ranks
+        found = solver.solve(dataclasses.replace(problem, memory_limit=limit), effort=0)
+        steps.append(found.simulation.step)
+        return found
+
+    monkeypatch.setattr(planning, "solve", search)
+    code, out, err = command("--what-if", "p=3,m=6,placement=vee,memory=1x/1.2x", "--json")
+    assert code == ExitCode.OK, err
+    assert steps[1] > steps[0]
+    small, large = (row for row in json.loads(out)["rows"] if row["limit"])
+    assert (large["step"], large["memory"]) == (small["step"], small["memory"])
 
 
 def test_json_has_each_action_of_the_best_order(command):
@@ -157,21 +198,29 @@ def test_a_command_is_measured_with_all_orders(command, tmp_path, monkeypatch):
     assert plan["costs"]["send"] > 0
     names = " = ".join(row["order"] for row in plan["rows"]).split(" = ")
     assert set(names) >= {"as given", "gpipe", "1f1b", "zb-h1", "zb-h2", "solved for 1x", "solved for 1.5x"}
-    assert plan["rows"][0]["order"].startswith("as given = 1f1b")
-    measured = [row["measured"] for row in plan["rows"]]
-    assert min(measured) == measured[plan["best"]] > 0
+    assert plan["rows"][0]["order"] == "stock"
+    assert plan["rows"][1]["order"].startswith("as given = 1f1b")
+    assert plan["rows"][0]["predicted"] >= plan["rows"][1]["predicted"]
+    stock, *measured = [row["measured"] for row in plan["rows"]]
+    fastest = 1 + measured.index(min(measured))
+    assert plan["best"] == (fastest if min(measured) < CLEAR * stock else 0)
+    assert stock > 0
     assert all(row["predicted"] > 0 for row in plan["rows"])
     assert len(plan["timeline"]) == len(plan["picture"]) == 2
     log = (tmp_path / "out" / "measured.log").read_text()
     last = max(int(line.split()[1].rstrip(":")) for line in log.splitlines() if line.startswith("step "))
     assert 6 + 6 * len(plan["rows"]) <= last + 1 < 100, "it ends when all is measured"
 
+    plan["best"] = fastest
     shown = pipeline_plan.format_plan(plan, "torchrun train.py", colour=False)
-    best = plan["rows"][plan["best"]]
+    best = plan["rows"][fastest]
     setting = f"OVPATCH_PIPELINE_SCHEDULE={best['setting']['schedule']}"
     assert f"to run it: OVPATCH_AUTO=1 OVPATCH_PIPELINE=1 {setting}" in shown
     assert shown.count("| best |") == 1
     assert shown.count("  rank ") == 2
+    shown = pipeline_plan.format_plan({**plan, "best": 0}, "torchrun train.py", colour=False)
+    assert "no order is faster than torch's own step: leave feature pipeline off" in shown
+    assert "to run it" not in shown
 
 
 def test_a_command_without_a_pipeline_is_told_so(command, tmp_path):

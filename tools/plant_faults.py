@@ -30,6 +30,8 @@ _FAILED: Final = re.compile(r"^FAILED (.+?)(?: - .*)?$", re.MULTILINE)
 
 _REDUCTION: Final = "ovpatch/overlap/data_parallel/"
 _SHARDING: Final = "plugins/ovpatch_plugins/dist_optimizer/"
+_PIPELINE: Final = "plugins/ovpatch_plugins/pipeline/"
+_PIPELINE_TESTS: Final = "tests/plugins/pipeline/"
 _DDP_TESTS: Final = "tests/plugins/ddp/"
 _SHARDING_TESTS: Final = "tests/plugins/dist_optimizer/"
 
@@ -212,6 +214,34 @@ FAULTS: Final = (
         "raise RuntimeError(text(steps[0]))",
         "return",
         (_DDP_TESTS + "test_failures.py",),
+    ),
+    Fault(
+        "a pipeline scales gradients whose order has no REDUCE_GRAD",
+        _PIPELINE + "takeover.py",
+        "run.is_reduced = lowered.reductions is None or number in lowered.reductions",
+        "run.is_reduced = True",
+        (_PIPELINE_TESTS + "test_order_sources.py",),
+    ),
+    Fault(
+        "a pipeline starts a receive later than its order allows",
+        _PIPELINE + "program.py",
+        "limit = ahead + (step.receive is not None)",
+        "limit = 1",
+        (_PIPELINE_TESTS + "test_program.py",),
+    ),
+    Fault(
+        "a failed apply() leaves the pipeline on for schedules of cut()",
+        _PIPELINE + "options.py",
+        "        ActiveOptions.current = None",
+        "        del self",
+        (_PIPELINE_TESTS + "test_bidirectional.py::test_a_failed_apply_leaves_no_feature_behind",),
+    ),
+    Fault(
+        "a larger memory limit has a longer pipeline step",
+        _PIPELINE + "solver.py",
+        "if problem.fits(solution.schedule))], key=_read_step)",
+        "if not problem)], key=_read_step)",
+        ("tests/test_cli_pipeline.py::test_more_memory_never_makes_a_solved_step_longer",),
     ),
 )
 

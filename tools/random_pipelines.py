@@ -14,6 +14,7 @@ import ovpatch
 from ovpatch_plugins.pipeline.stage_run import list_stages
 from tests.plugins.pipeline.cases import Case, counters, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, VARIANTS, WIDTH, Autocast, Block, Part, Raw, Variant
+from tests.plugins.pipeline.order_sources import SOURCES
 
 _SINGLE: Final = ("Schedule1F1B", "ScheduleGPipe")
 _LOOPS: Final = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")
@@ -47,8 +48,8 @@ class RandomPipeline:
         case, habits = self.case, ", ".join(sorted(self.habits))
         return (
             f"seed {self.seed}: {case.schedule}, {self.world} ranks, {case.microbatches} microbatches, {case.chunks} "
-            f"stages a rank, {self.kind}, {case.dtype}, {case.pieces} pieces, {self.rounds} rounds; {self.options}; "
-            f"{dict(case.options)}; {habits}"
+            f"stages a rank, {self.kind}, {case.dtype}, order {case.source}, {case.pieces} pieces, "
+            f"{self.rounds} rounds; {self.options}; {dict(case.options)}; {habits}"
         )
 
 
@@ -76,6 +77,7 @@ def make_pipeline(seed: int) -> RandomPipeline:
         vee=name in _VEES,
         pieces=draw.choice([1, 1, 2]),
         dtype=torch.float32 if kind == "autocast" else draw.choice(dtypes),
+        source="built" if name in _SINGLE or draw.random() < 0.6 else draw.choice([*SOURCES]),
     )
     options: dict[str, Any] = {
         "schedule": draw.choice(_ORDERS),

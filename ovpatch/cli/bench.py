@@ -95,12 +95,12 @@ def _explain(error: FailedError, out: Path | None) -> ExitCode:
     """Print which run failed and how, and return the exit code."""
     outcome, code = error.outcome, ExitCode.UNDECIDED if error.kind == STOCK else ExitCode.PROBLEM
     if not outcome.code:  # it took too few steps
-        return _fail(f"{error}.", code)
+        return _fail(f"{str(error).rstrip('.')}.", code)
     for pid, stacks in outcome.stacks.items() if outcome.timed_out else ():
         print(f"--- stacks of process {pid}\n{stacks.rstrip()}", file=sys.stderr)
     print(f"--- how it ended\n{outcome.read_failure()}\n---", file=sys.stderr)
     where = f"The whole log: {outcome.log}" if out is not None else "Keep whole logs with --out DIR."
-    return _fail(f"{error}. {_whose(error.kind)} {where}", code)
+    return _fail(f"{str(error).rstrip('.')}. {_whose(error.kind)} {where}", code)
 
 
 def _whose(kind: str) -> str:

@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 
 _FEATURE: Final = "pipeline"
 _BIDIRECTIONAL: Final = "bidirectional"
-_PLACEMENTS: Final = ("straight", "loop", "vee", _BIDIRECTIONAL)
+# The placements, and where an order of each can run.
+_PLACEMENTS: Final = {
+    "straight": "each rank has one stage",
+    "loop": "ScheduleInterleaved1F1B has two stages a rank",
+    "vee": "ScheduleZBVZeroBubble has two stages a rank",
+    _BIDIRECTIONAL: f"cut(placement={_BIDIRECTIONAL!r}) made the schedule",
+}
 _MOST_ACTIONS: Final = 100_000
 # F, B and W of transformer blocks on one H200, and a transfer of their activations over NVLink.
 _COSTS: Final = {"f": ("forward", 1.0), "b": ("backward", 1.22), "w": ("weight", 1.04), "c": ("send", 0.02)}
@@ -172,7 +178,7 @@ def _answer(arguments: argparse.Namespace) -> int:
     if arguments.picture is not None:
         best = answer["rows"][answer["best"]]
         numbers = f"bubble {100 * best['bubble']:.1f}%, memory {best['memory']:.2f}x"
-        title = f"{best['order']}, {best['placement']}: {numbers}"
+        title = f"{_name(best)}, {best['placement']}: {numbers}"
         pipeline_plan.draw_order(answer["timeline"], title, "units of m(F+B+W)", arguments.picture)
         _say(f"written: {arguments.picture}")
     return ExitCode.OK
@@ -254,7 +260,7 @@ def _ask(question: Mapping[str, Any]) -> Mapping[str, Any]:
         plugins.load_feature(found)
         answer = plugins.call_hook(_FEATURE, "ovpatch_plan", question=question, progress=progress)
     except PluginError as error:
-        raise SettingsError(f"feature pipeline: {error}. `ovpatch doctor` tells more.") from error
+        raise SettingsError(f"feature pipeline: {str(error).rstrip('.')}. `ovpatch doctor` tells more.") from error
     if answer is None:
         raise SettingsError(f"{found.origin} has no planner. Install ovpatch again.")
     checked: Mapping[str, Any] = answer
@@ -271,10 +277,9 @@ def format_answer(question: Mapping[str, Any], answer: Mapping[str, Any], *, col
     for heading in ("order", "placement", "memory", "step", "bubble", ""):
         table.add_column(heading, justify="left" if heading in ("order", "placement", "") else "right", no_wrap=True)
     for index, row in enumerate(answer["rows"]):
-        limit = "" if row["limit"] is None else f" for {row['limit']:g}x"
         remark = "best" if index == answer["best"] else "" if row["fits"] else "too large"
         table.add_row(
-            f"{row['order']}{limit}",
+            _name(row),
             row["placement"],
             f"{row['memory']:.2f}x",
             f"{row['step']:.3f}",
@@ -295,16 +300,31 @@ def format_answer(question: Mapping[str, Any], answer: Mapping[str, Any], *, col
     lines += [f"no order is below {bounds}"] if bounds else []
     if answer["best"] is not None:
         best = answer["rows"][answer["best"]]
-        lines += ["", f"{best['order']}, {best['placement']} (a dot: the rank waits):"]
+        lines += ["", f"{_name(best)}, {best['placement']} (a dot: the rank waits):"]
         lines += [f"  rank {rank}  {letters}" for rank, letters in enumerate(answer["picture"])]
-    settable = [row for row in answer["rows"] if row["fits"] and row["setting"]]
-    if settable:
-        row = min(settable, key=lambda row: float(row["step"]))
-        setting = " ".join(f"{name}={value}" for name, value in row["setting"].items())
-        is_cut = row["placement"] == _BIDIRECTIONAL
-        where = f"cut(placement={_BIDIRECTIONAL!r}) made the schedule" if is_cut else "each rank has one stage"
-        lines += ["", f"to run {row['order']} where {where}: {setting}"]
+        lines += ["", *_list_settings(answer["rows"], best)]
     return "\n".join(lines)
+
+
+def _list_settings(rows: Sequence[Mapping[str, Any]], best: Mapping[str, Any]) -> list[str]:
+    """Return how to run the best order, and then the best order of each other placement."""
+    if not best["setting"]:
+        where = _PLACEMENTS[best["placement"]]
+        return [f"no order is faster than torch's own {_name(best)}: leave the feature off where {where}"]
+    shortest: dict[str, Mapping[str, Any]] = {best["placement"]: best}
+    for row in sorted(rows, key=lambda row: (float(row["step"]), float(row["memory"]))):
+        if row["fits"]:
+            shortest.setdefault(row["placement"], row)
+    lines = []
+    for placement, row in shortest.items():
+        setting = " ".join(f"{variable}={value}" for variable, value in row["setting"].items())
+        lines.append(f"to run {_name(row)} where {_PLACEMENTS[placement]}: {setting or 'leave the feature off'}")
+    return lines
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    order = str(row["order"])
+    return order if row["limit"] is None else f"{order} for {row['limit']:g}x"
 
 
 # --- picture ---

@@ -15,7 +15,7 @@ from ovpatch.session.workers import Orders
 PLAN: Final = "plan.json"  # in the folder of the run
 COLOURS: Final = {"F": "#7fa8d9", "B": "#e3a857", "BW": "#e3a857", "W": "#7fb5a8"}
 _STAGES: Final = ("stage", "rank", "F", "B", "W", "holds until B", "until W")
-_ROWS: Final = ("order", "memory", "predicted", "measured", "of as given", "bubble", "")
+_ROWS: Final = ("order", "memory", "predicted", "measured", "of stock", "bubble", "")
 
 
 def start_worker(orders: Orders) -> None:
@@ -33,7 +33,7 @@ def start_worker(orders: Orders) -> None:
 
 
 def format_plan(plan: Mapping[str, Any], command: str, *, colour: bool) -> str:
-    """Return the tables, the picture of the fastest order, and the line to set."""
+    """Return the tables, the picture of the best order, and the line to set."""
     best = plan["rows"][plan["best"]]
     numbers = f"{plan['class']}, {plan['ranks']} ranks, {plan['microbatches']} microbatches"
     right = {head for head in (*_STAGES, *_ROWS) if head not in ("order", "")}
@@ -53,9 +53,15 @@ def format_plan(plan: Mapping[str, Any], command: str, *, colour: bool) -> str:
             f"{best['order']}, as simulated (a dot: the rank waits):",
             *(f"  rank {rank}  {letters}" for rank, letters in enumerate(plan["picture"])),
             "",
-            f"to run it: {write_setting(best['setting'])} {command}",
+            _recommend(best, command),
         ]
     )
+
+
+def _recommend(best: Mapping[str, Any], command: str) -> str:
+    if not best["setting"]:
+        return "no order is faster than torch's own step: leave feature pipeline off"
+    return f"to run it: {write_setting(best['setting'])} {command}"
 
 
 def write_setting(setting: Mapping[str, str]) -> str:
@@ -78,7 +84,7 @@ def _mebibytes(sizes: Sequence[float] | None, stage: int) -> str:
 
 
 def _list_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    given = plan["rows"][0]["measured"]
+    stock = plan["rows"][0]["measured"]
     for number, row in enumerate(plan["rows"]):
         measured = row["measured"]
         yield (
@@ -86,7 +92,7 @@ def _list_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             f"{row['memory']:.2f}x",
             f"{1000 * row['predicted']:.1f}",
             "not run" if measured is None else f"{1000 * measured:.1f}",
-            "" if measured is None or given is None else f"{measured / given:.3f}",
+            "" if measured is None or stock is None else f"{measured / stock:.3f}",
             f"{100 * row['bubble']:.1f}%",
             "best" if number == plan["best"] else "",
         )

@@ -161,8 +161,8 @@ def _absent(target: str, owner: Owner, parts: list[str], index: int, imported: s
     lazy = is_module(owner) and "__getattr__" in get_namespace(owner)
     remedy = "name the module that defines it (this one makes its attributes on demand)" if lazy else "correct it"
     error = (
-        f"{target} does not exist: {reason}.{hint} Nothing was created; {remedy}, or register the patch with "
-        "optional=True"
+        f"{target} does not exist: {reason.rstrip('.')}.{hint} Nothing was created; {remedy}, or register the patch "
+        "with optional=True"
     )
     return MissingTarget(f"{reason}, and makes its attributes on demand" if lazy else reason, error)
 

@@ -76,7 +76,8 @@ class ActiveFeatures:
             try:
                 self.plugins.call_hook(name, "ovpatch_deactivate")
             except PluginError as error:
-                raise FeatureError(f"{name!r} cannot be turned off now and stays on: {error}.") from error
+                cause = str(error).rstrip(".")
+                raise FeatureError(f"{name!r} cannot be turned off now and stays on: {cause}.") from error
             left += self._take_back(name)
             del self.active[name]
         if left:

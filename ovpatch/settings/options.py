@@ -131,7 +131,8 @@ def _convert(option: Option, given: _Given) -> Any:
     try:
         value = _parse(option, given.raw) if isinstance(given.raw, str) else _accept(option, given.raw)
     except ValueError as error:
-        raise SettingsError(f"{given.place}={given.raw}: {error}. Correct it or leave it out.") from error
+        cause = str(error).rstrip(".")
+        raise SettingsError(f"{given.place}={given.raw}: {cause}. Correct it or leave it out.") from error
     if option.choices and value not in option.choices:
         near = suggest_name(str(value), map(str, option.choices))
         choices = ", ".join(map(str, option.choices))

@@ -324,6 +324,29 @@ def test_who_is_late_is_named_with_how_far_it_got(ranks):
     assert 1 <= seconds < 20
 
 
+def ended() -> str:
+    """Of two, rank 1 has stopped its server, as if its process had ended."""
+    peers, text = meeting(), ""
+    peers.register("answers", lambda question: ({}, []))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        peers.call("answers", {})
+    dist.barrier()
+    if dist.get_rank() == 1:
+        peers._server.close()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        text, _ = error_of(peers, "answers", timeout_s=20)
+    dist.barrier()
+    return text
+
+
+def test_of_a_rank_that_has_ended_the_remedy_is_its_own_error(ranks):
+    text = ranks(2)(ended)[0]
+    assert "rank 1 has ended. Look for the first error in the output of the rank that has ended" in text, text
+    assert "timeout" not in text
+
+
 def outside() -> None:
     peers = PeerRpc.for_group(group())
     with pytest.raises(ValueError, match=r"group ranks are 0 to 1, not \[2\]"):

@@ -176,6 +176,8 @@ _POLL_S = 10.0  # after which a poll returns though nothing happened
 # that each of them saves, and a process may open some thousand files at most.
 MAX_CONNECTIONS = 64
 
+# Reasons of failures of a rank whose process has ended.
+ENDED = ("has ended", "ended before it had answered")
 _SILENT = "accepts connections but sends nothing"
 
 Replies = dict[int, tuple[dict[str, Any], list[Tensor]]]
@@ -311,7 +313,7 @@ class Request:
         cut = call.stage == "reply" and not isinstance(error, TimeoutError)
         unreachable = f"cannot be reached: {error.strerror or error}"
         if ended or cut or not self.retry:
-            self._fail(call, "has ended" if ended else "ended before it had answered" if cut else unreachable)
+            self._fail(call, ENDED[0] if ended else ENDED[1] if cut else unreachable)
         else:
             self._reset(call, call.state if call.stage == "reply" else unreachable)
 

@@ -29,7 +29,7 @@ from ovpatch.overlap.comm.kept_state import (
     register_at_exit,
     renew_in_children,
 )
-from ovpatch.overlap.peer_rpc.client import MAX_CONNECTIONS, Endpoints, Replies, Request, list_own_addresses
+from ovpatch.overlap.peer_rpc.client import ENDED, MAX_CONNECTIONS, Endpoints, Replies, Request, list_own_addresses
 from ovpatch.overlap.peer_rpc.server import Handler, Server
 
 AT_EXIT_S = 300.0  # without a call, after which a process that exits no longer waits for its peers
@@ -169,9 +169,11 @@ class PeerRpc:
         reasons = request.failures or request.pending()
         text = "; ".join(f"rank {self._global_ranks[rank]} {reason}" for rank, reason in sorted(reasons.items()))
         causes = [f"on rank {self._global_ranks[rank]}:\n{trace}" for rank, trace in sorted(request.tracebacks.items())]
-        remedy = _REMEDY_FAILED if causes else _REMEDY if request.retry else _REMEDY_DESTROYED
+        has_ended = any(reason in ENDED for reason in reasons.values())
+        remedy = _REMEDY_ENDED if has_ended else _REMEDY if request.retry else _REMEDY_DESTROYED
+        remedy = _REMEDY_FAILED if causes else remedy
         remedy = _REMEDY_FORKED if self._is_forked else remedy
-        message = f"ovpatch: no answer to '{topic}' within {seconds:.3g} s: {text}. {remedy}"
+        message = f"ovpatch: no answer to '{topic}' within {seconds:.3g} s: {text.rstrip('.')}. {remedy}"
         if causes:
             raise PeerError(message) from RuntimeError("\n".join(causes))
         raise PeerError(message)  # without "from": what is in flight, as in a finally, is to be seen
@@ -202,6 +204,9 @@ _REMEDY = (
     "Look at that rank's output: it may have ended, hang, or run without ovpatch, which is active where "
     "ovpatch.apply() was called before the model was wrapped. If it only needs longer, give init_process_group() a "
     "larger timeout."
+)
+_REMEDY_ENDED = (
+    "Look for the first error in the output of the rank that has ended, correct it, and start the job again."
 )
 _REMEDY_FAILED = "The cause is on that rank: correct it there."
 _NO_STORE = (

@@ -485,7 +485,7 @@ class ShardedState(abc.ABC):
                 return self._versions.read_version(number, lambda: copy(local), PATIENCE_S)
             except TornReadError as error:
                 if number not in self._earlier:  # else it was by loading
-                    raise TornReadError(f"{error}. {_TOO_LATE}") from error
+                    raise TornReadError(f"{str(error).rstrip('.')}. {_TOO_LATE}") from error
         earlier = self._earlier[number]
         return self._versions.read_version(number, lambda: copy(earlier), PATIENCE_S, kept=True)
 

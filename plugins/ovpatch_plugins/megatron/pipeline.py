@@ -148,7 +148,7 @@ class _Step:
 
 def _make_order_error(error: LoopError) -> RuntimeError:
     return RuntimeError(
-        f"ovpatch: Megatron's pipeline schedule is not that of known versions: {error}. "
+        f"ovpatch: Megatron's pipeline schedule is not that of known versions: {str(error).rstrip('.')}. "
         "Set OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock"
     )
 

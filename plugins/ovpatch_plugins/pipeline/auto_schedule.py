@@ -6,6 +6,7 @@ as those of tensor parallelism, and reductions of stages keep one sequence in th
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -26,6 +27,7 @@ from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gathe
 from ovpatch.overlap.comm.kept_state import group_state
 from ovpatch_plugins.pipeline.candidates import (
     AS_GIVEN_NAME,
+    STOCK_NAME,
     Candidate,
     ChosenOrder,
     ScheduleCache,
@@ -44,7 +46,7 @@ from ovpatch_plugins.pipeline.measured_costs import (
 )
 from ovpatch_plugins.pipeline.orders import Kind, Placement, Schedule, ScheduleError, check_schedule, write_orders
 from ovpatch_plugins.pipeline.program import Program
-from ovpatch_plugins.pipeline.race import Race, StepTimer, Turn, Verdict, judge, merge_ranks
+from ovpatch_plugins.pipeline.race import Race, StepTimer, Turn, Verdict, find_medians, judge, merge_ranks
 from ovpatch_plugins.pipeline.report import Prediction, ScheduleReport
 from ovpatch_plugins.pipeline.transport import CopiedMessages
 
@@ -127,24 +129,30 @@ class AutoSchedule:
         self._settled: set[int] = set()  # candidates that have had a turn
         self._race: Race | None = None
         self._race_begins = 0
+        self._runs_stock = False
         self._measured: PipelineCosts | None = None
         self._cache: ScheduleCache | None = None
         self._kept: ChosenOrder | None = None
         report.notes = ["schedule=auto: the order as given runs while costs are measured"]
 
-    def run(self, inputs: StepInputs) -> None:
+    def run(self, inputs: StepInputs, run_stock: Callable[[], object]) -> None:
         """Run one step; some begin with an agreement of all ranks of the job.
+
+        Args:
+            inputs: The inputs of the step.
+            run_stock: Runs the step as torch does, which a plan measures as well.
 
         Raises:
             RankMismatchError: A rank of the job does not take part in an agreement.
         """
         self._calls += 1
         turn = self._prepare_step(inputs)
+        run = run_stock if self._runs_stock else functools.partial(self.engine.run, inputs)
         if turn is None or self._race is None:
-            self.engine.run(inputs)
+            run()
             return
         timer = StepTimer(self._pipeline.device)
-        self.engine.run(inputs)
+        run()
         timer.stop()
         self._race.add_time(turn, timer)
 
@@ -173,6 +181,9 @@ class AutoSchedule:
     def _take_turn(self, candidate: int) -> None:
         """Run another order from this step on."""
         schedule = self._candidates[candidate].schedule
+        self._runs_stock = self._candidates[candidate].name == STOCK_NAME
+        if self._runs_stock:
+            return
         self.engine.program = self._programs[candidate]
         self._split(schedule)
         if candidate not in self._settled:
@@ -256,7 +267,6 @@ class AutoSchedule:
         told = self._publish(self._solve(found) if self._world.rank() == 0 else {})
         self._candidates = [Candidate.from_json(one) for one in told["candidates"]]
         if len(self._candidates) < 2:
-            self._finish_plan([math.nan] * len(self._candidates), 0)
             self._keep_as_given(told["remark"] or "no order is expected to be faster")
             if not told["remark"]:
                 self._write_choice(0, {})
@@ -289,18 +299,23 @@ class AutoSchedule:
         """Add a lap where noise may have decided; else take the order that was fastest on the slowest rank."""
         if self._pipeline.device.type == "cuda":
             torch.cuda.synchronize(self._pipeline.device)
-        verdict = judge(merge_ranks(self._gather(race.read())))
+        seconds = merge_ranks(self._gather(race.read()))
+        orders = [candidate for candidate in self._candidates if candidate.name != STOCK_NAME]
+        verdict = judge(seconds[: len(orders)])
         if not verdict.is_sure and race.may_go_on:
             race.add_lap()
             return True
+        self._finish_plan(find_medians(seconds))
+        self._candidates = orders
         self._choose(verdict)
         return False
 
     def _choose(self, verdict: Verdict) -> None:
         best, steps = verdict.best, verdict.steps
         chosen, given = self._candidates[best], self._candidates[0]
-        self._finish_plan(steps, verdict.fastest if self._plan_file else best)
-        if not best:
+        if len(steps) == 1:
+            self._keep_as_given("no order is expected to be faster")
+        elif not best:
             other = min(range(1, len(steps)), key=steps.__getitem__)
             rival = self._candidates[other]
             doubt = "" if verdict.is_sure else "; times scatter too much to tell, and a later run races again"
@@ -333,7 +348,7 @@ class AutoSchedule:
 
     def _settle(self, schedule: Schedule, name: str, notes: Sequence[str]) -> None:
         """Run an order from now on."""
-        self.is_final = True
+        self.is_final, self._runs_stock = True, False
         pipeline = self._pipeline
         is_given = write_orders(schedule) == write_orders(pipeline.orders)
         program = self._given if is_given else self._compile(schedule)
@@ -359,13 +374,13 @@ class AutoSchedule:
         pipeline = self._pipeline
         check_schedule(schedule, pipeline.placement, stock=pipeline.orders, keep_forward_order=draws)
 
-    def _finish_plan(self, steps: Sequence[float], best: int) -> None:
+    def _finish_plan(self, steps: Sequence[float]) -> None:
         """Write the plan, if there is to be one; all ranks know that it is there behind this."""
         if not self._plan_file:
             return
         if self._world.rank() == 0 and self._measured is not None:
             pipeline, numbers = self._pipeline, (self._pipeline.microbatches, self._pipeline.placement)
-            write_plan(Path(self._plan_file), pipeline.name, self._measured, numbers, self._candidates, steps, best)
+            write_plan(Path(self._plan_file), pipeline.name, self._measured, numbers, self._candidates, steps)
         self._gather("written")
 
     def _list_facts(self) -> dict[str, Any]:

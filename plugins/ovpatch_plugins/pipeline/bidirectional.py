@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedule1F1B, ScheduleGPipe
 
+from ovpatch_plugins.pipeline.options import ActiveOptions
 from ovpatch_plugins.pipeline.orders import BidirectionalPlacement
 from ovpatch_plugins.pipeline.torch_stage import initialize_stages
 
@@ -91,14 +91,15 @@ class ScheduleBidirectional(PipelineScheduleMulti):
         self._internal_losses.clear()
 
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
-        takeover: Any = sys.modules.get("ovpatch_plugins.pipeline.takeover")
-        feature = None if takeover is None else takeover.Takeover.current
+        options = ActiveOptions.current
+        if options is None:
+            self.run_in_turns(*args, **kwargs)
+            return
+        from ovpatch_plugins.pipeline.takeover import BIDIRECTIONAL, Takeover
+
         run = functools.partial(self.run_in_turns, *args, **kwargs)
-        if feature is None:
-            run()
-        else:
-            given = inspect.signature(self.run_in_turns).bind(*args, **kwargs)
-            feature.run_step(self, takeover.BIDIRECTIONAL, run, given)
+        given = inspect.signature(self.run_in_turns).bind(*args, **kwargs)
+        Takeover(options).run_step(self, BIDIRECTIONAL, run, given)
 
     def run_in_turns(
         self,

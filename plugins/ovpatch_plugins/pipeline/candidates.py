@@ -28,10 +28,13 @@ from ovpatch_plugins.pipeline.orders import (
     write_orders,
 )
 from ovpatch_plugins.pipeline.planning import draw_text
+from ovpatch_plugins.pipeline.race import CLEAR
 from ovpatch_plugins.pipeline.simulator import Simulation, simulate
-from ovpatch_plugins.pipeline.solver import Solution, find_lower_bound, solve
+from ovpatch_plugins.pipeline.solver import Problem, Solution, find_lower_bound, share_solutions, solve
 
 AS_GIVEN_NAME: Final = "as given"
+STOCK_NAME: Final = "stock"
+"""The name of torch's own runtime in a plan."""
 
 _GAIN: Final = 0.002  # by which an order is expected to be shorter before it is raced
 _FORMAT: Final = 2  # of the files; those of 1 may hold more memory than is allowed now
@@ -83,7 +86,8 @@ def find_candidates(
         microbatches: Their number.
         stock: The order as given.
         memory_limit: The option.
-        plans: Return all fixed orders and one solved for each of some limits, whatever is expected of them.
+        plans: Return all fixed orders and one solved for each of some limits, whatever is expected of them, and last
+            the runtime of torch.
     """
     unit = find_unit(measured, placement, microbatches)
     given = _simulate(stock, placement, measured)
@@ -95,7 +99,7 @@ def find_candidates(
             memory = max(simulation.peak_memory) / unit
             found.append(Candidate(name, schedule, simulation.step, memory, {"schedule": name}))
     texts = [*_PLANNED, *([memory_limit] if memory_limit not in _PLANNED else [])] if plans else [memory_limit]
-    remarks = []
+    remarks, solved, limits = list[str](), list[tuple[Problem, Solution]](), list[str]()
     for text in texts:
         limit = read_memory_limit(text)
         if plans and limit == MemoryLimit() and not measured.spare:
@@ -103,13 +107,19 @@ def find_candidates(
         problem, remark = make_problem(measured, placement, microbatches, stock, limit)
         remarks.append(remark)
         try:
-            solution = solve(problem)
+            solved.append((problem, solve(problem)))
+            limits.append(text)
         except ScheduleError as error:
             remarks.append(f"memory_limit={text}: {error}")
-            continue
+    for text, solution in zip(limits, share_solutions(solved), strict=True):
         if plans or solution.simulation.step < given.step * (1 - _GAIN):
             found.append(_name_solution(solution, text, unit))
-    return _merge_equal(found), "; ".join(filter(None, dict.fromkeys(remarks)))
+    found = _merge_equal(found)
+    if plans:
+        # Torch sends an input gradient after the weight gradients of a full backward.
+        own = simulate(stock, placement, measured.costs, footprint=measured.footprint)
+        found.append(Candidate(STOCK_NAME, stock, own.step, max(own.peak_memory) / unit, {}))
+    return found, "; ".join(filter(None, dict.fromkeys(remarks)))
 
 
 def _simulate(schedule: Schedule, placement: Placement, measured: PipelineCosts) -> Simulation:
@@ -141,7 +151,6 @@ def write_plan(
     numbers: tuple[int, Placement],
     candidates: Sequence[Candidate],
     steps: Sequence[float],
-    best: int,
 ) -> None:
     """Write what was measured for ``ovpatch pipeline``, as JSON data.
 
@@ -150,13 +159,18 @@ def write_plan(
         name: Class of the schedule.
         measured: Costs.
         numbers: Microbatches, and the rank of each stage.
-        candidates: Orders that were raced.
-        steps: Measured seconds of a step of each; NaN or infinite where unknown.
-        best: The fastest.
+        candidates: Orders that were raced, with that of torch's runtime as the last one.
+        steps: Measured seconds of a step of each; infinite where unknown.
     """
     microbatches, placement = numbers
     problem, _ = make_problem(measured, placement, microbatches, candidates[0].schedule, MemoryLimit(1.0))
-    winner = _simulate(candidates[best].schedule, placement, measured)
+    # The runtime of torch is the first row.
+    candidates, steps = [candidates[-1], *candidates[:-1]], [steps[-1], *steps[:-1]]
+    best = min(range(1, len(steps)), key=steps.__getitem__)
+    if math.isfinite(steps[0]) and not steps[best] < CLEAR * steps[0]:
+        best = 0
+    stock = simulate(candidates[0].schedule, placement, measured.costs, footprint=measured.footprint)
+    winner = _simulate(candidates[best].schedule, placement, measured) if best else stock
     work = max(winner.busy)
     rows = [
         {

@@ -33,7 +33,7 @@ class PipelineRankError(RuntimeError):
 def make_rank_error(failure: str) -> PipelineRankError:
     """Return the error of a step that failed on another rank, given which rank that is, and why."""
     made = PipelineRankError(
-        f"the pipeline's step failed: {failure}. Gradients of this step are not valid on any rank: call "
+        f"the pipeline's step failed: {failure.rstrip('.')}. Gradients of this step are not valid on any rank: call "
         "optimizer.zero_grad() before the next step, or correct the error named here."
     )
     made.failure = failure
@@ -52,7 +52,7 @@ class StepFailures:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._name = _agree_on_name(group, "pipeline failures")
+        self._name = name_keys(group, "pipeline failures")
         self._step = 0
 
     def start_step(self, step: int) -> None:
@@ -140,7 +140,7 @@ class Vote:
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
-        self.name = _agree_on_name(group, topic)
+        self.name = name_keys(group, topic)
         self._barrier = HostBarrier(group, self.name)
         store = group_store(group)
         assert store is not None, "the process group was destroyed"
@@ -217,8 +217,11 @@ class Vote:
         return f"{self.name}/{self._number}"
 
 
-def _agree_on_name(group: dist.ProcessGroup, topic: str) -> str:
-    """Return a prefix for keys: the store may hold those of a group of this name that is gone."""
+def name_keys(group: dist.ProcessGroup, topic: str) -> str:
+    """Return a new prefix for keys in the group's store, the same on all ranks. All ranks of the group call this.
+
+    The store may hold keys of an earlier group of the same name.
+    """
     if group.size() == 1:
         return f"ovpatch/{topic}"
     return f"ovpatch/{topic}/{agree_on_name(group, topic, timeout_s=group_timeout_s(group))}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, NamedTuple
 
 from ovpatch.hookspecs import Option
 
@@ -15,6 +16,25 @@ SCHEDULES: Final = (AS_GIVEN, AUTO, "gpipe", "1f1b", "zb-h1", "zb-h2")
 """Orders: that of the script's class, one solved from measured costs, or, with one stage per rank, a fixed one."""
 
 _UNITS: Final = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class ActiveOptions:
+    """The handle of the feature's options, which are there while its patches are applied.
+
+    Schedules that are no classes of torch look here, since no patch is theirs.
+
+    Args:
+        options: Resolved options of the feature.
+    """
+
+    current: ClassVar[Mapping[str, Any] | None] = None
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        ActiveOptions.current = options
+
+    def remove(self) -> None:
+        """Forget the options."""
+        ActiveOptions.current = None
 
 
 class MemoryLimit(NamedTuple):

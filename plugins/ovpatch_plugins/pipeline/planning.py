@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,18 +21,23 @@ from ovpatch_plugins.pipeline.orders import (
     split_backwards,
 )
 from ovpatch_plugins.pipeline.simulator import Costs, Simulation, simulate
-from ovpatch_plugins.pipeline.solver import Problem, Progress, find_lower_bound, solve
+from ovpatch_plugins.pipeline.solver import Problem, Progress, Solution, find_lower_bound, share_solutions, solve
 
 _SOLVED: Final = "solved"
 _EARLY: Final = "1f1b, early sends"
 _ONE_BY_ONE: Final = "bidirectional"
 _DOUBLED: Final = "bidirectional, forwards doubled"
 _SETTINGS: Final = {
+    "gpipe": {},
+    "1f1b": {},
     _EARLY: {"OVPATCH_PIPELINE": "1"},
     **{name: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": name} for name in ("zb-h1", "zb-h2")},
+    "zb-v": {"OVPATCH_PIPELINE": "1"},
     _ONE_BY_ONE: {"OVPATCH_PIPELINE": "1"},
     _DOUBLED: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_FORWARD_DOUBLING": "1"},
+    _SOLVED: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": "auto"},
 }
+"""The variables that set an order; torch runs those without a variable itself."""
 _LETTERS: Final = {Kind.F: "F", Kind.B: "B", Kind.W: "W", Kind.BW: "B"}
 
 
@@ -54,7 +60,7 @@ def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapp
 
     Returns:
         ``rows`` (order, placement, limit, memory in units of 1F1B's, step in units of m(F+B+W), bubble, fits, and the
-        variables that set the order, if there are any), with the index ``best`` of the shortest step that fits,
+        variables that set the order, none for torch's own), with the index ``best`` of the shortest step that fits,
         ``bounds`` by placement, and ``timeline`` and ``picture`` of the best row.
     """
     ranks, microbatches = int(question["ranks"]), int(question["microbatches"])
@@ -78,15 +84,16 @@ def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapp
         if count_stages(placement) < len(placement):
             continue  # orders of two pipelines are not solved for
         bounds[name] = find_lower_bound(Problem(placement, microbatches, costs)) / unit
+        limits, solutions = list[float](), list[tuple[Problem, Solution]]()
         for memory in memories:
             problem = Problem(placement, microbatches, costs, memory * whole)
-            try:
+            with contextlib.suppress(ScheduleError):  # too little memory for this placement: no row
                 found = solve(problem, progress=functools.partial(_tell_progress, progress, solved, total))
-            except ScheduleError:
-                pass  # too little memory for this placement: no row
-            else:
-                rows.append(_Row(_SOLVED, name, found.simulation, memory))
+                limits.append(memory)
+                solutions.append((problem, found))
             solved += 1
+        for memory, found in zip(limits, share_solutions(solutions), strict=True):
+            rows.append(_Row(_SOLVED, name, found.simulation, memory))
     progress(1.0)
     return _answer(rows, bounds, unit=unit, whole=whole, most=max(memories))
 
@@ -126,11 +133,16 @@ def _answer(
                 "step": row.simulation.step / unit,
                 "bubble": max(0.0, row.simulation.bubble),
                 "fits": memory <= most * (1 + 1e-9),
-                "setting": _SETTINGS.get(row.order),
+                "setting": dict(_SETTINGS[row.order]) | _limit_memory(row.limit),
             }
         )
     fitting = [index for index, row in enumerate(listed) if row["fits"]]
-    best = min(fitting, key=lambda index: (round(listed[index]["step"], 9), index), default=None)
+    # Of orders that take the same time, the one that holds less memory is better.
+    best = min(
+        fitting,
+        key=lambda index: (*(round(listed[index][name], 9) for name in ("step", "memory")), index),
+        default=None,
+    )
     answer: dict[str, Any] = {"unit": unit, "rows": listed, "bounds": dict(bounds), "best": best}
     if best is not None:
         simulation = rows[best].simulation
@@ -140,6 +152,10 @@ def _answer(
         ]
         answer["picture"] = draw_text(simulation)
     return answer
+
+
+def _limit_memory(limit: float | None) -> dict[str, str]:
+    return {} if limit is None else {"OVPATCH_PIPELINE_MEMORY_LIMIT": f"{limit:g}x"}
 
 
 def draw_text(simulation: Simulation, width: int = 100) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
-from ovpatch_plugins.pipeline.options import OPTIONS
+from ovpatch_plugins.pipeline.options import OPTIONS, ActiveOptions
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 _CLASSES = ("ScheduleGPipe", "Schedule1F1B", "PipelineScheduleMulti", "_PipelineScheduleRuntime")
@@ -33,6 +33,11 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     report = sys.modules.get("ovpatch_plugins.pipeline.report")
     if report is not None:
         report.drop_remarks()  # of an earlier apply()
+    patches.register_hook(
+        "schedules of cut()",
+        functools.partial(ActiveOptions, options),
+        why="schedules in two directions are no classes of torch, and run by the feature while it is on",
+    )
     for owner in _CLASSES:
         patches.register_patch(
             f"{_SCHEDULES}.{owner}._step_microbatches",

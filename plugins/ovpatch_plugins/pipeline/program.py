@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -132,8 +133,7 @@ def _mark_reductions(steps: Sequence[Step]) -> None:
 
 def _post_receives(steps: Sequence[Step], messages: dict[tuple[int, int], list[Action]], rank: int, ahead: int) -> None:
     """Start each receive before the computation that stands ``ahead`` receiving ones earlier, edges in order."""
-    readers = {step.receive: number for number, step in enumerate(steps) if step.receive is not None}
-    receiving = sorted(readers.values())
+    receiving = [number for number, step in enumerate(steps) if step.receive is not None]
     queues: dict[int, list[Receive]] = {}
     for (sender, receiver), sent in messages.items():
         if receiver == rank:
@@ -141,16 +141,22 @@ def _post_receives(steps: Sequence[Step], messages: dict[tuple[int, int], list[A
             queues[sender] = [
                 Receive(action._replace(stage=action.stage + shift[action.kind]), sender) for action in sent
             ]
+    places = {receive: place for queue in queues.values() for place, receive in enumerate(queue)}
+    posted: Counter[int] = Counter()
+    first = 0  # index in receiving
     for number, step in enumerate(steps):
-        behind = [one for one in receiving if one >= number]
-        # Those behind the next one that receives; a computation that reads nothing counts as one of them.
-        limit = ahead + 1 if behind[:1] == [number] else ahead
-        due = set(behind[:limit])
-        for sender in sorted(queues):
-            queue = queues[sender]
-            until = max((i + 1 for i, receive in enumerate(queue) if readers[receive] in due), default=0)
-            step.posts += queue[:until]
-            queues[sender] = queue[until:]
+        if first < len(receiving) and receiving[first] < number:
+            first += 1
+        # The next computation that receives does not count; one that reads nothing has no receive of its own.
+        limit = ahead + (step.receive is not None)
+        until: Counter[int] = Counter()
+        for reader in receiving[first : first + limit]:
+            receive = steps[reader].receive
+            assert receive is not None
+            until[receive.sender] = max(until[receive.sender], places[receive] + 1)
+        for sender in sorted(until):
+            step.posts += queues[sender][posted[sender] : until[sender]]
+            posted[sender] = max(posted[sender], until[sender])
 
 
 def _find_read(
@@ -168,20 +174,21 @@ def _find_read(
         if action.kind is not Kind.W
     }
     sent: Counter[int] = Counter()
+    # By receiver and message, the computation up to which that message and all earlier ones are read.
     read_at: defaultdict[int, list[int]] = defaultdict(list)
     for (sender, receiver), queue in messages.items():
         if sender == rank:
             for message in queue:
                 reader = message._replace(stage=message.stage + (1 if message.kind is Kind.F else -1))
-                read_at[receiver].append(made_at[reader])
+                before = read_at[receiver][-1] if read_at[receiver] else 0
+                read_at[receiver].append(max(before, made_at[reader]))
     for step in steps:
         if step.receive is not None:
             peer = step.receive.sender
             source = find_source(step.action, placement)
             assert source is not None
             until = made_at[_message_of(source)]
-            first = next((i for i, at in enumerate(read_at[peer][: sent[peer]]) if at > until), sent[peer])
-            step.kept = {peer: sent[peer] - first}
+            step.kept = {peer: sent[peer] - bisect_right(read_at[peer], until, hi=sent[peer])}
         if step.receiver is not None:
             sent[step.receiver] += 1
 

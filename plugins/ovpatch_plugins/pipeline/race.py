@@ -37,13 +37,11 @@ class Verdict(NamedTuple):
 
     Attributes:
         best: The candidate that runs from now on: one that is clearly faster than the order as given, or else that.
-        fastest: The candidate with the least median.
         steps: Median seconds of a step of each candidate; infinite where none ended well.
         is_sure: Whether the best is, beyond noise, at most 2% slower than each other one.
     """
 
     best: int
-    fastest: int
     steps: list[float]
     is_sure: bool
 
@@ -122,9 +120,7 @@ def judge(seconds: Seconds) -> Verdict:
     if the mean of the logarithms' differences, plus its two-sided 95% error, is below that of :data:`CLEAR`. It is sure
     that one is not slower than another if that sum is below the logarithm of :data:`TOLERATED`.
     """
-    steps = [
-        statistics.median(known) if (known := [one for one in row if one is not None]) else math.inf for row in seconds
-    ]
+    steps = find_medians(seconds)
     fastest = min(range(len(steps)), key=steps.__getitem__)
     others = range(1, len(steps))
     best = 0
@@ -137,7 +133,13 @@ def judge(seconds: Seconds) -> Verdict:
         other == best or not math.isfinite(steps[other]) or _is_below(seconds[best], seconds[other], TOLERATED)
         for other in range(len(steps))
     )
-    return Verdict(best, fastest, steps, is_sure)
+    return Verdict(best, steps, is_sure)
+
+
+def find_medians(seconds: Seconds) -> list[float]:
+    """Return the median seconds of a step of each candidate; infinite if no step ended well."""
+    known = ([turn for turn in row if turn is not None] for row in seconds)
+    return [statistics.median(row) if row else math.inf for row in known]
 
 
 def _is_below(own: Sequence[float | None], other: Sequence[float | None], ratio: float) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 import weakref
@@ -14,7 +13,8 @@ from typing import Final
 import torch.distributed as dist
 
 from ovpatch.hookspecs import FeatureCounters
-from ovpatch.overlap.comm.kept_state import group_state, group_store
+from ovpatch.overlap.comm.kept_state import group_store
+from ovpatch_plugins.pipeline.failures import name_keys
 from ovpatch_plugins.pipeline.orders import Kind, Schedule, split_backwards
 from ovpatch_plugins.pipeline.simulator import Costs, simulate
 
@@ -77,7 +77,7 @@ class Prediction:
     """What a schedule should cost; ranks share the costs of their stages once, through the group's store.
 
     Args:
-        group: The pipeline's group; all ranks make their predictions in the same order.
+        group: The pipeline's group. All its ranks make this together.
         schedule: Orders by rank.
         placement: Rank of each stage.
 
@@ -89,7 +89,7 @@ class Prediction:
         self.bubbles: Sequence[float] = ()
         self._group = weakref.ref(group)  # the report keeps the prediction
         self._schedule, self._placement = schedule, placement
-        self._number = next(group_state(group).get_or_create(("pipeline", "predictions"), itertools.count))
+        self._name = name_keys(group, "pipeline costs")
         self._steps = 0
 
     def add_step(self, times: StepTimes) -> None:
@@ -123,7 +123,7 @@ class Prediction:
         self.bubbles = [1 - busy / found.step if found.step else 0.0 for busy in found.busy]
 
     def _key(self, stage: int) -> str:
-        return f"ovpatch/pipeline/costs/{self._number}/{stage}"
+        return f"{self._name}/{stage}"
 
 
 @dataclass

@@ -158,6 +158,26 @@ def solve(
     return _Solver(problem, effort, seed, progress).solve()
 
 
+def share_solutions(solved: Sequence[tuple[Problem, Solution]]) -> list[Solution]:
+    """Return for each problem the shortest of all solutions that fit into its memory.
+
+    A search may miss an order that it finds within a smaller limit. With the solutions shared, more memory never makes
+    the step longer.
+
+    Args:
+        solved: Problems that differ in their memory limits alone, each with its solution.
+    """
+    solutions = [solution for _, solution in solved]
+    return [
+        min([own, *(solution for solution in solutions if problem.fits(solution.schedule))], key=_read_step)
+        for problem, own in solved
+    ]
+
+
+def _read_step(solution: Solution) -> float:
+    return solution.simulation.step
+
+
 def _check(problem: Problem) -> None:
     stages = len(problem.placement)
     if problem.microbatches < 1 or not stages:

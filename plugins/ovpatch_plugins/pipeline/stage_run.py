@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -34,6 +34,7 @@ from ovpatch_plugins.pipeline.torch_stage import (
     makes_buffers,
     release_outputs,
     set_buffers,
+    setting_attributes,
     shape_of,
 )
 from ovpatch_plugins.pipeline.wgrad import WeightGradQueue
@@ -59,6 +60,7 @@ class StageRun:
         varies: Whether messages may have other shapes than those of the first step.
         data_parallel: Its data parallelism.
         first_input: The microbatch of the step that is number 0 of the stage.
+        is_reduced: Whether the order has the stage's gradients reduced and scaled; if not, the script does both.
         report: What the report says of it.
     """
 
@@ -75,6 +77,7 @@ class StageRun:
         self.stage = stage
         self.varies = varies
         self.first_input = 0
+        self.is_reduced = True
         self.data_parallel = make_data_parallel(stage.submod)
         self.objection = ""
         self.report = StageReport()
@@ -185,8 +188,11 @@ class StageRun:
             by_perform: Whether stock calls ``perform_reduce_grad`` here, which handles FSDP2, or only ``scale_grads``.
             waits: Whether to wait for the reduction in FSDP2, or leave that to :meth:`finish_reduce`.
         """
+        # DistributedDataParallel reduces in the last backward, with or without REDUCE_GRAD.
         if self.queue is not None and self.queue.defers:
             self.data_parallel.reduce()
+        if not self.is_reduced:
+            return
         if not by_perform:
             self.stage.scale_grads(scale)
         elif self.is_fully_sharded and not self._finalizes:
@@ -203,22 +209,13 @@ class StageRun:
             scale, self._reducing = self._reducing, None
             self.stage.wait_for_gradient_reduction(scale)
 
-    @contextlib.contextmanager
-    def _unchecked(self) -> Iterator[None]:
+    def _unchecked(self) -> contextlib.AbstractContextManager[None]:
         """Have stock not compare shapes with the first step's: torch 2.11 always does, later ones for debugging."""
-        own = vars(self.stage)
         checks = [name for name in ("_validate_fwd_input", "_validate_fwd_outputs") if hasattr(self.stage, name)]
-        debugs = own.get("_runtime_validate")
-        own.update(dict.fromkeys(checks, _check_nothing))
-        if debugs:
-            own["_runtime_validate"] = False
-        try:
-            yield
-        finally:
-            for name in checks:
-                del own[name]
-            if debugs:
-                own["_runtime_validate"] = debugs
+        changed: dict[str, Any] = dict.fromkeys(checks, _check_nothing)
+        if hasattr(self.stage, "_runtime_validate"):
+            changed["_runtime_validate"] = False
+        return setting_attributes(self.stage, changed)
 
     def clear(self) -> None:
         """Drop what an interrupted step left."""
@@ -393,7 +390,7 @@ class StageRun:
     @property
     def reduces_after_backward(self) -> bool:
         """Whether gradients are reduced behind the last weight gradients."""
-        waits = self.is_fully_sharded and not self._finalizes  # until a later step
+        waits = self.is_fully_sharded and not (self._finalizes and self.is_reduced)  # until a later step
         return self.data_parallel.has_replicas and not self.reduces_in_backward and not waits
 
     @property

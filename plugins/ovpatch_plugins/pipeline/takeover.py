@@ -6,9 +6,11 @@ import functools
 import hashlib
 import inspect
 import logging
+import operator
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -80,12 +82,8 @@ class Takeover:
         options: Resolved options of the feature.
     """
 
-    current: ClassVar[Takeover | None] = None
-    """The one that is on; schedules that are no classes of torch ask for it."""
-
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
-        Takeover.current = self
 
     def wrap_step(self, original: Callable[..., Any], owner: str) -> Callable[..., Any]:
         """Wrap ``_step_microbatches`` of the class ``owner``."""
@@ -120,7 +118,7 @@ class Takeover:
         record.has_begun = True
         if is_stock:
             return _run_by_stock(schedule, run_stock)
-        record.run(inputs)
+        record.run(inputs, functools.partial(_run_by_stock, schedule, run_stock))
         return None
 
     def _take_over(self, schedule: Any, owner: str) -> _Record:
@@ -195,8 +193,9 @@ class Takeover:
         varies = self._options["variable_seq_lengths"]
         by_copies, remarks = self._choose_transport(group, stages)
         # Where shapes vary, a receive starts with a wait for its message's sizes. A slot needs no receive.
+        lowered = _read_lowered_order(schedule, rank)
         ahead = AHEAD[on_host] if self._options["overlap_p2p_comm"] and not (varies or by_copies) else 0
-        make = functools.partial(make_program, orders, placement, rank, shardings=_list_shardings(schedule, rank))
+        make = functools.partial(make_program, orders, placement, rank, shardings=lowered.shardings)
         program = make(ahead=ahead)
         settling = make(ahead=0) if ahead and not on_host else None
         is_auto = self._chooses(schedule) and group.size() > 1
@@ -209,6 +208,8 @@ class Takeover:
             number: self._make_run(stage, schedule, number in sending, number in split)
             for number, stage in numbers.items()
         }
+        for number, run in runs.items():
+            run.is_reduced = lowered.reductions is None or number in lowered.reductions
         if owner == BIDIRECTIONAL:
             for number, run in runs.items():
                 run.first_input = schedule.first_input(number)
@@ -253,7 +254,7 @@ class Takeover:
             return engine, inference, None
         from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule, Pipeline  # and the solver
 
-        is_sharded = bool(_list_shardings(schedule, rank))
+        is_sharded = bool(lowered.shardings)
         pipeline = Pipeline(report.name, orders, placement, schedule._n_microbatches, group, device, self._options)
 
         def make_other_program(other: Schedule, settles: bool) -> Program | None:
@@ -362,14 +363,14 @@ class _Record:
         )
         return make(*check())
 
-    def run(self, inputs: StepInputs) -> None:
-        """Run a step."""
+    def run(self, inputs: StepInputs, run_stock: Callable[[], object]) -> None:
+        """Run a step; ``run_stock`` runs it as torch does."""
         if self._auto is None:
             assert self.engine is not None
             self.engine.run(inputs)
             return
         try:
-            self._auto.run(inputs)
+            self._auto.run(inputs, run_stock)
         finally:
             if self._auto.is_final:
                 self._auto = None
@@ -399,7 +400,6 @@ def release_all() -> None:
     give_all_buffers_back()
     for schedule, _ in find_owners(_RECORD):
         del kept_values(schedule)[_RECORD]
-    Takeover.current = None
     close_edges()
 
 
@@ -460,24 +460,53 @@ def _unshard_all(order: Order) -> list[tuple[int, str, int]]:
     return [*((index, "UNSHARD", stage) for stage, index in first.items()), *ends]
 
 
-def _list_shardings(schedule: Any, rank: int) -> list[tuple[int, str, int]]:
-    """Return UNSHARD and RESHARD of a lowered order, with the index of the computation in front of which they stand."""
-    found, index = [], 0
-    for action in (getattr(schedule, "pipeline_order_with_comms", None) or {}).get(rank, ()):
+class _LoweredOrder(NamedTuple):
+    """The actions of a rank's lowered order that neither compute nor send.
+
+    Attributes:
+        shardings: UNSHARD and RESHARD, with the index of the next computation.
+        reductions: For each stage, the number of computations before each of its REDUCE_GRADs; None if the order is
+            not lowered, so that torch reduces after the last backward.
+        ends: For each stage, the number of computations up to its last weight gradients.
+    """
+
+    shardings: Sequence[tuple[int, str, int]]
+    reductions: Mapping[int, Sequence[int]] | None
+    ends: Mapping[int, int]
+
+    def find_objection(self) -> str:
+        """Return the reason for which the engine cannot reduce gradients as ordered, or ""."""
+        for stage, places in (self.reductions or {}).items():
+            if len(places) > 1:
+                return f"the order has {len(places)} REDUCE_GRADs of stage {stage}"
+            if places[0] < self.ends.get(stage, 0):
+                return f"the order has REDUCE_GRAD of stage {stage} before the stage's last backward"
+        return ""
+
+
+def _read_lowered_order(schedule: Any, rank: int) -> _LoweredOrder:
+    orders = getattr(schedule, "pipeline_order_with_comms", None)
+    shardings, reductions, ends, index = [], defaultdict[int, list[int]](list), dict[int, int](), 0
+    for action in (orders or {}).get(rank, ()):
         name = action.computation_type.value
         if name in ("UNSHARD", "RESHARD"):
-            found.append((index, name, action.stage_index))
-        elif action.sub_actions is not None:
-            index += len(action.sub_actions)
-        else:
-            index += name in ("F", "I", "W", "B")
-    return found
+            shardings.append((index, name, action.stage_index))
+        elif name == "REDUCE_GRAD":
+            reductions[action.stage_index].append(index)
+        for part in action.sub_actions or (action,):
+            kind = part.computation_type.value
+            index += kind in ("F", "I", "W", "B")
+            if kind in ("W", "B"):
+                ends[part.stage_index] = index
+    return _LoweredOrder(shardings, None if orders is None else reductions, ends)
 
 
 def _find_reason_against(schedule: Any, stages: Sequence[Any], group: dist.ProcessGroup) -> str:
     """Return why this rank cannot run the schedule, or ""."""
     if reason := find_group_reason(group, torch.device(stages[0].device)):
         return reason
+    if objection := _read_lowered_order(schedule, dist.get_rank(group)).find_objection():
+        return objection
     if _custom_functions(schedule):
         return "register_custom_function() replaces computations"
     if not getattr(schedule, "_backward_requires_autograd", True):
@@ -497,16 +526,15 @@ def _find_reason_against(schedule: Any, stages: Sequence[Any], group: dist.Proce
 
 
 def _has_skip_connections(stage: Any) -> bool:
-    """Tell whether a traced stage sends to or reads from stages that are not its neighbours."""
-    near = {stage.stage_index - 1, stage.stage_index + 1}
-    users = {stage.find_dst_rank(user) for user in stage.node.users}
-    users |= {stage.find_dst_rank(inner) for user in stage.node.users for inner in user.users}
-    sources = {
-        stage.submod_to_stage_index[node.name]
-        for node in stage.node.all_input_nodes
-        if node.name in stage.submod_to_stage_index
-    }
-    return bool((users | sources) - near - {None})
+    """Return whether a traced stage sends to a stage other than the next one.
+
+    The rank that sends over a skip connection objects for all ranks.
+    """
+    users = list(stage.node.users)
+    # An output of several tensors reaches its readers through the nodes that pick one tensor.
+    readers = [user for user in users if user.target is not operator.getitem]
+    readers += [reader for user in users if user.target is operator.getitem for reader in user.users]
+    return bool({stage.find_dst_rank(reader) for reader in readers} - {stage.stage_index + 1, None})
 
 
 def _agree(group: dist.ProcessGroup, terms: Mapping[str, Any], reason: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -157,6 +157,13 @@ def exchanging_metadata(stage: Any, send: Send, receive: Receive) -> Iterator[No
         changed = {"_shape_inference": functools.partial(_infer_shapes, stage, stage._shape_inference, send, receive)}
     else:  # a traced stage, which knows its shapes
         changed = {}
+    with setting_attributes(stage, changed):
+        yield
+
+
+@contextlib.contextmanager
+def setting_attributes(stage: Any, changed: Mapping[str, Any]) -> Iterator[None]:
+    """Set attributes of an object inside the ``with`` block, which the script may have set as well."""
     own = vars(stage)
     before = {name: own[name] for name in changed if name in own}
     own.update(changed)

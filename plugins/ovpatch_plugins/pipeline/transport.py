@@ -416,7 +416,7 @@ def _try_copies(group: dist.ProcessGroup, device: torch.device) -> str:
 def make_copies_error(reason: str) -> RuntimeError:
     """Return the error of an option that cannot be followed."""
     return RuntimeError(
-        f"pipeline: p2p_transport=copies cannot be used: {reason}. "
+        f"pipeline: p2p_transport=copies cannot be used: {reason.rstrip('.')}. "
         "Set OVPATCH_PIPELINE_P2P_TRANSPORT=c10d on all ranks."
     )
 

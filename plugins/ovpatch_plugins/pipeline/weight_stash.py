@@ -60,7 +60,7 @@ def find_reason_against(schedule: Any, stages: Sequence[Any], options: Mapping[s
 
 def raise_reason(schedule: Any, reason: str) -> None:
     """Raise why a schedule cannot run with stashed weights; stock would compute something else."""
-    raise WeightStashError(f"{type(schedule).__name__}: {reason}. {_REMEDY}")
+    raise WeightStashError(f"{type(schedule).__name__}: {reason.rstrip('.')}. {_REMEDY}")
 
 
 class StashedStageRun(StageRun):

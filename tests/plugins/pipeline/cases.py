@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import ovpatch
 from ovpatch_plugins.pipeline.stage_run import list_stages
 from tests.plugins.pipeline.models import ROWS, WIDTH, make_blocks
+from tests.plugins.pipeline.order_sources import SOURCES, STOCK_SOURCES
 
 #: Whether stages may pass on what gets no gradient. Torch 2.11 expects a gradient for each tensor that is sent.
 MAY_LACK_GRADIENTS = hasattr(PipelineStage, "_get_grad_send_meta")
@@ -50,6 +51,8 @@ class Case:
         pieces: Calls of ``schedule.step()`` before an optimizer step.
         dtype: Of parameters and inputs.
         shape: Rows of a microbatch and width of the inputs.
+        source: Where the order comes from, a name of ``order_sources``.
+        after_step: Called with the schedule after each call of ``schedule.step()``.
     """
 
     schedule: str = "Schedule1F1B"
@@ -65,6 +68,8 @@ class Case:
     pieces: int = 1
     dtype: torch.dtype = torch.float32
     shape: tuple[int, int] = (ROWS, WIDTH)
+    source: str = "built"
+    after_step: Callable[[Any], None] = lambda _schedule: None
 
 
 def device() -> torch.device:
@@ -85,6 +90,7 @@ def make_schedule(case: Case, group: dist.ProcessGroup | None = None) -> tuple[A
     cls = getattr(schedules, case.schedule)
     single = issubclass(cls, schedules.PipelineScheduleSingle)
     made = cls(stages[0] if single else stages, case.microbatches, loss_fn=compute_loss, **case.options)
+    ({**SOURCES, **STOCK_SOURCES})[case.source](made)
     return made, parts
 
 
@@ -113,6 +119,7 @@ def run_steps(
             losses: list[torch.Tensor] = []
             with case.context():
                 out = schedule.step(*((x,) if is_first else ()), target=y if is_last else None, losses=losses)
+            case.after_step(schedule)
             found.append([loss.detach().clone() for loss in losses])
             found.append(None if out is None else out.detach().clone())
         found.append({name: None if p.grad is None else _local(p.grad).clone() for name, p in params})

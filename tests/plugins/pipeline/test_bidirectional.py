@@ -24,11 +24,14 @@ from ovpatch_plugins.pipeline.orders import (
     check_schedule,
     split_backwards,
 )
+from ovpatch_plugins.pipeline.report import COUNTERS
 from ovpatch_plugins.pipeline.simulator import Costs, simulate
+from ovpatch_plugins.pipeline.takeover import Takeover
 from tests.plugins.pipeline.cases import counters, differences, feature_report
 from tests.plugins.pipeline.plain_models import CONTEXT, WORDS, Decoder, DecoderBlock, differ, language_loss
 
 ROWS = 2
+_wrap_step = Takeover.wrap_step
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,36 @@ def _cut(case: Ways, model: nn.Module, **more: Any) -> Any:
         loss_fn=language_loss,
         **{"placement": "bidirectional", "balance": "count", **case.options, **more},
     )
+
+
+def _fail_to_apply() -> tuple[int, int]:
+    """Return how many steps the feature ran after an ``apply()`` that failed, and after one that was reverted."""
+    found = []
+    for fails in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if fails:
+                patch.setattr(Takeover, "wrap_step", _wrap_some)
+                with pytest.raises(ovpatch.FeatureError):
+                    ovpatch.apply("pipeline")
+            else:
+                ovpatch.apply("pipeline")
+                ovpatch.revert()
+        before, case = COUNTERS.steps, Ways()
+        torch.manual_seed(0)
+        schedule, (ids, target) = _cut(case, Decoder()), _batch(case, 0)
+        schedule.step(ids, target=target)
+        found.append(COUNTERS.steps - before)
+    return found[0], found[1]
+
+
+def _wrap_some(self: Takeover, original: Any, owner: str) -> Any:
+    if owner == "_PipelineScheduleRuntime":
+        raise ValueError("planted")
+    return _wrap_step(self, original, owner)
+
+
+def test_a_failed_apply_leaves_no_feature_behind(ranks: Any) -> None:
+    assert ranks(2)(_fail_to_apply) == [(0, 0), (0, 0)]
 
 
 def _train_whole(case: Ways, whole: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -231,3 +232,24 @@ def test_costs_are_measured_between_steps_of_other_shapes(ranks: Any, tmp_path: 
     for errors, remarks in ranks(2)(_choose, env={"OVPATCH_CACHE_DIR": str(tmp_path)}):
         assert errors == [""] * 8
         assert "schedule=auto" in remarks
+
+
+def _plant_attributes() -> list[str]:
+    """Return the attributes of a stage that the script has set itself and that a run has changed."""
+    planted: dict[str, Any] = {
+        name: functools.partial(lambda *_arguments: None)
+        for name in ("_validate_fwd_input", "_validate_fwd_outputs", "_send_meta", "_recv_meta")
+    }
+    planted["_runtime_validate"] = False
+    ovpatch.apply("pipeline", options={"pipeline": {"variable_seq_lengths": True}})
+    schedule, _ = make_schedule(Case(microbatches=4))
+    stage = schedule._stage
+    vars(stage).update(planted)
+    x, y = _batch(0)
+    schedule.step(*((x,) if stage.is_first else ()), target=y if stage.is_last else None)
+    ovpatch.revert()
+    return [name for name, value in planted.items() if vars(stage).get(name) is not value]
+
+
+def test_attributes_that_the_script_has_set_on_a_stage_stay(ranks: Any) -> None:
+    assert ranks(2)(_plant_attributes) == [[], []]

@@ -17,9 +17,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import ovpatch
+from ovpatch.overlap.comm import kept_state
 from ovpatch_plugins.pipeline import takeover
 from ovpatch_plugins.pipeline.engine import Engine
-from ovpatch_plugins.pipeline.report import list_schedules
+from ovpatch_plugins.pipeline.report import Prediction, StepTimes, list_schedules
 from tests.plugins.pipeline.cases import (
     Case,
     compute_loss,
@@ -292,6 +293,33 @@ def test_the_report_has_costs_and_the_bubble(ranks: Any) -> None:
         assert ", W " in text
         assert "% of a step measured, " in text
         assert "% predicted" in text
+
+
+def _predict_twice() -> list[list[float]]:
+    """Return the predicted bubbles of two groups of one name, of which the second has costs of rank 0 alone.
+
+    Gloo itself cannot make two groups of one name in one store. So the second group is the first one without its state.
+    """
+    found = []
+    case = dataclasses.replace(Case(), steps=7)
+    for number in range(2):
+        with ovpatch.applied("pipeline"), pytest.MonkeyPatch.context() as patch:
+            if number and dist.get_rank():
+                patch.setattr(Prediction, "add_step", lambda *_: None)
+            train(case)
+            dist.barrier()  # Now the store has the costs of all ranks.
+            prediction = list_schedules()[-1].prediction
+            prediction.add_step(StepTimes())
+            found.append(list(prediction.bubbles))
+        dist.barrier()
+        kept_state._states.clear()
+    return found
+
+
+def test_a_prediction_takes_no_costs_of_an_earlier_group(ranks: Any) -> None:
+    for first, second in ranks(2)(_predict_twice):
+        assert len(first) == 2
+        assert not second
 
 
 IMPORTS = """
