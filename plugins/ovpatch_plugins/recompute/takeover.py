@@ -5,18 +5,22 @@ from __future__ import annotations
 import fnmatch
 import functools
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
-from ovpatch.overlap.comm.kept_state import find_owners, kept_values
+from ovpatch.overlap.comm.kept_state import find_owners, kept_values, weak_key
 from ovpatch.overlap.comm.streams import BACKWARD_WAITS
-from ovpatch_plugins.recompute.options import FULL, GRANULARITIES, NONE, split_names
+from ovpatch_plugins.recompute.options import AUTO, FULL, GRANULARITIES, NONE, split_names
 from ovpatch_plugins.recompute.recomputation import (
+    CHECKS,
     Recomputation,
     is_inside_block,
     launch_inside,
@@ -95,19 +99,64 @@ def wrap_optimizer_init(original: Callable[..., None], options: Mapping[str, Any
 
 
 def take_over_living_models(options: Mapping[str, Any]) -> None:
-    """Take over the models of optimizers that exist already."""
+    """Take over the models of optimizers that exist already, and note the modules that will be made."""
+    objects = gc.get_objects()
     # Not isinstance, which asks objects for their __class__ and so runs foreign code.
-    for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]:
+    for module in [found for found in objects if issubclass(type(found), nn.Module)]:
+        if vars(module).get("_modules"):
+            note_parent(module)
+    _hook_handles.append(register_module_module_registration_hook(_note_registered))
+    for optimizer in [found for found in objects if issubclass(type(found), Optimizer)]:
         if hasattr(optimizer, "param_groups"):
             take_over_models(optimizer, options)
+
+
+# [Note: models without a walk] A script may make an optimizer for each parameter, so none of them may look for its
+# model among all objects. Torch calls a hook for each module that gets a child, and modules that are copied or loaded
+# pass ``__setstate__``. Of these parents the outermost ones with parameters of an optimizer are its models. The
+# parameters of a model are looked through once, for the first of its optimizers.
+
+_parents: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_seen_params: dict[int, weakref.ref[Any]] = {}
+_hook_handles: list[RemovableHandle] = []
+
+
+def note_parent(module: nn.Module) -> None:
+    """Note a module that has children, and so may be a model."""
+    _parents[id(module)] = module
+
+
+def _note_registered(module: nn.Module, _name: str, _child: nn.Module | None) -> None:
+    _parents[id(module)] = module
+
+
+def wrap_setstate(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``Module.__setstate__``: copied and loaded modules get their children without the hook."""
+
+    @functools.wraps(original)
+    def __setstate__(self: nn.Module, state: Any) -> None:
+        original(self, state)
+        if vars(self).get("_modules"):
+            note_parent(self)
+
+    return __setstate__
+
+
+def _is_seen(param: Any) -> bool:
+    seen = _seen_params.get(id(param))
+    return seen is not None and seen() is param
 
 
 def take_over_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
     """Take over the blocks of the models that an optimizer trains, as far as its options say."""
     if options["granularity"] == NONE:
         return
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for model in _find_models(params):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # A tensor that is no Parameter is in no module, as far as torch knows.
+    wanted = {id(param) for param in params if isinstance(param, nn.Parameter) and not _is_seen(param)}
+    for model in _find_models(wanted) if wanted else ():
+        for param in model.parameters():
+            _seen_params[id(param)] = weak_key(param, _seen_params)
         patterns = split_names(options["blocks"])
         found = find_blocks(model, patterns)
         if found:
@@ -123,8 +172,7 @@ def take_over_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
 
 def _find_models(params: set[int]) -> list[nn.Module]:
     """Return the outermost modules with some of these parameters, by id."""
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    modules = [module for module in modules if "_modules" in vars(module)]
+    modules = list(_parents.values())
     inner = {id(child) for module in modules for child in module._modules.values()}
     outer = [module for module in modules if id(module) not in inner]
     return [module for module in outer if any(id(param) in params for param in module.parameters())]
@@ -313,6 +361,11 @@ def give_back_all() -> None:
     for block, _ in find_owners(_TAKEN):
         _give_back(block)
     _restore_classes(set())
+    while _hook_handles:
+        _hook_handles.pop().remove()
+    _parents.clear()
+    _seen_params.clear()
+    CHECKS.when = AUTO
     drop_remarks()
     BACKWARD_WAITS.launch_inside = BACKWARD_WAITS.launch_before = None
 
@@ -353,7 +406,12 @@ def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
         if _is_checkpointed():
             COUNTERS.stock_calls += 1
             return stock(self, *args, **kwargs)
-        call = Recomputation(self, mark[2], stock, args, kwargs, make_contexts(mark[0], mark[1]))
+        modules = list(self.modules())
+        if hooked := _find_hook(self, modules):
+            COUNTERS.stock_calls += 1
+            note(hooked)
+            return stock(self, *args, **kwargs)
+        call = Recomputation(self, mark[2], modules, stock, args, kwargs, make_contexts(mark[0], mark[1]))
         return call.run(args, kwargs)
 
     forward.__ovpatch__ = True  # type: ignore[attr-defined]  # a mark of ours
@@ -375,6 +433,34 @@ def _run_compiled(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, 
 def _count_compiled() -> int:
     COUNTERS.compiled_calls += 1
     return 0
+
+
+def _find_hook(block: nn.Module, modules: Sequence[nn.Module]) -> str:
+    """Return a remark on a hook inside of a block that a second forward would call twice, or "".
+
+    Hooks of torch and of ovpatch belong to the computation: they gather parameters, and make weights or inputs.
+    """
+    own = [module for module in modules if module is not block and (module._forward_hooks or module._forward_pre_hooks)]
+    for module in [torch.nn.modules.module, *own] if own or _has_global_hooks() else ():
+        prefix = "" if isinstance(module, nn.Module) else "_global"
+        for hooks in (getattr(module, f"{prefix}_forward_hooks"), getattr(module, f"{prefix}_forward_pre_hooks")):
+            for hook in hooks.values():
+                while isinstance(hook, functools.partial):
+                    hook = hook.func
+                home = getattr(hook, "__module__", None) or type(hook).__module__
+                if not home.startswith(("torch.", "ovpatch")):
+                    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                    where = type(module).__name__ if prefix == "" else "all modules"
+                    return (
+                        f"blocks of class {type(block).__name__} keep their activations, because forward hook {name} "
+                        f"of {where} would be called again: remove the hook before training to have them recomputed"
+                    )
+    return ""
+
+
+def _has_global_hooks() -> bool:
+    module: Any = torch.nn.modules.module
+    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
 
 
 def _may_save() -> bool:
