@@ -202,9 +202,13 @@ class Params:
 
     def find_changed(self, block: nn.Module) -> str:
         """Return the name of a parameter that was changed in place since, or ""."""
+        params = self._list()
+        now = [(id(param), _version(param)) for param in params]
+        if now == self._versions:
+            return ""
         versions = dict(self._versions)
-        changed = [param for param in self._list() if versions.get(id(param), _version(param)) != _version(param)]
-        return next((name for name, param in block.named_parameters() if changed and param is changed[0]), "")
+        changed = {key for key, version in now if versions.get(key, version) != version}
+        return next((name for name, param in block.named_parameters() if id(param) in changed), "")
 
 
 class ModuleState:
@@ -253,6 +257,9 @@ class ModuleState:
     def restored(self) -> Iterator[None]:
         """Have the values of before the forward, and in the end those that are there now."""
         is_training = [module.training for module in self._modules]
+        if not self._places and is_training == self._is_training:
+            yield
+            return
         now = [(place, place.swap_in()) for place in self._places]
         try:
             self._set_training(self._is_training)
@@ -301,9 +308,10 @@ class _Place:
         self._copies: dict[str, Any] = {}  # of containers
         self._clones: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
-        for name, value in values.items():
+        for name in values.keys() - _MODULE_FIELDS:
+            value = values[name]
             cls: Any = type(value)
-            if name in _MODULE_FIELDS or cls in _PLAIN:
+            if cls in _PLAIN:
                 continue
             if cls in _CONTAINERS:
                 self._copies[name] = _copy_container(value)

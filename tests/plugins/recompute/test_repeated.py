@@ -272,6 +272,24 @@ def test_what_is_out_of_reach_is_an_error(ranks: Any) -> None:
         assert text.endswith("set OVPATCH_RECOMPUTE=0."), name
 
 
+def _draw_from_numpy_late() -> str:
+    def draw(part: Part, x: Tensor) -> Tensor:
+        part.calls += 1
+        return _scale(part, x, float(np.random.rand()) if part.calls > 3 else 0.0)
+
+    with ovpatch.applied("recompute", options=BLOCKS):
+        try:
+            train([[lambda: Part(draw, calls=0)]] * 2)
+        except RecomputeError as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_first_draw_from_numpy_in_a_late_call_is_an_error(ranks: Any) -> None:
+    (text,) = ranks(1)(_draw_from_numpy_late)
+    assert "its forward changes 'numpy.random', which earlier ones did not" in text
+
+
 # --- random blocks ---
 
 
