@@ -246,7 +246,7 @@ FAULTS: Final = (
     Fault(
         "each optimizer looks for its model again",
         _RECOMPUTE + "takeover.py",
-        "and not _is_seen(param)}",
+        "and _SEEN not in kept_values(param)}",
         "}",
         (_REPEATED_TESTS + "test_optimizers_find_their_models_without_a_walk",),
     ),

@@ -144,25 +144,19 @@ def _read_numpy_position() -> Any:
 
 
 _MT19937_BYTES: Final = 4 * 624
-_numpy_positions: dict[int, tuple[Any, int | None]] = {}
 
 
+@functools.lru_cache(maxsize=1)
 def _find_numpy_position(bits: Any) -> int | None:
     """Return the address of the position of numpy's Mersenne Twister; None for another generator or layout."""
-    known = _numpy_positions.get(id(bits))
-    if known is not None:
-        return known[1]
-    address: int | None = None
-    if type(bits).__name__ == "MT19937":
-        address = bits.ctypes.state_address + _MT19937_BYTES
-        state = bits.state["state"]
-        first, position = address - _MT19937_BYTES, state["pos"]
-        is_laid_out = ctypes.c_int.from_address(address).value == position
-        if not is_laid_out or ctypes.c_uint32.from_address(first).value != int(state["key"][0]):
-            address = None
-    _numpy_positions.clear()
-    _numpy_positions[id(bits)] = bits, address  # the object is kept, so that its id stays its own
-    return address
+    if type(bits).__name__ != "MT19937":
+        return None
+    first = bits.ctypes.state_address
+    address: int = first + _MT19937_BYTES
+    state = bits.state["state"]
+    is_laid_out = ctypes.c_int.from_address(address).value == state["pos"]
+    is_laid_out = is_laid_out and ctypes.c_uint32.from_address(first).value == int(state["key"][0])
+    return address if is_laid_out else None
 
 
 class Autocast:

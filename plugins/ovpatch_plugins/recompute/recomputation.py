@@ -301,7 +301,7 @@ def _describe(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
 
 # --- whether a recomputation saves what the forward saved ---
 #
-# [Note: digests] In the calls 0, 1, 2, 4, 8, ... of a block, each tensor that the forward saves leaves a digest. It is
+# In the calls 0, 1, 2, 4, 8, ... of a block, each tensor that the forward saves leaves a digest. It is
 # compared with what the recomputation saves. On the CPU it is a checksum of all bytes. On other devices sums may be
 # taken in another order each time, so the digest is a sample of up to 1024 elements, and a few of them may differ, and
 # all of them by rounding errors. Their flags stay on the device until the backward has ended; there the host waits for

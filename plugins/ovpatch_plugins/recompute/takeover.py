@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import functools
 import gc
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from ovpatch.overlap.comm.kept_state import find_owners, kept_values, weak_key
+from ovpatch.overlap.comm.kept_state import find_owners, kept_values
 from ovpatch.overlap.comm.streams import BACKWARD_WAITS
 from ovpatch_plugins.recompute.options import AUTO, FULL, GRANULARITIES, NONE, split_names
 from ovpatch_plugins.recompute.recomputation import (
@@ -111,23 +110,23 @@ def take_over_living_models(options: Mapping[str, Any]) -> None:
             take_over_models(optimizer, options)
 
 
-# [Note: models without a walk] A script may make an optimizer for each parameter, so none of them may look for its
+# A script may make an optimizer for each parameter, so none of them may look for its
 # model among all objects. Torch calls a hook for each module that gets a child, and modules that are copied or loaded
 # pass ``__setstate__``. Of these parents the outermost ones with parameters of an optimizer are its models. The
 # parameters of a model are looked through once, for the first of its optimizers.
 
-_parents: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-_seen_params: dict[int, weakref.ref[Any]] = {}
+_PARENT: Final = "recompute: parent"  # of a module that has children
+_SEEN: Final = "recompute: seen"  # of a parameter whose model was found
 _hook_handles: list[RemovableHandle] = []
 
 
 def note_parent(module: nn.Module) -> None:
     """Note a module that has children, and so may be a model."""
-    _parents[id(module)] = module
+    kept_values(module)[_PARENT] = True
 
 
 def _note_registered(module: nn.Module, _name: str, _child: nn.Module | None) -> None:
-    _parents[id(module)] = module
+    note_parent(module)
 
 
 def wrap_setstate(original: Callable[..., None]) -> Callable[..., None]:
@@ -142,21 +141,16 @@ def wrap_setstate(original: Callable[..., None]) -> Callable[..., None]:
     return __setstate__
 
 
-def _is_seen(param: Any) -> bool:
-    seen = _seen_params.get(id(param))
-    return seen is not None and seen() is param
-
-
 def take_over_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
     """Take over the blocks of the models that an optimizer trains, as far as its options say."""
     if options["granularity"] == NONE:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     # A tensor that is no Parameter is in no module, as far as torch knows.
-    wanted = {id(param) for param in params if isinstance(param, nn.Parameter) and not _is_seen(param)}
+    wanted = {id(param) for param in params if isinstance(param, nn.Parameter) and _SEEN not in kept_values(param)}
     for model in _find_models(wanted) if wanted else ():
         for param in model.parameters():
-            _seen_params[id(param)] = weak_key(param, _seen_params)
+            kept_values(param)[_SEEN] = True
         patterns = split_names(options["blocks"])
         found = find_blocks(model, patterns)
         if found:
@@ -172,7 +166,7 @@ def take_over_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
 
 def _find_models(params: set[int]) -> list[nn.Module]:
     """Return the outermost modules with some of these parameters, by id."""
-    modules = list(_parents.values())
+    modules = [module for module, _ in find_owners(_PARENT)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     outer = [module for module in modules if id(module) not in inner]
     return [module for module in outer if any(id(param) in params for param in module.parameters())]
@@ -363,8 +357,9 @@ def give_back_all() -> None:
     _restore_classes(set())
     while _hook_handles:
         _hook_handles.pop().remove()
-    _parents.clear()
-    _seen_params.clear()
+    for name in (_PARENT, _SEEN):
+        for owner, _ in find_owners(name):
+            kept_values(owner).pop(name, None)
     CHECKS.when = AUTO
     drop_remarks()
     BACKWARD_WAITS.launch_inside = BACKWARD_WAITS.launch_before = None
