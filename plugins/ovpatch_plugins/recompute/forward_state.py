@@ -21,7 +21,8 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from ovpatch.overlap.comm.kept_state import kept_values
 from ovpatch_plugins.recompute.report import note
 
-_CHANGING: Final = "recompute: changing"  # tensors of a block's modules that its forward changes in place
+# Key of a block's tensors that its forward changes in place.
+_CHANGING: Final = "recompute: changing"
 
 
 class RandomState:
@@ -56,7 +57,7 @@ class RandomState:
             KeyError: The forward drew from numpy, and numpy's state was not read before.
         """
         after = random.getstate()
-        # The tuple of 624 words changes only together with the position behind them, or with the first word.
+        # The tuple of 624 words changes only together with the position after them, or with the first word.
         if (after[1][-1], after[1][0], after[2]) != (self._python[1][-1], self._python[1][0], self._python[2]):
             self._streams.append((_PYTHON, self._python))
         self._python = None
@@ -91,7 +92,8 @@ class RandomState:
 class _Stream(NamedTuple):
     """A stream of random numbers outside of torch's global generators."""
 
-    read: Callable[[], Any]  # returns a state that later draws leave as it is
+    # Returns a state that later draws do not change.
+    read: Callable[[], Any]
     write: Callable[[Any], object]
 
 
@@ -131,7 +133,7 @@ def _is_generator_class(cls: Any) -> bool:
 
 
 def _read_numpy_position() -> Any:
-    """Return what changes when numpy's global generator draws; the full state takes some 50 times as long to read."""
+    """Return a value that changes when numpy's global generator draws; it is cheaper to read than the full state."""
     module: Any = sys.modules.get("numpy.random.mtrand")
     if module is None:
         return None
@@ -178,7 +180,7 @@ class Autocast:
 
 
 class Params:
-    """Parameters of a block's modules behind its forward.
+    """Parameters of a block's modules after its forward.
 
     FSDP2 swaps them for shards until backward comes near; then the block cannot be computed ahead of that.
     """
@@ -206,12 +208,12 @@ class Params:
 
 
 class ModuleState:
-    """What the forward of a block changes in its modules, as it is before: buffers, and attributes of scripts' modules.
+    """The buffers and attributes of a block's modules that its forward changes, as they are before it.
 
-    Counters, caches, and tensors with running averages are such. The recomputation starts from these values again, and
-    leaves what the forward left: they change once, as under stock. Attributes are compared behind the forward, and a
-    list, a dictionary or a set by its items. Which tensors are changed in place is seen at the block's first forward,
-    from their versions. Batch norm changes its averages without that.
+    Counters, caches and running averages are examples. The recomputation starts from these values again, and leaves the
+    values of the forward, so they change once, as in stock PyTorch. Attributes are compared after the forward, and
+    lists, dictionaries and sets by their items. The versions of tensors show at the block's first forward which of
+    them it changes in place. Batch norm changes its averages without a new version.
 
     Args:
         block: The block.
@@ -270,17 +272,17 @@ class ModuleState:
 
 
 class _Missing:
-    """Stands for an attribute that does not exist."""
+    """Represents an attribute that does not exist."""
 
 
 class _Clone(NamedTuple):
-    """Stands for a tensor that the forward changed in place."""
+    """Represents a tensor that the forward changed in place."""
 
     tensor: Tensor
 
 
 class _Weak(NamedTuple):
-    """Stands for a value that may hold a graph, and would keep the call of a block before this one alive."""
+    """Represents a value that may hold a graph, and would keep the call of a block before this one alive."""
 
     reference: weakref.ref[Any]
 
@@ -299,7 +301,7 @@ class _Place:
         averages = values is module._buffers and module.training and getattr(module, "track_running_stats", False)
         self._has_averages = bool(averages)
         self.before: dict[str, Any] = dict(values)
-        self._copies: dict[str, Any] = {}  # of containers
+        self._copies: dict[str, Any] = {}
         self._clones: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         for name in values.keys() - _MODULE_FIELDS:
@@ -400,7 +402,8 @@ def _weaken(value: Any) -> Any:
         return _map_container(value, _weaken)
     is_tensor, has_attributes = issubclass(type(value), Tensor), type(value).__dictoffset__ != 0
     if value.grad_fn is not None if is_tensor else has_attributes:
-        with suppress(TypeError):  # of classes whose instances cannot be referenced weakly
+        # Instances of some classes cannot be referenced weakly.
+        with suppress(TypeError):
             return _Weak(weakref.ref(value))
     return value
 

@@ -37,8 +37,9 @@ from ovpatch_plugins.recompute.report import COUNTERS
 from ovpatch_plugins.recompute.selective import Contexts
 
 _KEY: Final = "ovpatch_recomputation"  # in the metadata of nodes that made a block's outputs
-_CALLS: Final = "recompute: calls"  # of a block, so far
-_DRAWS: Final = "recompute: draws from numpy"  # of a block, whether its forward does
+# Keys of a block's number of calls, and of whether its forward draws from numpy.
+_CALLS: Final = "recompute: calls"
+_DRAWS: Final = "recompute: draws from numpy"
 _LITTLE: Final = 4  # a block is nearly through its backward when a quarter of its saved tensors is left
 
 
@@ -116,10 +117,12 @@ class Recomputation:
         tensors = list(find_tensors([args, kwargs]))
         kept = kept_values(block)
         number = kept[_CALLS] = kept.get(_CALLS, -1) + 1
-        is_power_of_two = number & (number - 1) == 0  # as is 0, the first call
+        # The first call, 0, counts as a power as well.
+        is_power_of_two = number & (number - 1) == 0
         is_checked = CHECKS.when == ALWAYS or (CHECKS.when == AUTO and is_power_of_two)
-        self._digests: list[Any] | None = [] if is_checked else None  # of the tensors that the forward saved
-        self._doubts: list[Tensor] = []  # flags on devices, for what the recomputation saved
+        # Digests of the tensors that the forward saved, and flags on devices for the tensors of the recomputation.
+        self._digests: list[Any] | None = [] if is_checked else None
+        self._doubts: list[Tensor] = []
         self._autocast, self._state = Autocast(tensors), ModuleState(block, modules)
         generators += self._state.generators
         self._random = RandomState(tensors, generators, is_power_of_two or kept.get(_DRAWS, False))
@@ -301,8 +304,8 @@ def _describe(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
 
 # --- whether a recomputation saves what the forward saved ---
 #
-# In the calls 0, 1, 2, 4, 8, ... of a block, each tensor that the forward saves leaves a digest. It is
-# compared with what the recomputation saves. On the CPU it is a checksum of all bytes. On other devices sums may be
+# In the calls 0, 1, 2, 4, 8, ... of a block, each tensor that the forward saves leaves a digest. It is compared
+# with the tensor that the recomputation saves. On the CPU it is a checksum of all bytes. On other devices sums may be
 # taken in another order each time, so the digest is a sample of up to 1024 elements, and a few of them may differ, and
 # all of them by rounding errors. Their flags stay on the device until the backward has ended; there the host waits for
 # the device once. Parameters are left out: their versions are compared in every call.
@@ -317,8 +320,9 @@ class _Checks:
 CHECKS: Final = _Checks()
 
 _SAMPLE: Final = 1024  # elements
-_SHARE: Final = 0.05  # of a sample that may differ
-_TOLERANCE: Final = 1e-3  # relative to an element and to the sample's mean square; 8 units of rounding where more
+# The share of a sample that may differ, and by how much: relative to the element and to the sample's mean square.
+_SHARE: Final = 0.05
+_TOLERANCE: Final = 1e-3
 
 
 def _digest(tensor: Tensor) -> Any:
@@ -359,13 +363,14 @@ def _differ(then: Tensor, now: Tensor) -> Tensor:
     is_different = then != now
     if then.is_floating_point() or then.is_complex():
         tolerance = max(_TOLERANCE, 8 * torch.finfo(then.dtype).eps)
-        a, b = (one if one.is_complex() else one.float() for one in (then, now))
+        a, b = (sample if sample.is_complex() else sample.float() for sample in (then, now))
         is_far = (a - b).abs() > tolerance * (a.abs() + a.abs().square().mean().sqrt())
         is_different = is_far | (is_different & (a.isnan() != b.isnan()))
     return is_different.float().mean() > _SHARE
 
 
-_pending: dict[int, list[tuple[Tensor, RecomputeError]]] = {}  # by the running backward
+# Flags of each running backward, with the error to raise.
+_pending: dict[int, list[tuple[Tensor, RecomputeError]]] = {}
 
 
 def _check_at_end_of_backward(doubts: Sequence[Tensor], error: RecomputeError) -> None:

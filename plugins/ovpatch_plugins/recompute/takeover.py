@@ -115,8 +115,9 @@ def take_over_living_models(options: Mapping[str, Any]) -> None:
 # pass ``__setstate__``. Of these parents the outermost ones with parameters of an optimizer are its models. The
 # parameters of a model are looked through once, for the first of its optimizers.
 
-_PARENT: Final = "recompute: parent"  # of a module that has children
-_SEEN: Final = "recompute: seen"  # of a parameter whose model was found
+# Keys of modules that have children, and of parameters whose model was found.
+_PARENT: Final = "recompute: parent"
+_SEEN: Final = "recompute: seen"
 _hook_handles: list[RemovableHandle] = []
 
 
@@ -146,7 +147,7 @@ def take_over_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
     if options["granularity"] == NONE:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    # A tensor that is no Parameter is in no module, as far as torch knows.
+    # Torch registers only Parameters with modules.
     wanted = {id(param) for param in params if isinstance(param, nn.Parameter) and _SEEN not in kept_values(param)}
     for model in _find_models(wanted) if wanted else ():
         for param in model.parameters():

@@ -207,7 +207,8 @@ def test_inputs_of_blocks_alone_are_kept(ranks: Any) -> None:
     ((stock, runs),) = ranks(1)(_saved_bytes, "none")
     assert runs == [1] * 4
     ((kept, runs),) = ranks(1)(_saved_bytes, "full")
-    assert runs == [1] * 4  # a block that counts its forwards counts as in stock PyTorch
+    # A block that counts its forwards counts as in stock PyTorch.
+    assert runs == [1] * 4
     assert kept < stock / 4
 
 

@@ -1,7 +1,7 @@
-"""A forward that is run again is the same forward: random streams, counters, caches and hooks are stock's.
+"""A forward that is run again is the same forward, with its random streams, counters, caches and hooks.
 
-Parts do what scripts do in a block. Each is a case, and random blocks have several of them. What a part leaves in its
-modules or in a random generator that is restored has stock's bits. What cannot be restored is an error.
+Parts are habits of scripts in a block. Each is a case, and random blocks have several of them. Modules and random
+generators that are restored then have the bits of stock PyTorch. State that cannot be restored is an error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Part(nn.Module):
 
 
 def _scale(part: Part, x: Tensor, amount: float) -> Tensor:
-    """Multiply what backward needs by an amount."""
+    """Scale a tensor that backward needs."""
     return x + (part.linear(x) * (1 + amount)).sigmoid()
 
 
@@ -109,7 +109,7 @@ def _hook_in_graph(part: Part, x: Tensor) -> Tensor:
 
 
 def _with(part: Part, **changes: Any) -> Part:
-    """Register hooks on a part's linear, by the name of what registers them."""
+    """Register hooks on a part's linear, by the name of the method that registers them."""
     for name, hook in changes.items():
         getattr(part.linear, name)(hook)
     return part
@@ -190,7 +190,7 @@ class Stack(nn.Module):
 
 
 def _state(model: nn.Module) -> list[Tensor]:
-    """Return what the parts have in attributes, and the next number of each random stream, as tensors."""
+    """Return the attributes of the parts, and the next number of each random stream, as tensors."""
     found = [torch.rand(2), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), len(_CALLS)]
     for part in model.modules():
         for name in ("calls", "total", "state", "cached", "loss"):
@@ -213,7 +213,7 @@ def _seed() -> None:
 
 
 def train(blocks: list[list[Callable[[], nn.Module]]], steps: int = 5, micro: int = 2) -> list[Any]:
-    """Train, with two forwards before their backwards, and return what each step leaves."""
+    """Train, with two forwards before their backwards, and return the state after each step."""
     _seed()
     model = Stack(blocks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -221,7 +221,8 @@ def train(blocks: list[list[Callable[[], nn.Module]]], steps: int = 5, micro: in
     for step in range(steps):
         inputs = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + i)) for i in range(micro)]
         losses = [model(x) for x in inputs]
-        model.eval()  # as a script that evaluates before its backward
+        # A script may evaluate before its backward.
+        model.eval()
         for loss in losses:
             loss.backward()
         model.train()
@@ -375,7 +376,7 @@ def _hook_all_modules() -> tuple[list[int], list[str]]:
                 report = ovpatch.report().features if feature else []
     finally:
         handle.remove()
-    return counts, [text for one in report if one.name == "recompute" for text in one.remarks]
+    return counts, [text for feature in report if feature.name == "recompute" for text in feature.remarks]
 
 
 @contextmanager
