@@ -39,6 +39,7 @@ class Option:
         aliases: Other names of the option.
         default_unless_named: Value without any setting where the feature is on by default, and nothing names it; None
             if that is ``default``, too.
+        verified: Value without any setting in the patched runs of ``ovpatch verify``; None if that is ``default``, too.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Option:
     parse: Callable[[str], Any] | None = None
     aliases: tuple[str, ...] = ()
     default_unless_named: Any = None
+    verified: Any = None
 
 
 def make_count_parser(expected: str, least: int = 0) -> Callable[[str], int]:

@@ -272,6 +272,8 @@ TABLES = {
     "ovpatch_plugins.recompute.report:_left": "lines of the report",
     "ovpatch_plugins.recompute.report:_models": "lines of the report",
     "ovpatch_plugins.recompute.report:_notes": "lines of the report",
+    "ovpatch_plugins.recompute.recomputation:_pending": "flags of running backwards, which take them",
+    "ovpatch_plugins.recompute.takeover:_hook_handles": "the hook that notes modules, until revert()",
     "ovpatch_plugins.recompute.takeover:_wrapped": "classes, with what gives them their forward back",
     "ovpatch_plugins.tp_linear.layout:SPECS": "a cache of bounded size",
     "ovpatch_plugins.tp_linear.plugin:_settings": "the options",

@@ -32,6 +32,8 @@ _REDUCTION: Final = "ovpatch/overlap/data_parallel/"
 _SHARDING: Final = "plugins/ovpatch_plugins/dist_optimizer/"
 _PIPELINE: Final = "plugins/ovpatch_plugins/pipeline/"
 _PIPELINE_TESTS: Final = "tests/plugins/pipeline/"
+_RECOMPUTE: Final = "plugins/ovpatch_plugins/recompute/"
+_REPEATED_TESTS: Final = "tests/plugins/recompute/test_repeated.py::"
 _DDP_TESTS: Final = "tests/plugins/ddp/"
 _SHARDING_TESTS: Final = "tests/plugins/dist_optimizer/"
 
@@ -207,6 +209,48 @@ FAULTS: Final = (
         "if (_version(found.weight), _version(found.bias)) != found.versions:",
         "if False:",
         ("tests/plugins/tp_linear/test_shared.py",),
+    ),
+    Fault(
+        "a recomputation counts on from what the forward left",
+        _RECOMPUTE + "forward_state.py",
+        "self.write({name: _strengthen(value) for name, value in self.before.items()})",
+        "pass",
+        (_REPEATED_TESTS + "test_each_part_is_stocks",),
+    ),
+    Fault(
+        "a recomputation draws the next numbers of a generator",
+        _RECOMPUTE + "forward_state.py",
+        "for stream, state in self._streams:",
+        "for stream, state in self._streams[:0]:",
+        (_REPEATED_TESTS + "test_each_part_is_stocks",),
+    ),
+    Fault(
+        "a recomputation with other values passes for the forward",
+        _RECOMPUTE + "recomputation.py",
+        "if _digest(tensor) != then:",
+        "if False:",
+        (_REPEATED_TESTS + "test_what_is_out_of_reach_is_an_error",),
+    ),
+    Fault(
+        "a recomputation calls the hooks inside of its block again",
+        _RECOMPUTE + "takeover.py",
+        "if hooked := _find_hook(self, modules):",
+        'if hooked := "":',
+        (_REPEATED_TESTS + "test_each_part_is_stocks",),
+    ),
+    Fault(
+        "a recomputed block keeps its last call alive",
+        _RECOMPUTE + "forward_state.py",
+        "return _Weak(weakref.ref(value))",
+        "return value",
+        (_REPEATED_TESTS + "test_a_call_does_not_keep_the_one_before",),
+    ),
+    Fault(
+        "each optimizer looks for its model again",
+        _RECOMPUTE + "takeover.py",
+        "and _SEEN not in kept_values(param)}",
+        "}",
+        (_REPEATED_TESTS + "test_optimizers_find_their_models_without_a_walk",),
     ),
     Fault(
         "the failure of another rank is swallowed",

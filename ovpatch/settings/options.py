@@ -79,7 +79,7 @@ def _check_all(what: str, values: Any, kind: type) -> None:
 def _check_default(option: Option) -> None:
     if option.parse is None and option.default is not None and type(option.default) not in _KINDS:
         raise ValueError(f"option {option.name!r}: a default of type {type(option.default).__name__} needs parse=")
-    for default in (option.default, option.default_unless_named):
+    for default in (option.default, option.default_unless_named, option.verified):
         if option.choices and default is not None and default not in option.choices:
             raise ValueError(f"option {option.name!r}: the default {default!r} is not among its choices")
 
@@ -183,6 +183,16 @@ def list_variables(feature: Feature) -> dict[str, str]:
         for name in (option.name, *option.aliases):
             names.setdefault(make_variable_name(feature.name, name), f"option {name!r} of feature {feature.name!r}")
     return names
+
+
+def list_verified_variables(feature: Feature, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of options that ``ovpatch verify`` sets, except of those that the environment sets."""
+    return {
+        make_variable_name(feature.name, option.name): str(option.verified)
+        for option in feature.options
+        if option.verified is not None
+        and not any(make_variable_name(feature.name, name) in environment for name in (option.name, *option.aliases))
+    }
 
 
 def check_variables(environment: Mapping[str, str], features: Iterable[Feature], unread: Collection[str] = ()) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -18,6 +20,8 @@ from ovpatch.insight.variants import Outcome, Variant
 from ovpatch.insight.verify import noise_runs, recording
 from ovpatch.insight.verify.compare import ORDER, Finding, RunComparison, compare_runs
 from ovpatch.insight.verify.recording import BACKWARD, RecordedRun
+from ovpatch.session.plugins import PluginError, Plugins, find_plugins
+from ovpatch.settings.options import list_verified_variables
 
 
 class Conclusion(str, Enum):
@@ -143,8 +147,21 @@ class Request:
     def make_variant(self, name: str, features: str | None = variants.STOCK, **details: Any) -> Variant:
         """Return a variant of this verification."""
         variables = {**noise_runs.VARIABLES, **(noise_runs.DETERMINISTIC if self.deterministic else {})}
+        if features != variants.STOCK:
+            variables |= _read_verified_variables()
         shared = {"steps": self.steps, "deterministic": self.deterministic, "strict": self.strict}
         return Variant(name, features, {**shared, **details}, variables)
+
+
+def _read_verified_variables() -> dict[str, str]:
+    """Return the variables of options by which features check themselves more often than in training."""
+    plugins = Plugins()
+    variables: dict[str, str] = {}
+    for found in find_plugins().values():
+        # The patched run reports a plugin that cannot be loaded.
+        with suppress(PluginError):
+            variables |= list_verified_variables(plugins.load_feature(found), os.environ)
+    return variables
 
 
 class _Decided(Exception):

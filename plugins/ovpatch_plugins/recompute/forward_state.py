@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+import ctypes
+import functools
+import operator
+import random
+import sys
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,26 +21,144 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from ovpatch.overlap.comm.kept_state import kept_values
 from ovpatch_plugins.recompute.report import note
 
-_CHANGING: Final = "recompute: buffers"  # of a block, that its forward changes
+# Key of a block's tensors that its forward changes in place.
+_CHANGING: Final = "recompute: changing"
 
 
 class RandomState:
-    """The random generators of the CPU and of the inputs' devices when a forward begins."""
+    """The random generators that a block may draw from, when its forward begins.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    Torch's generators of the CPU and of the inputs' devices are always kept, as are generators that are arguments or
+    attributes of the block's modules. The global ones of Python and numpy are kept if the forward has moved them.
+
+    Args:
+        tensors: The tensors among the block's arguments.
+        generators: Generators of torch, Python or numpy.
+        draws_from_numpy: Whether numpy's full state is read; it costs more than a small block may.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], generators: Sequence[Any], draws_from_numpy: bool) -> None:
         self._cpu = torch.get_rng_state()
         on_devices = {tensor.device: tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
         self._kind = next(iter(on_devices)).type if on_devices else ""
         self._devices, self._states = get_device_states(*on_devices.values()) if on_devices else ([], [])
+        self._streams: list[tuple[_Stream, Any]] = []
+        for generator in {id(generator): generator for generator in generators}.values():
+            stream = _make_stream(generator)
+            self._streams.append((stream, stream.read()))
+        self._python: Any = random.getstate()
+        self._numpy: Any = _NUMPY.read() if draws_from_numpy else None
+        self._numpy_position = _read_numpy_position()
+
+    def end_forward(self) -> bool:
+        """Keep the global streams of Python and numpy if the forward has moved them; return whether numpy's moved.
+
+        Raises:
+            KeyError: The forward drew from numpy, and numpy's state was not read before.
+        """
+        after = random.getstate()
+        # The tuple of 624 words changes only together with the position after them, or with the first word.
+        if (after[1][-1], after[1][0], after[2]) != (self._python[1][-1], self._python[1][0], self._python[2]):
+            self._streams.append((_PYTHON, self._python))
+        self._python = None
+        has_moved = bool(_read_numpy_position() != self._numpy_position)
+        if self._numpy is not None:
+            # The second normal deviate of a pair is drawn without moving the position.
+            has_moved = has_moved or bool(_NUMPY.read()["has_gauss"] != self._numpy["has_gauss"])
+            if has_moved:
+                self._streams.append((_NUMPY, self._numpy))
+            self._numpy = None
+        elif has_moved:
+            raise KeyError("numpy.random")
+        return has_moved
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Draw the numbers of the forward again, and go on behind with those that are due."""
+        now = [(stream, stream.read()) for stream, _ in self._streams]
         with torch.random.fork_rng(self._devices, device_type=self._kind or "cuda"):
             torch.set_rng_state(self._cpu)
             if self._devices:
                 set_device_states(self._devices, self._states, device_type=self._kind)
-            yield
+            try:
+                for stream, state in self._streams:
+                    stream.write(state)
+                yield
+            finally:
+                for stream, state in now:
+                    stream.write(state)
+
+
+class _Stream(NamedTuple):
+    """A stream of random numbers outside of torch's global generators."""
+
+    # Returns a state that later draws do not change.
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def _read_numpy() -> Any:
+    return sys.modules["numpy.random"].get_state(legacy=False)
+
+
+def _write_numpy(state: Any) -> None:
+    sys.modules["numpy.random"].set_state(state)
+
+
+_PYTHON: Final = _Stream(random.getstate, random.setstate)
+_NUMPY: Final = _Stream(_read_numpy, _write_numpy)
+
+
+def _make_stream(generator: Any) -> _Stream:
+    """Return how the state of a generator is read and written; see :func:`_is_generator_class`."""
+    if isinstance(generator, random.Random):
+        return _Stream(generator.getstate, generator.setstate)
+    if isinstance(generator, torch.Generator):
+        return _Stream(generator.get_state, generator.set_state)
+    if hasattr(generator, "bit_generator"):
+        bits = generator.bit_generator
+        return _Stream(lambda: bits.state, functools.partial(setattr, bits, "state"))
+    return _Stream(functools.partial(generator.get_state, legacy=False), generator.set_state)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_generator_class(cls: Any) -> bool:
+    """Return whether instances of a class are generators of torch, Python or numpy whose state can be restored."""
+    if issubclass(cls, random.SystemRandom):
+        return False
+    numpy_classes = ("numpy.random._generator.Generator", "numpy.random.mtrand.RandomState")
+    return issubclass(cls, (torch.Generator, random.Random)) or any(
+        f"{base.__module__}.{base.__qualname__}" in numpy_classes for base in cls.__mro__
+    )
+
+
+def _read_numpy_position() -> Any:
+    """Return a value that changes when numpy's global generator draws; it is cheaper to read than the full state."""
+    module: Any = sys.modules.get("numpy.random.mtrand")
+    if module is None:
+        return None
+    bits = module._rand._bit_generator
+    address = _find_numpy_position(bits)
+    if address is None:
+        return repr(bits.state)
+    # The first word of the key changes when the position starts over.
+    return ctypes.c_int.from_address(address).value, ctypes.c_uint32.from_address(address - _MT19937_BYTES).value
+
+
+_MT19937_BYTES: Final = 4 * 624
+
+
+@functools.lru_cache(maxsize=1)
+def _find_numpy_position(bits: Any) -> int | None:
+    """Return the address of the position of numpy's Mersenne Twister; None for another generator or layout."""
+    if type(bits).__name__ != "MT19937":
+        return None
+    first = bits.ctypes.state_address
+    address: int = first + _MT19937_BYTES
+    state = bits.state["state"]
+    is_laid_out = ctypes.c_int.from_address(address).value == state["pos"]
+    is_laid_out = is_laid_out and ctypes.c_uint32.from_address(first).value == int(state["key"][0])
+    return address if is_laid_out else None
 
 
 class Autocast:
@@ -55,89 +180,262 @@ class Autocast:
 
 
 class Params:
-    """A block's parameters behind its forward.
+    """Parameters of a block's modules after its forward.
 
     FSDP2 swaps them for shards until backward comes near; then the block cannot be computed ahead of that.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self._versions = [(id(param), _version(param)) for param in block.parameters()]
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._versions = [(id(param), _version(param)) for param in self._list()]
 
-    def are_there(self, block: nn.Module) -> bool:
-        """Return whether the block has the parameters of its forward."""
-        now = [id(param) for param in block.parameters()]
-        return now == [key for key, _ in self._versions]
+    def _list(self) -> list[Tensor]:
+        return [param for module in self._modules for param in module._parameters.values() if param is not None]
+
+    def are_there(self) -> bool:
+        """Return whether the modules have the parameters of their forward."""
+        return [id(param) for param in self._list()] == [key for key, _ in self._versions]
 
     def find_changed(self, block: nn.Module) -> str:
         """Return the name of a parameter that was changed in place since, or ""."""
+        params = self._list()
+        now = [(id(param), _version(param)) for param in params]
+        if now == self._versions:
+            return ""
         versions = dict(self._versions)
-        for name, param in block.named_parameters():
-            if versions.get(id(param), _version(param)) != _version(param):
-                return name
-        return ""
+        changed = {key for key, version in now if versions.get(key, version) != version}
+        return next((name for name, param in block.named_parameters() if id(param) in changed), "")
 
 
-class Buffers:
-    """A block's buffers that its forward changes, such as running averages, as they are before it.
+class ModuleState:
+    """The buffers and attributes of a block's modules that its forward changes, as they are before it.
 
-    The recomputation starts from these again, and leaves what the forward left: they change once, as under stock. Which
-    ones change is seen at the block's first forward, from their versions. Batch norm changes its averages without that.
+    Counters, caches and running averages are examples. The recomputation starts from these values again, and leaves the
+    values of the forward, so they change once, as in stock PyTorch. Attributes are compared after the forward, and
+    lists, dictionaries and sets by their items. The versions of tensors show at the block's first forward which of
+    them it changes in place. Batch norm changes its averages without a new version.
 
     Args:
         block: The block.
+        modules: The block and the modules inside of it.
+
+    Attributes:
+        generators: The random generators among the attributes.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
-        self._known: frozenset[str] | None = kept_values(block).get(_CHANGING)
-        self._versions = {name: (id(buffer), _version(buffer)) for name, buffer in block.named_buffers()}
-        wanted = self._versions if self._known is None else self._known
-        self._before = {name: buffer.detach().clone() for name, buffer in block.named_buffers() if name in wanted}
+    def __init__(self, block: nn.Module, modules: Sequence[nn.Module]) -> None:
+        self._block, self._modules = block, modules
+        self._known: frozenset[tuple[int, str]] | None = kept_values(block).get(_CHANGING)
+        self._is_training = [module.training for module in modules]
+        self.generators: list[Any] = []
+        self._places: list[_Place] = []
+        for module in modules:
+            if module._buffers:
+                self._places.append(_Place(module, module._buffers, self._known, self.generators))
+            cls: Any = type(module)
+            if _is_of_script(cls):
+                self._places.append(_Place(module, vars(module), self._known, self.generators))
 
     def end_forward(self) -> None:
-        """Find out which of them have changed.
+        """Find out what has changed.
 
         Raises:
-            KeyError: One has changed for the first time in a later forward.
+            KeyError: A tensor was changed in place for the first time in a later forward.
         """
-        changed = {
-            name
-            for name, buffer in self._block.named_buffers()
-            if self._versions.get(name) != (id(buffer), _version(buffer))
-        }
-        if self._known is not None and not changed <= self._known:
-            raise KeyError(min(changed - self._known))
-        if self._known is None:
-            self._known = frozenset(changed | _list_averages(self._block))
-            kept_values(self._block)[_CHANGING] = self._known
-            self._before = {name: value for name, value in self._before.items() if name in self._known}
+        changed: set[tuple[int, str]] = set()
+        for place in self._places:
+            changed |= place.end_forward(self._known or frozenset())
+        if self._known is None or not changed <= self._known:
+            kept_values(self._block)[_CHANGING] = frozenset(changed.union(self._known or ()))
+        self._places = [place for place in self._places if place.before]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Have the buffers of before the forward, and in the end those that are there now."""
-        if not self._before:
+        """Have the values of before the forward, and in the end those that are there now."""
+        is_training = [module.training for module in self._modules]
+        if not self._places and is_training == self._is_training:
             yield
             return
-        places = {}
-        for name in self._before:
-            path, _, key = name.rpartition(".")
-            places[name] = self._block.get_submodule(path)._buffers, key
-        now = {name: buffers[key] for name, (buffers, key) in places.items()}
+        now = [(place, place.swap_in()) for place in self._places]
         try:
-            for name, (buffers, key) in places.items():
-                buffers[key] = self._before[name].clone()
+            self._set_training(self._is_training)
             yield
         finally:
-            for name, (buffers, key) in places.items():
-                buffers[key] = now[name]
+            self._set_training(is_training)
+            for place, values in now:
+                place.write(values)
+
+    def _set_training(self, is_training: Sequence[bool]) -> None:
+        for module, flag in zip(self._modules, is_training, strict=True):
+            if module.training != flag:
+                module.training = flag
 
 
-def _list_averages(block: nn.Module) -> set[str]:
-    found = set()
-    for path, module in block.named_modules():
-        if module.training and getattr(module, "track_running_stats", False):
-            found |= {f"{path}.{key}".lstrip(".") for key, value in module._buffers.items() if value is not None}
-    return found
+class _Missing:
+    """Represents an attribute that does not exist."""
+
+
+class _Clone(NamedTuple):
+    """Represents a tensor that the forward changed in place."""
+
+    tensor: Tensor
+
+
+class _Weak(NamedTuple):
+    """Represents a value that may hold a graph, and would keep the call of a block before this one alive."""
+
+    reference: weakref.ref[Any]
+
+
+class _Place:
+    """A dictionary of a module: its buffers or its attributes.
+
+    Attributes:
+        before: What the forward has changed, as it was before; during the forward, all that there was.
+    """
+
+    def __init__(
+        self, module: nn.Module, values: dict[str, Any], known: Container[tuple[int, str]] | None, generators: list[Any]
+    ) -> None:
+        self._module, self._values = module, values
+        averages = values is module._buffers and module.training and getattr(module, "track_running_stats", False)
+        self._has_averages = bool(averages)
+        self.before: dict[str, Any] = dict(values)
+        self._copies: dict[str, Any] = {}
+        self._clones: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+        for name in values.keys() - _MODULE_FIELDS:
+            value = values[name]
+            cls: Any = type(value)
+            if cls in _PLAIN:
+                continue
+            if cls in _CONTAINERS:
+                self._copies[name] = _copy_container(value)
+            elif issubclass(cls, Tensor):
+                self._versions[name] = _version(value)
+                if known is None or averages or (id(module), name) in known:
+                    self._clones[name] = value.detach().clone()
+            elif _is_generator_class(cls):
+                generators.append(value)
+
+    def end_forward(self, known: Container[tuple[int, str]]) -> set[tuple[int, str]]:
+        """Keep what the forward has changed, and return the tensors that it changed in place.
+
+        Raises:
+            KeyError: A tensor was changed in place for the first time in a later forward.
+        """
+        before, self.before, written = self.before, {}, set()
+        values, module = self._values, self._module
+        is_rebound = len(values) != len(before) or not all(map(operator.is_, values.values(), before.values()))
+        for name in before if is_rebound else (*self._versions, *self._copies):
+            if name in _MODULE_FIELDS:
+                continue
+            value, key = before[name], (id(module), name)
+            if name in self._versions and (
+                self._has_averages or key in known or _version(value) != self._versions[name]
+            ):
+                if name not in self._clones:
+                    raise KeyError(name)
+                written.add(key)
+                self.before[name] = _Clone(self._clones[name])
+            elif name in self._copies:
+                if values.get(name) is not value or not _has_same_items(value, self._copies[name]):
+                    self.before[name] = _weaken(self._copies[name])
+            elif values.get(name, _Missing) is not value:
+                self.before[name] = _weaken(value)
+        if is_rebound:
+            self.before.update(dict.fromkeys(values.keys() - before.keys(), _Missing))
+        self._copies, self._clones, self._versions = {}, {}, {}
+        return written
+
+    def swap_in(self) -> dict[str, Any]:
+        """Write the values of before the forward, and return those that were there."""
+        now = {name: self._values.get(name, _Missing) for name in self.before}
+        self.write({name: _strengthen(value) for name, value in self.before.items()})
+        return now
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Write values, and remove what is missing."""
+        for name, value in values.items():
+            if value is _Missing:
+                self._values.pop(name, None)
+            else:
+                self._values[name] = value
+
+
+_MODULE_FIELDS: Final = frozenset(vars(nn.Module()))
+_PLAIN: Final = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_LISTS: Final = (list, deque)
+_DICTIONARIES: Final = (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS: Final = frozenset({*_LISTS, *_DICTIONARIES, set})
+
+
+def _copy_container(value: Any) -> Any:
+    """Copy lists, dictionaries and sets, and those inside of them; nothing else."""
+    made = copy.copy(value)
+    if type(value) is not set:
+        for key, item in enumerate(value) if type(value) in _LISTS else value.items():
+            if type(item) in _CONTAINERS:
+                made[key] = _copy_container(item)
+    return made
+
+
+def _has_same_items(value: Any, copied: Any) -> bool:
+    """Return whether a container has the very items of its copy."""
+    if type(value) not in _CONTAINERS:
+        return value is copied
+    if type(value) is not type(copied) or len(value) != len(copied):
+        return False
+    if type(value) in _DICTIONARIES:
+        return all(key in copied and _has_same_items(item, copied[key]) for key, item in value.items())
+    if type(value) is set:
+        return bool(value == copied)
+    return all(map(_has_same_items, value, copied))
+
+
+def _weaken(value: Any) -> Any:
+    """Return a value that is kept; weakly if it may hold a graph, which holds the call of a block that made it.
+
+    Otherwise each call of a block that leaves its output in an attribute would keep the one before alive.
+    """
+    if type(value) in _CONTAINERS or type(value) is tuple:
+        return _map_container(value, _weaken)
+    is_tensor, has_attributes = issubclass(type(value), Tensor), type(value).__dictoffset__ != 0
+    if value.grad_fn is not None if is_tensor else has_attributes:
+        # Instances of some classes cannot be referenced weakly.
+        with suppress(TypeError):
+            return _Weak(weakref.ref(value))
+    return value
+
+
+def _strengthen(value: Any) -> Any:
+    """Return a value from :func:`_weaken` for one recomputation, which may change it."""
+    if type(value) is _Weak:
+        found = value.reference()
+        return _Missing if found is None else found
+    if type(value) in _CONTAINERS or type(value) is tuple:
+        return _map_container(value, _strengthen)
+    return value.tensor.clone() if type(value) is _Clone else value
+
+
+def _map_container(value: Any, change: Callable[[Any], Any]) -> Any:
+    if type(value) in _DICTIONARIES:
+        made = copy.copy(value)
+        for key, item in value.items():
+            made[key] = change(item)
+        return made
+    if type(value) is deque:
+        return deque(map(change, value), value.maxlen)
+    return type(value)(map(change, value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_script(cls: Any) -> bool:
+    """Return whether the attributes of a class's instances may be state of the computation.
+
+    Torch's own modules count nothing. Some prepare themselves in their first forward, as FSDP's, and must not again.
+    """
+    return any(not base.__module__.startswith("torch.") for base in cls.__mro__ if base is not object)
 
 
 def _version(tensor: Tensor) -> int:
@@ -178,12 +476,13 @@ class BlockInputs:
     Args:
         args: Arguments.
         kwargs: Keyword arguments.
+        generators: Gets the random generators among them.
     """
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], generators: list[Any]) -> None:
         tensors: list[Tensor] = []
-        self._args = [_keep(item, tensors) for item in args]
-        self._kwargs = {key: _keep(item, tensors) for key, item in kwargs.items()}
+        self._args = [_keep(item, tensors, generators) for item in args]
+        self._kwargs = {key: _keep(item, tensors, generators) for key, item in kwargs.items()}
         token = torch.empty(0, requires_grad=True)
         # Torch 2.11 releases what a node saved as soon as no output of it is left.
         self._output: Any = _Save.apply(token, *tensors)  # type: ignore[no-untyped-call]  # torch's apply()
@@ -200,7 +499,7 @@ class BlockInputs:
         }
 
 
-class _Place:
+class _Argument:
     """Stands for a tensor."""
 
     def __init__(self, index: int) -> None:
@@ -232,13 +531,16 @@ def _copy_cache(cache: Any) -> Any:
     return made
 
 
-def _keep(value: Any, tensors: list[Tensor]) -> Any:
+def _keep(value: Any, tensors: list[Tensor], generators: list[Any]) -> Any:
     """Return a value with places for its tensors, and with copies of what a forward might change."""
 
     def keep(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
-            return _Place(len(tensors) - 1)
+            return _Argument(len(tensors) - 1)
+        cls: Any = type(leaf)
+        if _is_generator_class(cls):
+            generators.append(leaf)
         if not is_cache(leaf):
             return leaf
         note(
@@ -252,7 +554,7 @@ def _keep(value: Any, tensors: list[Tensor]) -> Any:
 
 def _restore(value: Any, tensors: Sequence[Tensor]) -> Any:
     def restore(leaf: Any) -> Any:
-        if isinstance(leaf, _Place):
+        if isinstance(leaf, _Argument):
             return tensors[leaf.index]
         return leaf.copy() if isinstance(leaf, _Cache) else leaf
 

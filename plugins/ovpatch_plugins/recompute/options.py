@@ -10,6 +10,10 @@ FULL: Final = "full"
 SELECTIVE: Final = "selective"
 NONE: Final = "none"
 
+AUTO: Final = "auto"
+ALWAYS: Final = "always"
+NEVER: Final = "never"
+
 GRANULARITIES: Final = (NONE, FULL, SELECTIVE)
 """What of a block is recomputed: nothing, all of it, all but attention."""
 
@@ -60,5 +64,14 @@ OPTIONS: Final = (
         "Each takes the memory of its activations. 0: none; under tensor parallelism, recomputation then starts only "
         "after the wait for the gradient, too.",
         parse=make_count_parser("a number of blocks, 0 for none"),
+    ),
+    Option(
+        "check",
+        AUTO,
+        "When the values that a recomputation saves are compared with those that the forward saved. auto: in calls 0, "
+        "1, 2, 4, 8, ... of a block. always: in every call, as under ovpatch verify. never: in none; for blocks whose "
+        "operators compute other bits each time.",
+        choices=(AUTO, ALWAYS, NEVER),
+        verified=ALWAYS,
     ),
 )

@@ -25,12 +25,17 @@ def ovpatch_feature() -> Feature:
 
 @hookimpl
 def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
-    """Register the patch."""
+    """Register the patches."""
     patches.register_patch(
         "torch.optim.optimizer.Optimizer.__init__",
         wrap=functools.partial(_wrap_init, options=options),
         why="is where a script hands over the parameters that it is going to train, whatever trains them; no hook of "
         "torch is called before the first forward, which would keep all activations",
+    )
+    patches.register_patch(
+        "torch.nn.modules.module.Module.__setstate__",
+        wrap=_wrap_setstate,
+        why="gives children to a module that is copied or loaded, for which torch calls no registration hook",
     )
 
 
@@ -38,7 +43,9 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
 def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     """Take over the models of optimizers that exist, and fill the waits of other features."""
     from ovpatch_plugins.recompute import takeover
+    from ovpatch_plugins.recompute.recomputation import CHECKS
 
+    CHECKS.when = options["check"]
     takeover.fill_backward_waits(options["ahead"])
     takeover.take_over_living_models(options)
     return []
@@ -61,6 +68,12 @@ def ovpatch_remarks() -> Sequence[str]:
     from ovpatch_plugins.recompute.report import write_remarks
 
     return write_remarks()
+
+
+def _wrap_setstate(original: Callable[..., None]) -> Callable[..., None]:
+    from ovpatch_plugins.recompute.takeover import wrap_setstate
+
+    return wrap_setstate(original)
 
 
 def _wrap_init(original: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:

@@ -8,8 +8,11 @@ of these tensors is asked for, or when it is launched ahead.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -18,12 +21,25 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ovpatch.overlap.comm.kept_state import kept_values
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch_plugins.recompute.forward_state import Autocast, BlockInputs, Buffers, Params, RandomState, find_tensors
+from ovpatch.overlap.tensors.pending_param import without_modes
+from ovpatch_plugins.recompute.forward_state import (
+    Autocast,
+    BlockInputs,
+    ModuleState,
+    Params,
+    RandomState,
+    find_tensors,
+)
+from ovpatch_plugins.recompute.options import ALWAYS, AUTO
 from ovpatch_plugins.recompute.report import COUNTERS
 from ovpatch_plugins.recompute.selective import Contexts
 
 _KEY: Final = "ovpatch_recomputation"  # in the metadata of nodes that made a block's outputs
+# Keys of a block's number of calls, and of whether its forward draws from numpy.
+_CALLS: Final = "recompute: calls"
+_DRAWS: Final = "recompute: draws from numpy"
 _LITTLE: Final = 4  # a block is nearly through its backward when a quarter of its saved tensors is left
 
 
@@ -68,6 +84,7 @@ class Recomputation:
     Args:
         block: The block.
         name: Its name, for errors and profilers.
+        modules: The block and the modules inside of it.
         forward: Its forward.
         args: Arguments of the call.
         kwargs: Keyword arguments of the call.
@@ -81,6 +98,7 @@ class Recomputation:
         self,
         block: nn.Module,
         name: str,
+        modules: Sequence[nn.Module],
         forward: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -88,14 +106,26 @@ class Recomputation:
     ) -> None:
         self._block, self._name, self._forward = block, name, forward
         self._contexts = contexts
-        self._inputs = BlockInputs(args, kwargs)
+        self._modules = modules
+        generators: list[Any] = []
+        self._inputs = BlockInputs(args, kwargs, generators)
         self._saved: list[weakref.ref[_SavedTensor]] = []
         self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._left = 0  # tensors computed again and not yet used
         self._seen = 0  # tensors of the recomputation that runs
         self._has_begun = False  # backward has used one of them
         tensors = list(find_tensors([args, kwargs]))
-        self._random, self._autocast, self._buffers = RandomState(tensors), Autocast(tensors), Buffers(block)
+        kept = kept_values(block)
+        number = kept[_CALLS] = kept.get(_CALLS, -1) + 1
+        # The first call, 0, counts as a power as well.
+        is_power_of_two = number & (number - 1) == 0
+        is_checked = CHECKS.when == ALWAYS or (CHECKS.when == AUTO and is_power_of_two)
+        # Digests of the tensors that the forward saved, and flags on devices for the tensors of the recomputation.
+        self._digests: list[Any] | None = [] if is_checked else None
+        self._doubts: list[Tensor] = []
+        self._autocast, self._state = Autocast(tensors), ModuleState(block, modules)
+        generators += self._state.generators
+        self._random = RandomState(tensors, generators, is_power_of_two or kept.get(_DRAWS, False))
         self._params: Params | None = None  # until the forward has ended
         self.previous = _find_call(tensor.grad_fn for tensor in tensors)
 
@@ -107,10 +137,12 @@ class Recomputation:
         with _inside_block(), self._contexts[0], saved_tensors_hooks(self._pack, _unpack):
             output = self._forward(self._block, *args, **kwargs)
         try:
-            self._buffers.end_forward()
+            if self._random.end_forward():
+                kept_values(self._block)[_DRAWS] = True
+            self._state.end_forward()
         except KeyError as error:
-            raise self._make_error(f"its forward changes buffer {error}, which earlier ones did not") from None
-        self._params = Params(self._block)
+            raise self._make_error(f"its forward changes {error}, which earlier ones did not") from None
+        self._params = Params(self._modules)
         here = weakref.ref(self)
         for tensor in find_tensors(output):
             node: Any = tensor.grad_fn
@@ -122,6 +154,8 @@ class Recomputation:
         made = _SavedTensor(self)
         self._saved.append(weakref.ref(made))
         self._kinds.append((tensor.shape, tensor.dtype, tensor.device))
+        if self._digests is not None:
+            self._digests.append(_digest(tensor))
         return made
 
     # --- backward ---
@@ -133,6 +167,9 @@ class Recomputation:
         if not self._has_begun:
             self._has_begun = True
             _thread.current = weakref.ref(self)
+            if self._doubts:
+                _check_at_end_of_backward(self._doubts, self._make_doubt())
+                self._doubts = []
         value, saved.value = saved.value, None
         self._left -= 1
         assert value is not None
@@ -151,7 +188,7 @@ class Recomputation:
     @property
     def can_launch_ahead(self) -> bool:
         """Whether it can be computed again before its backward; see :class:`.Params`."""
-        return self._params is not None and bool(self._saved) and self._params.are_there(self._block)
+        return self._params is not None and bool(self._saved) and self._params.are_there()
 
     def launch(self) -> None:
         """Compute the block again, up to the last tensor that backward needs.
@@ -173,6 +210,7 @@ class Recomputation:
         args, kwargs = self._read_inputs()
         self._seen = self._left = 0
         self._has_begun = False
+        self._doubts = []
         try:
             hooks = saved_tensors_hooks(self._take, lambda tensor: tensor)
             with suppress(_EnoughError), self._restored_state(), hooks:
@@ -191,7 +229,7 @@ class Recomputation:
             _inside_block(),
             self._random.restored(),
             self._autocast.restored(),
-            self._buffers.restored(),
+            self._state.restored(),
             self._contexts[1],
             torch.enable_grad(),
         ):
@@ -212,6 +250,8 @@ class Recomputation:
                 raise self._make_error(
                     f"tensor {index} that it saved was {_describe(then)}, and now is {_describe(kind)}"
                 )
+            if self._digests is not None:
+                self._compare(index, tensor)
             saved = self._saved[index]()
             if saved is not None:
                 saved.value = value
@@ -229,11 +269,27 @@ class Recomputation:
                 "model make a new tensor there, or leave the block out with OVPATCH_RECOMPUTE_BLOCKS."
             ) from error
 
+    def _compare(self, index: int, tensor: Tensor) -> None:
+        assert self._digests is not None
+        then = self._digests[index]
+        if isinstance(then, int):
+            if _digest(tensor) != then:
+                raise self._make_error(
+                    f"tensor {index} that it saved, {_describe(self._kinds[index])}, has other values"
+                )
+        elif then is not None:
+            with without_modes():
+                self._doubts.append(_differ(then, _take_sample(tensor)))
+
+    def _make_doubt(self) -> RecomputeError:
+        return self._make_error("tensors that it saved have other values")
+
     def _make_error(self, what: str) -> RecomputeError:
         return RecomputeError(
             f"block {self._name} does not compute the same again: {what}. Its forward depends on something that has "
-            "changed since, such as a counter or a cache: leave it out with OVPATCH_RECOMPUTE_BLOCKS, or set "
-            "OVPATCH_RECOMPUTE=0."
+            "changed since and that cannot be restored, such as a random generator, a counter or a cache outside of "
+            "its modules: keep it in an attribute of the module, leave the block out with OVPATCH_RECOMPUTE_BLOCKS, or "
+            "set OVPATCH_RECOMPUTE=0."
         )
 
 
@@ -244,6 +300,94 @@ def _unpack(saved: _SavedTensor) -> Tensor:
 def _describe(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
     shape, dtype, device = kind
     return f"{dtype} {list(shape)} on {device}"
+
+
+# --- whether a recomputation saves what the forward saved ---
+#
+# In the calls 0, 1, 2, 4, 8, ... of a block, each tensor that the forward saves leaves a digest. It is compared
+# with the tensor that the recomputation saves. On the CPU it is a checksum of all bytes. On other devices sums may be
+# taken in another order each time, so the digest is a sample of up to 1024 elements, and a few of them may differ, and
+# all of them by rounding errors. Their flags stay on the device until the backward has ended; there the host waits for
+# the device once. Parameters are left out: their versions are compared in every call.
+
+
+class _Checks:
+    """When digests are compared, as the option ``check``."""
+
+    when = AUTO
+
+
+CHECKS: Final = _Checks()
+
+_SAMPLE: Final = 1024  # elements
+# The share of a sample that may differ, and by how much: relative to the element and to the sample's mean square.
+_SHARE: Final = 0.05
+_TOLERANCE: Final = 1e-3
+
+
+def _digest(tensor: Tensor) -> Any:
+    """Return a checksum of a tensor's bytes, a sample on its device, or None where neither can be taken."""
+    with without_modes():
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+            return None
+        if not _is_exact(tensor):
+            return None if _is_capturing(tensor) or tensor.device.type == "meta" else _take_sample(tensor)
+        dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        count = dense.numel() * dense.element_size()
+        return zlib.crc32((ctypes.c_ubyte * count).from_address(dense.data_ptr())) if count else 0
+
+
+def _is_exact(tensor: Tensor) -> bool:
+    """Return whether a tensor's operators compute the same bits each time, and its bytes can be read at once."""
+    return tensor.device.type == "cpu"
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    """Return whether a CUDA graph is captured, which would replay a comparison that no host reads."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _take_sample(tensor: Tensor) -> Tensor:
+    """Return a copy of some elements, evenly spread over each dimension; always the same."""
+    view = tensor.detach()
+    while view.numel() > _SAMPLE:
+        dim = max(range(view.dim()), key=view.shape.__getitem__)
+        # An odd step meets each place of a pattern whose period is a power of two, as heads and tiles have it.
+        step = min(-(-view.numel() // _SAMPLE) | 1, view.shape[dim])
+        view = view[(slice(None),) * dim + (slice(None, None, step),)]
+    return view.clone()
+
+
+def _differ(then: Tensor, now: Tensor) -> Tensor:
+    """Return whether more elements of two samples differ than sums in another order explain, as a tensor."""
+    is_different = then != now
+    if then.is_floating_point() or then.is_complex():
+        tolerance = max(_TOLERANCE, 8 * torch.finfo(then.dtype).eps)
+        a, b = (sample if sample.is_complex() else sample.float() for sample in (then, now))
+        is_far = (a - b).abs() > tolerance * (a.abs() + a.abs().square().mean().sqrt())
+        is_different = is_far | (is_different & (a.isnan() != b.isnan()))
+    return is_different.float().mean() > _SHARE
+
+
+# Flags of each running backward, with the error to raise.
+_pending: dict[int, list[tuple[Tensor, RecomputeError]]] = {}
+
+
+def _check_at_end_of_backward(doubts: Sequence[Tensor], error: RecomputeError) -> None:
+    task = torch._C._current_graph_task_id()
+    pending = _pending.setdefault(task, [])
+    pending.append((torch.stack(list(doubts)).any(), error))
+    if task == -1:
+        _check_pending(task)
+    elif len(pending) == 1:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(functools.partial(_check_pending, task))
+
+
+def _check_pending(task: int) -> None:
+    for doubt, error in _pending.pop(task, ()):
+        if doubt.item():
+            raise error
 
 
 # --- launched before a wait ---

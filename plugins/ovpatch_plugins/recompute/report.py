@@ -18,7 +18,7 @@ class Counters(FeatureCounters):
         recomputations: Forwards that backward ran again.
         launched_ahead: Those of them that were launched before a wait for a gradient.
         compiled_calls: Calls that a compiler traced; their graphs recompute by themselves.
-        stock_calls: Calls left alone, as the script checkpoints them itself.
+        stock_calls: Calls left alone, as the script checkpoints them itself, or has forward hooks inside.
     """
 
     blocks: int = 0

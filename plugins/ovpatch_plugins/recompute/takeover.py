@@ -10,13 +10,16 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.comm.kept_state import find_owners, kept_values
 from ovpatch.overlap.comm.streams import BACKWARD_WAITS
-from ovpatch_plugins.recompute.options import FULL, GRANULARITIES, NONE, split_names
+from ovpatch_plugins.recompute.options import AUTO, FULL, GRANULARITIES, NONE, split_names
 from ovpatch_plugins.recompute.recomputation import (
+    CHECKS,
     Recomputation,
     is_inside_block,
     launch_inside,
@@ -95,19 +98,60 @@ def wrap_optimizer_init(original: Callable[..., None], options: Mapping[str, Any
 
 
 def take_over_living_models(options: Mapping[str, Any]) -> None:
-    """Take over the models of optimizers that exist already."""
+    """Take over the models of optimizers that exist already, and note the modules that will be made."""
+    objects = gc.get_objects()
     # Not isinstance, which asks objects for their __class__ and so runs foreign code.
-    for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]:
+    for module in [found for found in objects if issubclass(type(found), nn.Module)]:
+        if vars(module).get("_modules"):
+            note_parent(module)
+    _hook_handles.append(register_module_module_registration_hook(_note_registered))
+    for optimizer in [found for found in objects if issubclass(type(found), Optimizer)]:
         if hasattr(optimizer, "param_groups"):
             take_over_models(optimizer, options)
+
+
+# A script may make an optimizer for each parameter, so none of them may look for its
+# model among all objects. Torch calls a hook for each module that gets a child, and modules that are copied or loaded
+# pass ``__setstate__``. Of these parents the outermost ones with parameters of an optimizer are its models. The
+# parameters of a model are looked through once, for the first of its optimizers.
+
+# Keys of modules that have children, and of parameters whose model was found.
+_PARENT: Final = "recompute: parent"
+_SEEN: Final = "recompute: seen"
+_hook_handles: list[RemovableHandle] = []
+
+
+def note_parent(module: nn.Module) -> None:
+    """Note a module that has children, and so may be a model."""
+    kept_values(module)[_PARENT] = True
+
+
+def _note_registered(module: nn.Module, _name: str, _child: nn.Module | None) -> None:
+    note_parent(module)
+
+
+def wrap_setstate(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``Module.__setstate__``: copied and loaded modules get their children without the hook."""
+
+    @functools.wraps(original)
+    def __setstate__(self: nn.Module, state: Any) -> None:
+        original(self, state)
+        if vars(self).get("_modules"):
+            note_parent(self)
+
+    return __setstate__
 
 
 def take_over_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
     """Take over the blocks of the models that an optimizer trains, as far as its options say."""
     if options["granularity"] == NONE:
         return
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for model in _find_models(params):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # Torch registers only Parameters with modules.
+    wanted = {id(param) for param in params if isinstance(param, nn.Parameter) and _SEEN not in kept_values(param)}
+    for model in _find_models(wanted) if wanted else ():
+        for param in model.parameters():
+            kept_values(param)[_SEEN] = True
         patterns = split_names(options["blocks"])
         found = find_blocks(model, patterns)
         if found:
@@ -123,8 +167,7 @@ def take_over_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
 
 def _find_models(params: set[int]) -> list[nn.Module]:
     """Return the outermost modules with some of these parameters, by id."""
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    modules = [module for module in modules if "_modules" in vars(module)]
+    modules = [module for module, _ in find_owners(_PARENT)]
     inner = {id(child) for module in modules for child in module._modules.values()}
     outer = [module for module in modules if id(module) not in inner]
     return [module for module in outer if any(id(param) in params for param in module.parameters())]
@@ -313,6 +356,12 @@ def give_back_all() -> None:
     for block, _ in find_owners(_TAKEN):
         _give_back(block)
     _restore_classes(set())
+    while _hook_handles:
+        _hook_handles.pop().remove()
+    for name in (_PARENT, _SEEN):
+        for owner, _ in find_owners(name):
+            kept_values(owner).pop(name, None)
+    CHECKS.when = AUTO
     drop_remarks()
     BACKWARD_WAITS.launch_inside = BACKWARD_WAITS.launch_before = None
 
@@ -353,7 +402,12 @@ def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
         if _is_checkpointed():
             COUNTERS.stock_calls += 1
             return stock(self, *args, **kwargs)
-        call = Recomputation(self, mark[2], stock, args, kwargs, make_contexts(mark[0], mark[1]))
+        modules = list(self.modules())
+        if hooked := _find_hook(self, modules):
+            COUNTERS.stock_calls += 1
+            note(hooked)
+            return stock(self, *args, **kwargs)
+        call = Recomputation(self, mark[2], modules, stock, args, kwargs, make_contexts(mark[0], mark[1]))
         return call.run(args, kwargs)
 
     forward.__ovpatch__ = True  # type: ignore[attr-defined]  # a mark of ours
@@ -375,6 +429,34 @@ def _run_compiled(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, 
 def _count_compiled() -> int:
     COUNTERS.compiled_calls += 1
     return 0
+
+
+def _find_hook(block: nn.Module, modules: Sequence[nn.Module]) -> str:
+    """Return a remark on a hook inside of a block that a second forward would call twice, or "".
+
+    Hooks of torch and of ovpatch belong to the computation: they gather parameters, and make weights or inputs.
+    """
+    own = [module for module in modules if module is not block and (module._forward_hooks or module._forward_pre_hooks)]
+    for module in [torch.nn.modules.module, *own] if own or _has_global_hooks() else ():
+        prefix = "" if isinstance(module, nn.Module) else "_global"
+        for hooks in (getattr(module, f"{prefix}_forward_hooks"), getattr(module, f"{prefix}_forward_pre_hooks")):
+            for hook in hooks.values():
+                while isinstance(hook, functools.partial):
+                    hook = hook.func
+                home = getattr(hook, "__module__", None) or type(hook).__module__
+                if not home.startswith(("torch.", "ovpatch")):
+                    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                    where = type(module).__name__ if prefix == "" else "all modules"
+                    return (
+                        f"blocks of class {type(block).__name__} keep their activations, because forward hook {name} "
+                        f"of {where} would be called again: remove the hook before training to have them recomputed"
+                    )
+    return ""
+
+
+def _has_global_hooks() -> bool:
+    module: Any = torch.nn.modules.module
+    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
 
 
 def _may_save() -> bool:

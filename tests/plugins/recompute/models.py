@@ -17,7 +17,7 @@ class Block(nn.Module):
     """Attention and two linears; ``kind`` names what else it does.
 
     Attributes:
-        runs: Forwards so far, those of recomputations included.
+        runs: Forwards so far.
     """
 
     def __init__(self, kind: str = "", dropout: float = 0.0) -> None:

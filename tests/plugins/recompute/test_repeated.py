@@ -1,0 +1,550 @@
+"""A forward that is run again is the same forward, with its random streams, counters, caches and hooks.
+
+Parts are habits of scripts in a block. Each is a case, and random blocks have several of them. Modules and random
+generators that are restored then have the bits of stock PyTorch. State that cannot be restored is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import types
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ovpatch
+from ovpatch.insight.verify.verify import Request
+from ovpatch_plugins.recompute import RecomputeError, recomputation, recompute, takeover
+from ovpatch_plugins.recompute.report import COUNTERS
+from tests.plugins.recompute.models import count_differences
+
+WIDTH = 6
+BLOCKS = {"recompute": {"blocks": "layers.*"}}
+_GENERATOR = torch.Generator()
+_CALLS: list[str] = []
+_SHARED = types.SimpleNamespace(calls=0, generator=random.Random(0))
+
+
+class Part(nn.Module):
+    """Maps (batch, 6) to (batch, 6) by ``function(self, x)``."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], **attributes: Any) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def _scale(part: Part, x: Tensor, amount: float) -> Tensor:
+    """Scale a tensor that backward needs."""
+    return x + (part.linear(x) * (1 + amount)).sigmoid()
+
+
+def _mask(part: Part, x: Tensor) -> Tensor:
+    return _scale(part, x * (torch.rand(x.shape, generator=part.generator) > 0.3), 0.0)
+
+
+def _count(part: Part, x: Tensor) -> Tensor:
+    part.calls += 1
+    return _scale(part, x, 0.1 * part.calls)
+
+
+def _count_in_place(part: Part, x: Tensor) -> Tensor:
+    part.total.add_(x.detach().mean().abs())
+    return _scale(part, x, part.total.item())
+
+
+def _carry(part: Part, x: Tensor) -> Tensor:
+    part.state = 0.5 * part.state + x.detach().mean(0)
+    return _scale(part, x + part.state, 0.0)
+
+
+def _append(part: Part, x: Tensor) -> Tensor:
+    part.seen.append(x.detach().mean())
+    return _scale(part, x, 0.1 * len(part.seen))
+
+
+def _add_item(part: Part, x: Tensor) -> Tensor:
+    part.seen["total"].append(1)
+    part.seen[len(part.seen)] = [x.detach().mean()]
+    return _scale(part, x, 0.1 * len(part.seen) + 0.01 * len(part.seen["total"]))
+
+
+def _fill_lazily(part: Part, x: Tensor) -> Tensor:
+    if not hasattr(part, "cached"):
+        part.cached = torch.linspace(0, 1, WIDTH) + random.random()
+    return _scale(part, x * part.cached, 0.0)
+
+
+def _keep_loss(part: Part, x: Tensor) -> Tensor:
+    part.loss = part.linear(x).square().mean()
+    return _scale(part, x, 0.0)
+
+
+def _drop_layer(part: Part, x: Tensor) -> Tensor:
+    return x.sin() if random.random() < 0.5 else _scale(part, x, 0.0)
+
+
+def _start_late(part: Part, x: Tensor) -> Tensor:
+    part.calls += 1
+    return _scale(part, x, random.random() if part.calls > 3 else 0.0)
+
+
+def _hook_in_graph(part: Part, x: Tensor) -> Tensor:
+    y = part.linear(x).sigmoid()
+    y.register_hook(lambda _grad: _CALLS.append("tensor"))
+    return x + y
+
+
+def _with(part: Part, **changes: Any) -> Part:
+    """Register hooks on a part's linear, by the name of the method that registers them."""
+    for name, hook in changes.items():
+        getattr(part.linear, name)(hook)
+    return part
+
+
+def _note_call(_module: nn.Module, _args: Any, _output: Any = None) -> None:
+    _CALLS.append("forward")
+
+
+def _note_backward(_module: nn.Module, _grads: Any, _output: Any) -> None:
+    _CALLS.append("backward")
+
+
+def _zero(part: Part, x: Tensor) -> Tensor:
+    return _scale(part, x, 0.0)
+
+
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "generator": lambda: Part(_mask, generator=torch.Generator().manual_seed(5)),
+    "Python": lambda: Part(lambda part, x: _scale(part, x, random.random())),
+    "Python, a pair of normal deviates": lambda: Part(lambda part, x: _scale(part, x, random.gauss(0, 1))),
+    "Random": lambda: Part(lambda part, x: _scale(part, x, part.rng.random()), rng=random.Random(3)),
+    "numpy": lambda: Part(lambda part, x: _scale(part, x, float(np.random.rand()))),
+    "numpy, a pair of normal deviates": lambda: Part(lambda part, x: _scale(part, x, float(np.random.randn()))),
+    "numpy's generator": lambda: Part(lambda part, x: _scale(part, x, part.rng.random()), rng=np.random.default_rng(3)),
+    "RandomState": lambda: Part(lambda part, x: _scale(part, x, part.rng.rand()), rng=np.random.RandomState(3)),
+    "permutation": lambda: Part(lambda part, x: _scale(part, x[:, torch.from_numpy(np.random.permutation(WIDTH))], 0)),
+    "layer drop": lambda: Part(_drop_layer),
+    "a stream that starts late": lambda: Part(_start_late, calls=0),
+    "counter": lambda: Part(_count, calls=0),
+    "tensor changed in place": lambda: Part(_count_in_place, total=torch.zeros(())),
+    "tensor replaced": lambda: Part(_carry, state=torch.zeros(WIDTH)),
+    "list": lambda: Part(_append, seen=[]),
+    "deque": lambda: Part(_append, seen=deque(maxlen=4)),
+    "nested containers": lambda: Part(_add_item, seen=defaultdict(list)),
+    "lazy cache": lambda: Part(_fill_lazily),
+    "loss in an attribute": lambda: Part(_keep_loss),
+    "training flag": lambda: Part(lambda part, x: _scale(part, x, 0.1 * part.training)),
+    "forward hook": lambda: _with(Part(_zero), register_forward_hook=_note_call),
+    "forward pre-hook": lambda: _with(Part(_zero), register_forward_pre_hook=_note_call),
+    "backward hook": lambda: _with(Part(_zero), register_full_backward_hook=_note_backward),
+    "tensor hook": lambda: Part(_hook_in_graph),
+    "dropout": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)),
+    "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH)),
+    "old weight norm": lambda: nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)),
+}
+
+# Parts whose state is out of reach.
+LOST: dict[str, Callable[[], nn.Module]] = {
+    "generator of the script": lambda: Part(
+        lambda part, x: _scale(part, x * (torch.rand(x.shape, generator=_GENERATOR) > 0.3), 0.0)
+    ),
+    "counter of the script": lambda: Part(_count_globally),
+    "generator in an object": lambda: Part(lambda part, x: _scale(part, x, _SHARED.generator.random())),
+}
+
+
+def _count_globally(part: Part, x: Tensor) -> Tensor:
+    _SHARED.calls += 1
+    return _scale(part, x, 0.1 * _SHARED.calls)
+
+
+class Stack(nn.Module):
+    """Blocks of parts between two linears."""
+
+    def __init__(self, blocks: list[list[Callable[[], nn.Module]]]) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.layers = nn.ModuleList(nn.Sequential(*(make() for make in parts)) for parts in blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        for layer in self.layers:
+            h = layer(h)
+        result: Tensor = self.head(h).square().mean()
+        losses = [part.loss for part in self.modules() if hasattr(part, "loss")]
+        return result + sum(losses)
+
+
+def _state(model: nn.Module) -> list[Tensor]:
+    """Return the attributes of the parts, and the next number of each random stream, as tensors."""
+    found = [torch.rand(2), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), len(_CALLS)]
+    for part in model.modules():
+        for name in ("calls", "total", "state", "cached", "loss"):
+            found.append(getattr(part, name, 0))
+        seen = getattr(part, "seen", ())
+        found.append(len(seen))
+        generator: Any = getattr(part, "generator", None)
+        found.append(0 if generator is None else torch.rand(2, generator=generator))
+        found.append(part.rng.random() if hasattr(part, "rng") and hasattr(part.rng, "random") else 0)
+    return [torch.as_tensor(value).detach().clone() for value in found]
+
+
+def _seed() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    _GENERATOR.manual_seed(1)
+    _CALLS.clear()
+    _SHARED.calls, _SHARED.generator = 0, random.Random(0)
+
+
+def train(blocks: list[list[Callable[[], nn.Module]]], steps: int = 5, micro: int = 2) -> list[Any]:
+    """Train, with two forwards before their backwards, and return the state after each step."""
+    _seed()
+    model = Stack(blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[Any] = []
+    for step in range(steps):
+        inputs = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + i)) for i in range(micro)]
+        losses = [model(x) for x in inputs]
+        # A script may evaluate before its backward.
+        model.eval()
+        for loss in losses:
+            loss.backward()
+        model.train()
+        found += [*(loss.detach() for loss in losses), *_state(model)]
+        found += [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [param.detach().clone() for param in model.parameters()]
+
+
+def _compare(names: list[str]) -> dict[str, tuple[int, int, int]]:
+    found = {}
+    for name in names:
+        blocks = [[nn.SiLU, PARTS[name]]] * 2
+        stock = train(blocks)
+        calls, left = COUNTERS.calls, COUNTERS.stock_calls
+        with ovpatch.applied("recompute", options=BLOCKS):
+            patched = train(blocks)
+        found[name] = count_differences(stock, patched), COUNTERS.calls - calls, COUNTERS.stock_calls - left
+    return found
+
+
+def test_each_part_is_stocks(ranks: Any) -> None:
+    (found,) = ranks(1)(_compare, list(PARTS))
+    assert {name: changed for name, (changed, _, _) in found.items() if changed} == {}
+    forwards = 2 * 2 * 5
+    for name, (_, calls, left) in found.items():
+        is_hooked = name in ("forward hook", "forward pre-hook")
+        assert (calls, left) == ((0, forwards) if is_hooked else (forwards, 0)), name
+
+
+def _lose(names: list[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        with ovpatch.applied("recompute", options=BLOCKS):
+            try:
+                train([[nn.SiLU, LOST[name]]] * 2)
+                found[name] = "no error"
+            except RecomputeError as error:
+                found[name] = str(error)
+    return found
+
+
+def test_what_is_out_of_reach_is_an_error(ranks: Any) -> None:
+    (found,) = ranks(1)(_lose, list(LOST))
+    for name, text in found.items():
+        assert text.startswith("block layers.1 does not compute the same again: tensor "), f"{name}: {text}"
+        assert text.endswith("set OVPATCH_RECOMPUTE=0."), name
+
+
+def _draw_from_numpy_late() -> str:
+    def draw(part: Part, x: Tensor) -> Tensor:
+        part.calls += 1
+        return _scale(part, x, float(np.random.rand()) if part.calls > 3 else 0.0)
+
+    with ovpatch.applied("recompute", options=BLOCKS):
+        try:
+            train([[lambda: Part(draw, calls=0)]] * 2)
+        except RecomputeError as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_first_draw_from_numpy_in_a_late_call_is_an_error(ranks: Any) -> None:
+    (text,) = ranks(1)(_draw_from_numpy_late)
+    assert "its forward changes 'numpy.random', which earlier ones did not" in text
+
+
+# --- random blocks ---
+
+
+def _draw_blocks(seed: int) -> tuple[list[list[str]], bool]:
+    draw = random.Random(seed)
+    blocks = [[draw.choice(list(PARTS)) for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(2, 3))]
+    is_lost = draw.random() < 0.25
+    if is_lost:
+        draw.choice(blocks)[0] = draw.choice(list(LOST))
+    return blocks, is_lost
+
+
+def _fuzz(seeds: list[int]) -> list[str]:
+    wrong = []
+    for seed in seeds:
+        names, is_lost = _draw_blocks(seed)
+        blocks = [[nn.SiLU, *({**PARTS, **LOST}[name] for name in parts)] for parts in names]
+        is_lost = is_lost and any(
+            not any("forward" in name for name in parts) and any(name in LOST for name in parts) for parts in names
+        )
+        granularity = ("full", "selective")[seed % 2]
+        stock, text = train(blocks, steps=2), "no error"
+        with ovpatch.applied("recompute", options={"recompute": {**BLOCKS["recompute"], "granularity": granularity}}):
+            try:
+                changed = count_differences(stock, train(blocks, steps=2))
+            except RecomputeError as error:
+                text, changed = str(error), 0
+        if changed or is_lost != ("does not compute the same again" in text):
+            wrong.append(f"seed {seed}: {names} {granularity}: {changed} tensors differ, {text}")
+    return wrong
+
+
+def test_random_blocks(ranks: Any) -> None:
+    (wrong,) = ranks(1)(_fuzz, list(range(30)))
+    assert not wrong
+
+
+# --- what else depends on the forward's state ---
+
+
+class _Noisy(nn.Module):
+    """Adds noise of a generator that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, generator: Any) -> Tensor:
+        noise = torch.rand(x.shape, generator=generator["torch"]) * generator["Python"].random()
+        return x + (self.linear(x) * noise).sigmoid()
+
+
+def _pass_generators() -> int:
+    found: list[list[Tensor]] = []
+    for granularity in ("none", "full"):
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.layers = nn.ModuleList(_Noisy() for _ in range(3))
+        recompute(model, granularity)
+        generators = {"torch": torch.Generator().manual_seed(3), "Python": random.Random(3)}
+        x = torch.ones(2, WIDTH)
+        for layer in model.layers:
+            x = layer(x, generators)
+        x.sum().backward()
+        found.append([param.grad.clone() for param in model.parameters()])
+        found[-1] += [torch.rand(2, generator=generators["torch"]), torch.tensor(generators["Python"].random())]
+        recompute(model, "none")
+    return count_differences(*found)
+
+
+def test_generators_may_be_arguments(ranks: Any) -> None:
+    assert ranks(1)(_pass_generators) == [0]
+
+
+def _hook_all_modules() -> tuple[list[int], list[str]]:
+    counts = []
+    handle = nn.modules.module.register_module_forward_hook(_note_call)
+    try:
+        for feature in ((), ("recompute",)):
+            with ovpatch.applied(*feature, options=BLOCKS if feature else None) if feature else _nothing():
+                train([[PARTS["dropout"]]] * 2, steps=1)
+                counts.append(len(_CALLS))
+                report = ovpatch.report().features if feature else []
+    finally:
+        handle.remove()
+    return counts, [text for feature in report if feature.name == "recompute" for text in feature.remarks]
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def test_hooks_of_all_modules_are_called_once(ranks: Any) -> None:
+    ((counts, remarks),) = ranks(1)(_hook_all_modules)
+    assert counts[0] == counts[1] > 0
+    assert [text for text in remarks if "forward hook _note_call of all modules would be called again" in text]
+
+
+def _leave_outputs() -> int:
+    """Return how many calls of blocks are alive after steps that leave a loss in an attribute and never use it."""
+    model = Stack([[lambda: Part(_keep_loss)]] * 2)
+    recompute(model, blocks="layers.*")
+    for _ in range(4):
+        x = torch.randn(4, WIDTH)
+        h = model.enter(x)
+        for layer in model.layers:
+            h = layer(h)
+        h.sum().backward()
+    del h
+    gc.collect()
+    calls = [found for found in gc.get_objects() if type(found) is recomputation.Recomputation]
+    alive = [call for call in calls if call._block in list(model.layers)]
+    recompute(model, "none", blocks="layers.*")
+    return len(alive)
+
+
+def test_a_call_does_not_keep_the_one_before(ranks: Any) -> None:
+    """The graph of an attribute that is never used holds its own call, in stock PyTorch its own tensors."""
+    assert ranks(1)(_leave_outputs) == [2]
+
+
+# --- when values are compared ---
+
+
+def _count_digests() -> dict[str, list[int]]:
+    found = {}
+    real = recomputation._digest
+    for when in ("auto", "always", "never"):
+        counts = found[when] = []
+
+        def count(tensor: Tensor, counts: list[int] = counts) -> Any:
+            counts[-1] += 1
+            return real(tensor)
+
+        options = {"recompute": {**BLOCKS["recompute"], "check": when}}
+        with ovpatch.applied("recompute", options=options), mock.patch.object(recomputation, "_digest", count):
+            model = Stack([[PARTS["dropout"]]] * 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(9):
+                counts.append(0)
+                model(torch.ones(4, WIDTH)).backward()
+                optimizer.step()
+    return found
+
+
+def test_digests_are_taken_in_few_calls(ranks: Any) -> None:
+    (found,) = ranks(1)(_count_digests)
+    assert [index for index, count in enumerate(found["auto"]) if count] == [0, 1, 2, 4, 8]
+    assert all(found["always"])
+    assert not any(found["never"])
+
+
+def test_verify_compares_in_every_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    request = Request(["true"], tmp_path)
+    assert request.make_variant("patched", None).variables["OVPATCH_RECOMPUTE_CHECK"] == "always"
+    assert "OVPATCH_RECOMPUTE_CHECK" not in request.make_variant("stock").variables
+    monkeypatch.setenv("OVPATCH_RECOMPUTE_CHECK", "never")
+    assert "OVPATCH_RECOMPUTE_CHECK" not in request.make_variant("patched", None).variables
+
+
+def _sample_on_device(names: list[str]) -> dict[str, str]:
+    """Train as on a device, where samples are compared and their flags are read at the end of a backward."""
+    reads = 0
+    real = recomputation._check_pending
+
+    def check_pending(task: int) -> None:
+        nonlocal reads
+        assert task != -1
+        reads += 1
+        real(task)
+
+    found = {}
+    exact = mock.patch.object(recomputation, "_is_exact", return_value=False)
+    with exact, mock.patch.object(recomputation, "_check_pending", check_pending):
+        for name in names:
+            reads = 0
+            with ovpatch.applied("recompute", options=BLOCKS):
+                try:
+                    train([[{**PARTS, **LOST}[name]]] * 3, steps=1, micro=1)
+                    text = "no error"
+                except RecomputeError as error:
+                    text = str(error)
+            found[name] = f"{reads} {text}"
+    return found
+
+
+def test_samples_on_devices_are_read_once_a_backward(ranks: Any) -> None:
+    (found,) = ranks(1)(_sample_on_device, ["generator", "generator of the script", "dropout"])
+    assert found["generator"] == found["dropout"] == "1 no error"
+    assert found["generator of the script"].startswith("1 block layers.")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change", "is_other"),
+    [
+        (torch.float32, lambda x: x, False),
+        (torch.float32, lambda x: x * (1 + 1e-6), False),
+        (torch.float32, lambda x: x * 1.01, True),
+        (torch.float32, lambda x: x * (torch.arange(len(x)) != 3), False),  # a route that rounding errors changed
+        (torch.float32, lambda x: x * (torch.arange(len(x)) % 8 != 3), True),
+        (torch.float32, lambda x: torch.where(torch.arange(len(x)) % 8 != 3, x, torch.nan), True),
+        (torch.bfloat16, lambda x: x * (1 + 2**-7), False),
+        (torch.bfloat16, lambda x: x * 1.2, True),
+        (torch.complex64, lambda x: x * 1j, True),
+        (torch.int64, lambda x: x, False),
+        (torch.int64, lambda x: x.flip(0), True),
+        (torch.bool, lambda x: ~x, True),
+    ],
+)
+def test_samples_allow_for_other_orders_of_sums(dtype: torch.dtype, change: Any, is_other: bool) -> None:
+    x = (torch.arange(4000) - 1000).to(dtype)
+    changed = change(x).to(dtype)
+    assert bool(recomputation._differ(*map(recomputation._take_sample, (x, changed)))) is is_other
+
+
+# --- optimizers ---
+
+
+def _walks_of_many_optimizers() -> tuple[int, int, int, int]:
+    walks = 0
+    real, referrers = gc.get_objects, gc.get_referrers
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal walks
+        walks += 1
+        return real(*args, **kwargs)
+
+    def count_referrers(*args: Any) -> Any:
+        nonlocal walks
+        walks += 1
+        return referrers(*args)
+
+    early = Stack([[PARTS["dropout"]]] * 2)
+    loaded = copy.deepcopy(early)
+    with ovpatch.applied("recompute", options=BLOCKS):
+        looked = mock.Mock(wraps=takeover._find_models)
+        with mock.patch.object(gc, "get_objects", count), mock.patch.object(gc, "get_referrers", count_referrers):
+            models = [Stack([[PARTS["dropout"]]] * 2), early, loaded]
+            models.append(copy.deepcopy(Stack([[PARTS["dropout"]]] * 2)))
+            params = [param for model in models for param in model.parameters()]
+            with mock.patch.object(takeover, "_find_models", looked):
+                kept = [torch.optim.SGD([param], lr=0.1) for param in params]
+                kept += [torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1) for _ in range(20)]
+        before = COUNTERS.calls
+        for model in models:
+            model(torch.ones(4, WIDTH)).backward()
+    return walks, looked.call_count, len(kept), COUNTERS.calls - before
+
+
+def test_optimizers_find_their_models_without_a_walk(ranks: Any) -> None:
+    """An optimizer for each parameter looks through each model's parameters once, and never through all objects."""
+    ((walks, looked, optimizers, calls),) = ranks(1)(_walks_of_many_optimizers)
+    assert walks == 0
+    assert calls == 4 * 2
+    assert looked == 4
+    assert optimizers > 50
