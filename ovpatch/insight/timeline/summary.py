@@ -323,7 +323,7 @@ def _exposure(run: TimelineRun) -> str:
     spread = f"; {least} to {most} ms over steps {first} to {last}" if len(exposed) > 1 else ""
     shares = [parts.hidden_share for parts in every if parts.hidden_share is not None]
     if not shares:
-        return f"no communication in {run.counted_in_words}{spread}"
+        return f"no communication in {f'step {first}' if first == last else f'steps {first} to {last}'}"
     where = f"rank {tracks.rank}, {run.counted_in_words}" if len(exposed) == 1 else run.counted_in_words
     return (
         f"{format_ms(run.median_exposed)} of {format_ms(run.median_step)} ms are exposed communication "
