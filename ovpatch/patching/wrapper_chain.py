@@ -161,23 +161,25 @@ def _dynamo_is_here(module: str) -> None:
 # both "importlib" and "_bootstrap" in its name, so that a warning never names the import system.
 _HIDDEN: Final = " (importlib._bootstrap)"
 
-_hidden_codes: Final[dict[types.CodeType, types.CodeType]] = {}
+
+@functools.cache
+def _rename_file(code: types.CodeType) -> types.CodeType:
+    """Return the one hidden form of a code, since Dynamo knows the code to skip by its identity."""
+    return code.replace(co_filename=code.co_filename + _HIDDEN)
 
 
 def _hide_from_warnings(code: types.CodeType, module: dict[str, Any]) -> types.CodeType:
     """Return the code with a file name by which ``warnings.warn`` does not count its frames.
 
-    [Note: warnings that name their caller] ``warnings.warn(..., stacklevel=2)`` names the file and line of the caller,
-    and filters and the once-per-line rule go by them. Frames of dispatchers and wrappers lie between the caller and
-    the original, so each warning would name a file of ovpatch. They are hidden where an original passes ``stacklevel``,
-    and only there, since a traceback through them has the longer file name. ``module`` is the namespace of the module
-    of the code, by which a traceback finds its source lines.
+    ``warnings.warn(..., stacklevel=2)`` names the file and line of the caller, and filters and the once-per-line rule
+    go by them. Frames of dispatchers and wrappers lie between the caller and the original, so each warning would name a
+    file of ovpatch. They are hidden where an original passes ``stacklevel``, and only there, since a traceback through
+    them has the longer file name. ``module`` is the namespace of the code's module, in which a traceback finds the
+    source lines.
     """
-    if code not in _hidden_codes:
-        hidden = code.replace(co_filename=code.co_filename + _HIDDEN)
-        linecache.lazycache(hidden.co_filename, module)
-        _hidden_codes[code] = hidden
-    return _hidden_codes[code]
+    hidden = _rename_file(code)
+    linecache.lazycache(hidden.co_filename, module)
+    return hidden
 
 
 def _warns_of_its_caller(function: Function) -> bool:
@@ -260,7 +262,7 @@ def _build(
     # gets the original's globals (a function written in C has none), and the names in its closure are unusual.
     names = getattr(like, "__globals__", dispatch.__globals__)
     code = dispatch.__code__
-    if _warns_of_its_caller(like):  # [Note: warnings that name their caller]
+    if _warns_of_its_caller(like):
         code = _hide_from_warnings(code, globals())
     installed = types.FunctionType(code, names, dispatch.__name__, None, dispatch.__closure__)
     return installed, switch, lambda: (_ovpatch_calls, traces)

@@ -12,6 +12,7 @@ import pytest
 from ovpatch.cli import main
 from ovpatch.insight import variants
 from ovpatch.insight.verify.verify import Conclusion
+from tests.insight.programs import ROOT
 from tests.support.environment import clean, cleaned, free_port
 from tests.support.fake_plugins import Site
 from tests.support.preloaded import preloaded
@@ -194,12 +195,18 @@ def test_two_nodes_wait_for_no_rank_in_the_folder_of_the_other(site, tmp_path):
     (tmp_path / "node.py").write_text(NODE)
     (tmp_path / "train.py").write_text(TWO_NODES)
     job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    port = {"MASTER_PORT": str(free_port())}
+    job |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": f"{site.folder}{os.pathsep}{ROOT}"}
     line = ["verify", "--steps=2", "--features=counts", "--", *preloaded(), str(tmp_path / "train.py")]
     nodes = [
         subprocess.Popen(
             [*preloaded(), str(tmp_path / "node.py"), *line],
-            env={**clean(os.environ), **job, **port, "RANK": str(node), "PYTHONPATH": str(site.folder)},
+            env={
+                **clean(os.environ),
+                **job,
+                **port,
+                "RANK": str(node),
+                "PYTHONPATH": f"{site.folder}{os.pathsep}{ROOT}",
+            },
             stdout=subprocess.PIPE,
             text=True,
         )
