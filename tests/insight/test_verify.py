@@ -200,13 +200,7 @@ def test_two_nodes_wait_for_no_rank_in_the_folder_of_the_other(site, tmp_path):
     nodes = [
         subprocess.Popen(
             [*preloaded(), str(tmp_path / "node.py"), *line],
-            env={
-                **clean(os.environ),
-                **job,
-                **port,
-                "RANK": str(node),
-                "PYTHONPATH": f"{site.folder}{os.pathsep}{ROOT}",
-            },
+            env={**clean(os.environ), **job, "RANK": str(node)},
             stdout=subprocess.PIPE,
             text=True,
         )
