@@ -101,7 +101,7 @@ def _did_anything(merged: Mapping[str, Any]) -> bool:
 
 
 _UNFINISHED: Final = (
-    "{} left no last report, because it was killed or ended by os._exit. What it did since its start is not counted"
+    "{} left no last report, because it was killed or called os._exit. Its work since its start is not counted"
 )
 
 _NO_WORK: Final = (

@@ -169,9 +169,9 @@ class _NodeMarks:
         self._kind = kind
         self._store: torch.distributed.Store | None = None
         node = get_node_ranks()
-        self._others = [rank for rank in range(get_world_size()) if rank not in node]
+        self._remote_ranks = [rank for rank in range(get_world_size()) if rank not in node]
         group = torch.distributed.group.WORLD if torch.distributed.is_available() else None
-        if self._others and group is not None:
+        if self._remote_ranks and group is not None:
             from ovpatch.overlap.comm.kept_state import group_store  # only a job of several nodes needs it
 
             self._store = group_store(group)
@@ -187,7 +187,7 @@ class _NodeMarks:
         """Return the ranks of other nodes without such a mark; none if the store has ended, as all ranks leave then."""
         with suppress(RuntimeError):
             if self._store is not None:
-                return {rank for rank in self._others if not self._store.check([self._key(rank)])}
+                return {rank for rank in self._remote_ranks if not self._store.check([self._key(rank)])}
         return set()
 
     def _key(self, rank: int) -> str:
@@ -207,7 +207,7 @@ def exit_with_peers(directory: Path) -> None:
     (directory / f"left-{get_rank()}").touch()
     left = _NodeMarks("exit")
     left.set_mark()
-    # A node without a tool goes on, so its ranks are not waited for.
+    # A node without a tool continues, so this rank does not wait for its ranks.
     unobserved = _NodeMarks("steps").find_missing()
     node = get_node_ranks()
     deadline = time.monotonic() + PATIENCE

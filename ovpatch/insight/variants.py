@@ -314,11 +314,12 @@ def name_process(pid: int, ranks: Mapping[int, str]) -> str:
 
 def describe_node(folder: Path) -> str:
     """Return the ranks that this node saw of a job on several nodes, in words; "" if it saw all ranks."""
-    found = [one for one in workers.read_reports(folder, "process") if one.get("world_size") and one["rank"]]
-    world = max((int(one["world_size"]) for one in found), default=0)
-    several = any(int(one["local_world_size"] or world) < world for one in found)
-    seen = sorted({int(one["rank"]) for one in found})
-    if not several or len(seen) >= world:
+    reports = workers.read_reports(folder, "process")
+    launched = [report for report in reports if report.get("world_size") and report["rank"]]
+    world = max((int(report["world_size"]) for report in launched), default=0)
+    has_more_nodes = any(int(report["local_world_size"] or world) < world for report in launched)
+    seen = sorted({int(report["rank"]) for report in launched})
+    if not has_more_nodes or len(seen) >= world:
         return ""
     listed = f"ranks {seen[0]} to {seen[-1]}" if len(seen) > 1 else f"rank {seen[0]}"
     return f"this node saw {listed} of {world}"

@@ -152,7 +152,8 @@ def _torch_is_here(_module: str) -> None:
 def _dynamo_is_here(module: str) -> None:
     skip = getattr(sys.modules[module], "skip_code", None)
     if skip is not None:  # [Note: skipped frames]
-        code = _build(_never, _never)[0].__code__  # all installed functions share it, or its hidden form
+        # All installed functions share this code object, or its hidden form.
+        code = _build(_never, _never)[0].__code__
         skip(code)
         skip(_hide_from_warnings(code, globals()))
 
@@ -172,7 +173,7 @@ def _hide_from_warnings(code: types.CodeType, module: dict[str, Any]) -> types.C
     """Return the code with a file name by which ``warnings.warn`` does not count its frames.
 
     ``warnings.warn(..., stacklevel=2)`` names the file and line of the caller, and filters and the once-per-line rule
-    go by them. Frames of dispatchers and wrappers lie between the caller and the original, so each warning would name a
+    go by them. Frames of dispatchers and wrappers are between the caller and the original, so each warning would name a
     file of ovpatch. They are hidden where an original passes ``stacklevel``, and only there, since a traceback through
     them has the longer file name. ``module`` is the namespace of the code's module, in which a traceback finds the
     source lines.
@@ -183,7 +184,7 @@ def _hide_from_warnings(code: types.CodeType, module: dict[str, Any]) -> types.C
 
 
 def _warns_of_its_caller(function: Function) -> bool:
-    """Whether a function, or one that it wraps, passes ``stacklevel`` to a call."""
+    """Return whether a function, or a function that it wraps, passes ``stacklevel`` to a call."""
     seen: list[Any] = []
     while function is not None and function not in seen:
         constants = getattr(getattr(function, "__code__", None), "co_consts", ())

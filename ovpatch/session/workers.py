@@ -36,7 +36,7 @@ def merge_reports(reports: Sequence[_Json]) -> dict[str, Any]:
     Counters are summed. After an elastic restart only the last generation of each rank counts; the earlier ones stay in
     ``processes``. The merged report has None as ``pid`` and ``rank``; it has ``processes`` (pid, rank, restart), also
     for each feature (state, reason and counters of each process). ``unfinished`` names the ranks that left no last
-    report, because they were killed or ended by ``os._exit``.
+    report, because they were killed or called ``os._exit``.
     """
     if not reports:
         raise ValueError("there are no reports to merge; at least one process must have reported")

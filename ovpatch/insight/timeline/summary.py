@@ -60,8 +60,10 @@ class TimelineRun:
     name: str  # ``stock``, ``patched`` or another
     ranks: tuple[RankTracks, ...]  # tracks by rank
     steps: tuple[int, ...]  # numbers of the steps, in order
-    shown: int  # number of the step to show: the nearest to the medians
-    counted: tuple[int, ...]  # numbers of the steps of the medians; of two runs the steps that both have
+    # Number of the step to show, the nearest to the medians.
+    shown: int
+    # Numbers of the steps of the medians; of two runs the steps that both have.
+    counted: tuple[int, ...]
 
     @property
     def remarks(self) -> list[str]:
@@ -117,7 +119,7 @@ def make_run(name: str, ranks: Sequence[RankTracks]) -> TimelineRun:
 def align_runs(runs: Sequence[TimelineRun]) -> list[TimelineRun]:
     """Return the runs with medians over the steps that all of them have, and with one step to show.
 
-    Steps differ by what the script does in them, so medians over different steps would compare different work. Runs
+    The script does different work in each step, so medians over different steps would compare different work. Runs
     without a common step, as traces of different origin, stay as they are.
     """
     common = set.intersection(*(set(run.steps) for run in runs))
@@ -163,10 +165,10 @@ def group_communications(tracks: RankTracks, step: Step) -> tuple[CollectiveGrou
     """
     members: dict[tuple[str, str], list[Span]] = defaultdict(list)
     covered = step.start
-    for one in sorted(tracks.communications, key=lambda one: (one.start, one.end)):
-        if one.start < step.end and one.end > step.start:
-            end = min(one.end, step.end)
-            members[one.collective, one.phase].append((max(one.start, covered), end))
+    for communication in sorted(tracks.communications, key=lambda found: (found.start, found.end)):
+        if communication.start < step.end and communication.end > step.start:
+            end = min(communication.end, step.end)
+            members[communication.collective, communication.phase].append((max(communication.start, covered), end))
             covered = max(covered, end)
     groups = []
     for (collective, phase), spans in members.items():
@@ -187,7 +189,7 @@ class Efficiency(NamedTuple):
 def compute_efficiency(stock: TimelineRun, patched: TimelineRun) -> Efficiency | None:
     """Return overlap efficiency; None for pipelines, for fewer than :data:`MIN_STEPS`, or if stock exposes nothing.
 
-    A pipeline's ranks mostly wait for each other, in receives that a trace cannot tell from transfers.
+    A pipeline's ranks mostly wait for each other, in receives that look like transfers in a trace.
     """
     before, after = ([parts.exposed for parts in run.list_worst_parts()] for run in (stock, patched))
     if has_pipeline([stock, patched]) or min(len(before), len(after)) < MIN_STEPS or not min(before):
@@ -287,8 +289,8 @@ def list_conclusions(runs: Sequence[TimelineRun]) -> Iterator[str]:
         yield f"{run.name}: {_exposure(run)}"
         if has_pipeline([run]):
             bubble, several = format_percent(measure_bubble(run)), len(run.counted) > 1
-            told = f"a step is bubble, {run.counted_in_words}" if several else f"{run.counted_in_words} is bubble"
-            yield f"{run.name}: {bubble} of {told}, the mean of ranks"
+            where = f"a step is bubble, {run.counted_in_words}" if several else f"{run.counted_in_words} is bubble"
+            yield f"{run.name}: {bubble} of {where}, the mean of ranks"
     if len(runs) == 2 and runs[0].counted != runs[1].counted:
         yield "The runs have no step in common, so medians are over different steps."
     if len(runs) == 2 and not is_pipeline:

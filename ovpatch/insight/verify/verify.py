@@ -494,7 +494,8 @@ def _describe_failure(stock: Outcome, patched: Outcome) -> str:
 def _describe_end(outcome: Outcome) -> str:
     found = variants.find_exception_name(outcome.read_log())
     by = f" by {found}" if found else ""
-    with suppress(ValueError):  # a code above 128 may also be the script's own
+    # A code above 128 may also be the script's own.
+    with suppress(ValueError):
         by = by or f" by {signal.Signals(outcome.code - 128).name}"
     return f"after step {variants.read_furthest_step(outcome.folder)} with exit code {outcome.code}{by}"
 
