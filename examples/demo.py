@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import torch
@@ -44,7 +44,6 @@ OUT = ROOT / ".demo"
 FEATURE = "ddp"
 MAX_GPUS = 8
 STALL_S = 300.0  # a run that shows no new step for so long has hung
-SETTLED = 5  # steps left out of the medians: allocators and caches warm up
 FLOOR = 1e-6  # differences up to this are never held against a run on more than two ranks
 BY_PARTS = "dist_optimizer"
 LAST_BITS = 1e-5  # of a norm that is summed from parts
@@ -66,11 +65,6 @@ class Run:
     returncode: int = 0
     output: str = ""
     seconds: float = 0.0
-
-    @property
-    def median_ms(self) -> float:
-        times = [entry["ms"] for entry in self.entries]
-        return median(times[SETTLED:] or times)
 
 
 # --- running -------------------------------------------------------------------------------------------------------
@@ -225,26 +219,27 @@ def check_worker(rank: int, worker: Mapping[str, Any] | None) -> list[str]:
 
 
 def show_runs(console: Console, stock: Run, patched: Run) -> None:
-    """Print losses and step times of some steps side by side, and what they come to."""
+    """Print losses and gradient norms of some steps side by side, and their largest differences.
+
+    One run of each on a machine that may be busy shows no speed, so no times are printed.
+    """
     table = Table("step", title="the same script, stock and patched", title_justify="left")
-    for column in ("stock loss", "patched loss", "|difference|", "stock ms", "patched ms"):
+    for column in ("stock loss", "patched loss", "|difference|", "stock norm", "patched norm", "|difference|"):
         table.add_column(column, justify="right")
     last = len(stock.entries) - 1
     for i in sorted({0, 1, 2, 5, *range(10, last, max(10, last // 6 // 10 * 10)), last} & set(range(last + 1))):
-        a, b = stock.entries[i], patched.entries[i]
-        gap = abs(a["loss"] - b["loss"])
-        times = (f"{entry['ms']:.1f}" for entry in (a, b))
-        table.add_row(str(i), f"{a['loss']:.6f}", f"{b['loss']:.6f}", f"{gap:.3g}", *times)
-    table.add_section()
-    table.add_row("median", "", "", "", f"{stock.median_ms:.1f}", f"{patched.median_ms:.1f}", style="bold")
+        cells = []
+        for key in ("loss", "grad_norm"):
+            a, b = stock.entries[i][key], patched.entries[i][key]
+            cells += [f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.3g}"]
+        table.add_row(str(i), *cells)
     console.print(table)
     final = mean(entry["loss"] for entry in stock.entries[-10:])
     gaps = (largest_difference(stock, patched, key) for key in ("loss", "grad_norm"))
     for line in (
         f"the loss fell from {stock.entries[0]['loss']:.3f} to {final:.3f}, the mean of the last ten steps",
         "largest difference over all steps: loss {:.3g}, gradient norm {:.3g}".format(*gaps),
-        f"step time, patched over stock: {patched.median_ms / stock.median_ms:.3f} (one run each on a machine that may "
-        "be busy: benchmarks/ measures)",
+        "whether it is faster: ovpatch bench -- torchrun … measures that, in several runs of each",
     ):
         console.print(line, highlight=False)
 

@@ -252,6 +252,27 @@ def test_never_called_is_said_of_workers_but_not_of_a_parent_while_others_work()
     assert merge_reports([report(busy, rank=0), report(idle, rank=None, pid=7)])["features"][0]["remarks"] == []
 
 
+def test_a_rank_without_a_last_report_is_named_and_is_not_called_idle():
+    killed = {**report(feature(remarks=(NEVER_CALLED, "r"), counters={"n": 0}), rank=1), "finished": False}
+    merged = merge_reports([{**report(feature(remarks=("r",), counters={"n": 1})), "finished": True}, killed])
+    assert merged["features"][0]["remarks"] == ["r"]
+    assert merged["unfinished"] == ["rank 1"]
+    child = {**report(rank=None, pid=7), "finished": False}
+    assert merge_reports([report(rank=0), child])["unfinished"] == [], "a helper is no rank"
+
+
+def test_a_process_without_a_rank_that_never_imported_the_target_is_no_difference():
+    """As the parent of spawned ranks, or a fork server: its patch stays pending."""
+    pending = feature(state="pending", reason="m is not imported yet")
+    merged = merge_reports([report(rank=0), report(pending, rank=None, pid=4130)])
+    assert (merged["features"][0]["state"], merged["features"][0]["reason"]) == ("applied", "")
+    merged = merge_reports([report(rank=0), report(pending, rank=1)])
+    assert merged["features"][0]["state"] == "pending"
+    assert "pending (m is not imported yet) on rank 1" in merged["features"][0]["reason"], "a rank is one"
+    merged = merge_reports([report(pending, rank=None, pid=7)])
+    assert merged["features"][0]["state"] == "pending", "where all are pending, that is the state"
+
+
 def test_after_an_elastic_restart_the_last_generation_counts():
     first = [report(feature(counters={"n": 50}), rank=rank, pid=rank + 1) for rank in (0, 1)]
     second = [report(feature(counters={"n": 3}), rank=rank, pid=rank + 11, restart=1) for rank in (0, 1)]

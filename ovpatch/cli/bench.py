@@ -15,6 +15,7 @@ from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.bench import analysis, rounds
 from ovpatch.insight.bench.analysis import BenchFigures, UserFigures, compute_figures
 from ovpatch.insight.bench.rounds import PATCHED, STOCK, BenchPlan, BenchRuns, FailedError, StoppedError
+from ovpatch.insight.variants import Outcome
 from ovpatch.session import workers
 from ovpatch.session.report import wants_colour
 
@@ -93,17 +94,20 @@ def _data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, An
 
 def _explain(error: FailedError, out: Path | None) -> ExitCode:
     """Print which run failed and how, and return the exit code."""
-    outcome, code = error.outcome, ExitCode.UNDECIDED if error.kind == STOCK else ExitCode.PROBLEM
+    outcome = error.outcome
+    code = ExitCode.UNDECIDED if error.kind == STOCK or outcome.waits_in_tool else ExitCode.PROBLEM
     if not outcome.code:  # it took too few steps
         return _fail(f"{str(error).rstrip('.')}.", code)
     for pid, stacks in outcome.stacks.items() if outcome.timed_out else ():
         print(f"--- stacks of process {pid}\n{stacks.rstrip()}", file=sys.stderr)
     print(f"--- how it ended\n{outcome.read_failure()}\n---", file=sys.stderr)
     where = f"The whole log: {outcome.log}" if out is not None else "Keep whole logs with --out DIR."
-    return _fail(f"{str(error).rstrip('.')}. {_whose(error.kind)} {where}", code)
+    return _fail(" ".join(filter(None, (f"{str(error).rstrip('.')}.", _whose(error.kind, outcome), where))), code)
 
 
-def _whose(kind: str) -> str:
+def _whose(kind: str, outcome: Outcome) -> str:
+    if outcome.waits_in_tool:
+        return ""
     if kind == STOCK:
         return "This is the stock run: it is not ovpatch's doing."
     return "The stock run did not." if kind == PATCHED else "The stock run and the run with all features did not."

@@ -75,6 +75,8 @@ def _conclude(code: int, directory: Path, file: Path | None, *, full: bool) -> i
             _say(f"{len(reports)} process{plural} reported\n{format_report(merged, colour=wants_colour(sys.stderr))}")
         else:
             print(summarise_report(merged, len(reports)), file=sys.stderr)
+        if merged["unfinished"]:
+            _say(_UNFINISHED.format(", ".join(merged["unfinished"])))
         if code == ExitCode.OK and not _did_anything(merged):
             _say(_NO_WORK)
     if file is not None:
@@ -97,6 +99,10 @@ def _did_anything(merged: Mapping[str, Any]) -> bool:
     ]
     return not all(idle)
 
+
+_UNFINISHED: Final = (
+    "{} left no last report, because it was killed or called os._exit. Its work since its start is not counted"
+)
 
 _NO_WORK: Final = (
     "nothing was accelerated: the script used nothing that a feature takes over (DistributedDataParallel on several "

@@ -157,6 +157,8 @@ class Row:
     allowed: float | None = None  # largest difference within noise; None if none is tolerated or nothing differs
     first_index: tuple[int, ...] | None = None  # index of the first value that differs
     note: str = ""  # what differs, in words
+    # Name of the rule that decided; "" if the verdict follows from the equality rule alone.
+    rule: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON types; an infinite difference becomes the text ``inf``."""

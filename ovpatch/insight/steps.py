@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -124,6 +125,8 @@ class StepCounter:
         mine = self._counts[optimizer] = self._counts.get(optimizer, joined) + 1
         if mine > self.count:
             self.count, self._latest = mine, ref(optimizer)
+            if mine == 1:
+                _NodeMarks("steps").set_mark()
             self._at_border(mine)
             self._write_count()
 
@@ -147,20 +150,74 @@ def get_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1") or 1)
 
 
+def get_node_ranks() -> range:
+    """Return the ranks of this node if the launcher numbers them, as torchrun does; otherwise all ranks of the job."""
+    first, count = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if not (first.isdigit() and count.isdigit()):
+        return range(get_world_size())
+    start = get_rank() - int(first)
+    return range(start, start + int(count))
+
+
+class _NodeMarks:
+    """Marks of one kind that ranks leave in the job's store for the ranks of other nodes.
+
+    Each node has its own folder, so marks in files do not reach other nodes. A job of one node has none of these marks.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._store: torch.distributed.Store | None = None
+        node = get_node_ranks()
+        self._remote_ranks = [rank for rank in range(get_world_size()) if rank not in node]
+        group = torch.distributed.group.WORLD if torch.distributed.is_available() else None
+        if self._remote_ranks and group is not None:
+            from ovpatch.overlap.comm.kept_state import group_store  # only a job of several nodes needs it
+
+            self._store = group_store(group)
+
+    def set_mark(self) -> None:
+        """Set the mark of this rank."""
+        # The store ends with the process that serves it, and the script must not fail by that.
+        with suppress(RuntimeError):
+            if self._store is not None:
+                self._store.set(self._key(get_rank()), "")
+
+    def find_missing(self) -> set[int]:
+        """Return the ranks of other nodes without such a mark; none if the store has ended, as all ranks leave then."""
+        with suppress(RuntimeError):
+            if self._store is not None:
+                return {rank for rank in self._remote_ranks if not self._store.check([self._key(rank)])}
+        return set()
+
+    def _key(self, rank: int) -> str:
+        return f"ovpatch: {self._kind} of rank {rank}"
+
+
 def exit_with_peers(directory: Path) -> None:
     """End this process with exit code 0, together with the other ranks. Does not return.
 
     A rank that ends early tears down connections on which a peer still receives its last collective, so the ranks wait
-    for each other, by marks in a folder that all hosts see. They end by ``os._exit``: an exception would run the
-    script's clean-up, whose collectives the other ranks do not enter.
+    for each other: those of one node by marks in their folder, those of other nodes by marks in the job's store, if a
+    tool counts steps there as well. They end by ``os._exit``: an exception would run the script's clean-up, whose
+    collectives the other ranks do not enter.
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     (directory / f"left-{get_rank()}").touch()
+    left = _NodeMarks("exit")
+    left.set_mark()
+    # A node without a tool continues, so this rank does not wait for its ranks.
+    unobserved = _NodeMarks("steps").find_missing()
+    node = get_node_ranks()
     deadline = time.monotonic() + PATIENCE
-    while len(list(directory.glob("left-*"))) < get_world_size() and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        # A folder that several nodes share has marks of their ranks as well.
+        here = sum((directory / f"left-{rank}").exists() for rank in node)
+        if here == len(node) and left.find_missing() <= unobserved:
+            break
         time.sleep(0.02)
-    workers.write_report_now()
+    workers.write_report_now(is_last=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

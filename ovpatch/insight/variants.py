@@ -140,6 +140,14 @@ class Outcome:
         """Errors of ovpatch or the tool in a process: pid, rank and error."""
         return workers.read_reports(self.folder, "failed")
 
+    @property
+    def waits_in_tool(self) -> str:
+        """Description of a process that hung in code of a tool and not in the script; "" if there is none."""
+        found = {pid: match for pid, stacks in self.stacks.items() if (match := _IN_TOOL.search(stacks))}
+        for pid, match in found.items():
+            return f"{name_process(pid, read_ranks(self.folder))} waits in ovpatch's {match['name']}()"
+        return ""
+
     def read_log(self) -> str:
         """Return the command's output."""
         return self.log.read_text(encoding="utf-8", errors="replace")
@@ -149,6 +157,10 @@ class Outcome:
         return find_failure(self.read_log())
 
 
+# The innermost frame of a thread, as faulthandler writes it, in a file of this package.
+_IN_TOOL: Final = re.compile(
+    rf'\(most recent call first\):\n  File "{re.escape(str(Path(__file__).parent))}/[^"]*", line \d+ in (?P<name>\w+)'
+)
 _HEAD: Final = re.compile(r"^(\[rank\d+\]: ?)?Traceback \(most recent call last\):$")
 _LAUNCHERS: Final = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CalledProcessError")
 _LAUNCHERS_LOG: Final = re.compile(r"[WE]\d{4} \S+ \d+ \S*torch/distributed/")  # torchrun's own lines
@@ -293,6 +305,24 @@ def list_processes(folder: Path) -> list[int]:
 def read_ranks(folder: Path) -> dict[int, str]:
     """Return the ranks of the processes that signed in, by process id, where the launcher set one."""
     return {one["pid"]: one["rank"] for one in workers.read_reports(folder, "process") if one.get("rank") is not None}
+
+
+def name_process(pid: int, ranks: Mapping[int, str]) -> str:
+    """Return the name of a process for the user, with its rank if that is known."""
+    return f"rank {ranks[pid]} (process {pid})" if pid in ranks else f"process {pid}"
+
+
+def describe_node(folder: Path) -> str:
+    """Return the ranks that this node saw of a job on several nodes, in words; "" if it saw all ranks."""
+    reports = workers.read_reports(folder, "process")
+    launched = [report for report in reports if report.get("world_size") and report["rank"]]
+    world = max((int(report["world_size"]) for report in launched), default=0)
+    has_more_nodes = any(int(report["local_world_size"] or world) < world for report in launched)
+    seen = sorted({int(report["rank"]) for report in launched})
+    if not has_more_nodes or len(seen) >= world:
+        return ""
+    listed = f"ranks {seen[0]} to {seen[-1]}" if len(seen) > 1 else f"rank {seen[0]}"
+    return f"this node saw {listed} of {world}"
 
 
 def _is_alive(pid: int, folder: Path) -> bool:

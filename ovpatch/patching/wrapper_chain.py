@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import linecache
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -151,7 +152,47 @@ def _torch_is_here(_module: str) -> None:
 def _dynamo_is_here(module: str) -> None:
     skip = getattr(sys.modules[module], "skip_code", None)
     if skip is not None:  # [Note: skipped frames]
-        skip(_build(_never, _never)[0].__code__)  # all installed functions share this code object
+        # All installed functions share this code object, or its hidden form.
+        code = _build(_never, _never)[0].__code__
+        skip(code)
+        skip(_hide_from_warnings(code, globals()))
+
+
+# Part of the file name of a hidden frame. warnings.warn(), in Python 3.10 to 3.14, does not count frames whose file has
+# both "importlib" and "_bootstrap" in its name, so that a warning never names the import system.
+_HIDDEN: Final = " (importlib._bootstrap)"
+
+
+@functools.cache
+def _rename_file(code: types.CodeType) -> types.CodeType:
+    """Return the one hidden form of a code, since Dynamo knows the code to skip by its identity."""
+    return code.replace(co_filename=code.co_filename + _HIDDEN)
+
+
+def _hide_from_warnings(code: types.CodeType, module: dict[str, Any]) -> types.CodeType:
+    """Return the code with a file name by which ``warnings.warn`` does not count its frames.
+
+    ``warnings.warn(..., stacklevel=2)`` names the file and line of the caller, and filters and the once-per-line rule
+    go by them. Frames of dispatchers and wrappers are between the caller and the original, so each warning would name a
+    file of ovpatch. They are hidden where an original passes ``stacklevel``, and only there, since a traceback through
+    them has the longer file name. ``module`` is the namespace of the code's module, in which a traceback finds the
+    source lines.
+    """
+    hidden = _rename_file(code)
+    linecache.lazycache(hidden.co_filename, module)
+    return hidden
+
+
+def _warns_of_its_caller(function: Function) -> bool:
+    """Return whether a function, or a function that it wraps, passes ``stacklevel`` to a call."""
+    seen: list[Any] = []
+    while function is not None and function not in seen:
+        constants = getattr(getattr(function, "__code__", None), "co_consts", ())
+        if any("stacklevel" in names for names in constants if isinstance(names, tuple)):
+            return True
+        seen.append(function)
+        function = getattr(function, "__wrapped__", None)  # type: ignore[assignment]  # None ends the loop
+    return False
 
 
 def watch_for_torch() -> None:
@@ -221,7 +262,10 @@ def _build(
     # TorchScript compiles the source of the original with the globals and the closure of the installed function. So it
     # gets the original's globals (a function written in C has none), and the names in its closure are unusual.
     names = getattr(like, "__globals__", dispatch.__globals__)
-    installed = types.FunctionType(dispatch.__code__, names, dispatch.__name__, None, dispatch.__closure__)
+    code = dispatch.__code__
+    if _warns_of_its_caller(like):
+        code = _hide_from_warnings(code, globals())
+    installed = types.FunctionType(code, names, dispatch.__name__, None, dispatch.__closure__)
     return installed, switch, lambda: (_ovpatch_calls, traces)
 
 
@@ -322,6 +366,8 @@ class WrapperChain:
                 patch,
             )
         self._check_signature(patch, function)
+        if isinstance(function, types.FunctionType) and _warns_of_its_caller(self.original):
+            function.__code__ = _hide_from_warnings(function.__code__, function.__globals__)
         return function
 
     def check_replacement(self, patch: Patch) -> Function:

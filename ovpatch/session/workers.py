@@ -35,7 +35,8 @@ def merge_reports(reports: Sequence[_Json]) -> dict[str, Any]:
 
     Counters are summed. After an elastic restart only the last generation of each rank counts; the earlier ones stay in
     ``processes``. The merged report has None as ``pid`` and ``rank``; it has ``processes`` (pid, rank, restart), also
-    for each feature (state, reason and counters of each process).
+    for each feature (state, reason and counters of each process). ``unfinished`` names the ranks that left no last
+    report, because they were killed or called ``os._exit``.
     """
     if not reports:
         raise ValueError("there are no reports to merge; at least one process must have reported")
@@ -47,6 +48,7 @@ def merge_reports(reports: Sequence[_Json]) -> dict[str, Any]:
         "pid": None,
         "rank": None,
         "processes": [{"pid": r["pid"], "rank": r["rank"], "restart": r.get("restart", 0)} for r in ordered],
+        "unfinished": [_identify(r)["label"] for r in counted if r["rank"] is not None and not _is_finished(r)],
         "features": [_merge_feature(name, counted) for name in names],
         "patches": _merge_patches(counted),
     }
@@ -86,13 +88,24 @@ def _merge_feature(name: str, reports: Sequence[_Json]) -> dict[str, Any]:
     }
 
 
+def _is_finished(report: _Json) -> bool:
+    """Return whether a report is the last one of its process; an earlier one shows less than the process did."""
+    return bool(report.get("finished", True))
+
+
 def _identify(report: _Json) -> dict[str, Any]:
     rank, pid = report["rank"], report["pid"]
-    return {"pid": pid, "rank": rank, "label": f"rank {rank}" if rank is not None else f"process {pid}"}
+    label = f"rank {rank}" if rank is not None else f"process {pid}"
+    return {"pid": pid, "rank": rank, "finished": _is_finished(report), "label": label}
 
 
 def _merge_state(parts: Sequence[tuple[_Json, _Json]], absent: Sequence[_Json]) -> tuple[str, str]:
-    """Return the common state and reason, or the worst state and the processes in each state."""
+    """Return the common state and reason, or the worst state and the processes in each state.
+
+    A process without a rank, such as a parent or a fork server, may never import the target of a patch. Its pending
+    patches are no difference.
+    """
+    parts = [pair for pair in parts if pair[0]["rank"] is not None or pair[1]["state"] != "pending"] or parts
     seen = {(part["state"], part["reason"]) for _, part in parts}
     if len(seen) == 1 and not absent:
         return next(iter(seen))
@@ -112,12 +125,14 @@ def _merge_state(parts: Sequence[tuple[_Json, _Json]], absent: Sequence[_Json]) 
 def _merge_remarks(parts: Sequence[tuple[_Json, _Json]], *, worked: bool) -> list[str]:
     """Collect remarks, each once with its processes.
 
-    A parent that only spawns workers is always idle, so its idleness is left out if another process did work.
+    A parent that only spawns workers is always idle, so its idleness is left out if another process did work. So is the
+    idleness of a process without a last report, which may have worked since.
     """
     owners: dict[str, list[_Json]] = {}
     for process, part in parts:
         for remark in part["remarks"]:
-            if not (remark in IDLE and worked and process["rank"] is None):
+            is_unknown = not process["finished"] or (worked and process["rank"] is None)
+            if not (remark in IDLE and is_unknown):
                 owners.setdefault(remark, []).append(process)
     total = len(parts)
     return [
@@ -212,26 +227,35 @@ class _Reporter:
         born = self._born.setdefault(os.getpid(), time.time_ns())
         return self._directory / f"worker-{os.getpid()}-{born}.json"
 
-    def write(self) -> None:
+    def write(self, *, is_last: bool = False) -> None:
         """Write the current report. A missing directory, as on another machine, is no error."""
         if not self._directory.is_dir():
             logger.debug("no directory %s here: this process does not report to `ovpatch run`", self._directory)
             return
         data = subtract_report(self._make_report().to_json(), self._base)
         data["restart"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
+        data["finished"] = is_last
         worked = any(count for feature in data["features"] for count in feature["counters"].values())
         if current_process().daemon and not worked:  # of a pool or data loader
             self.get_path().unlink(missing_ok=True)
         else:
             save_json(self.get_path(), data)
 
-    def write_at_exit(self) -> None:
-        """Write the last report of a process that may train; never raises."""
+    def write_safely(self, *, is_last: bool) -> None:
+        """Write the report of a process that may train; never raises."""
         try:
             if may_train():
-                self.write()
+                self.write(is_last=is_last)
         except Exception as error:  # noqa: BLE001  # an error at exit would change the script's exit status
-            logger.debug("the last report was not written: %r", error)
+            logger.debug("the report was not written: %r", error)
+
+    def write_at_exit(self) -> None:
+        """Write the last report of a process that may train; never raises."""
+        self.write_safely(is_last=True)
+
+    def write_after_fork(self) -> None:
+        """Write the first report of a forked child that may train; never raises."""
+        self.write_safely(is_last=False)
 
     def keep_counts(self) -> None:
         """Keep the counts before a fork, so that the child does not report them again."""
@@ -258,7 +282,7 @@ def start_reporting(make_report: Callable[[], Report]) -> None:
         _reporter = _Reporter(Path(directory), make_report)
         os.register_at_fork(before=_reporter.keep_counts, after_in_child=_reporter.subtract_parent)
         write_at_exit(_reporter.write_at_exit)
-        util.register_after_fork(_reporter, _Reporter.write_at_exit)
+        util.register_after_fork(_reporter, _Reporter.write_after_fork)
     if may_train():
         _reporter.write()
 
@@ -268,10 +292,10 @@ def may_train() -> bool:
     return get_process_role() == "worker" or parent_process() is not None
 
 
-def write_report_now() -> None:
-    """Write the report of a process that will exit without :mod:`atexit`."""
+def write_report_now(*, is_last: bool) -> None:
+    """Write the report of a process that may be killed, or the last one before an exit without :mod:`atexit`."""
     if _reporter is not None:
-        _reporter.write_at_exit()
+        _reporter.write_safely(is_last=is_last)
 
 
 _exit_actions: list[Callable[[], None]] = []
@@ -378,7 +402,8 @@ def _sign_in_again(directory: Path) -> None:
 
 def register_process(directory: Path) -> None:
     """Write the pid of this process and its rank, if known, and install the handler that dumps its stacks."""
-    identity = {"pid": os.getpid(), "born": time.time(), "rank": os.environ.get("RANK")}
+    launched = {name.lower(): os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    identity = {"pid": os.getpid(), "born": time.time(), **launched}
     save_json(directory / f"process-{os.getpid()}.json", identity)
     stacks = (directory / f"stacks-{os.getpid()}.txt").open("w", encoding="utf-8")
     faulthandler.register(STACKS, file=stacks, all_threads=True, chain=False)  # keeps the file open

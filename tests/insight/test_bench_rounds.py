@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from ovpatch.cli import main
-from ovpatch.insight import variants
+from ovpatch.insight import steps, variants
 from ovpatch.insight.bench import rounds
 from tests.support.environment import forget
 
@@ -24,6 +24,7 @@ class Machine:
     def __init__(self):
         self.ran: list[variants.Variant] = []
         self.counters = {"ddp": 3}
+        self.identity = {}  # what each process says of the job when it signs in
         self.rank = {}  # changes to what a rank leaves
         self.ends = {}  # by the name of a variant, changes to its outcome
         self.steps = 10
@@ -38,6 +39,8 @@ class Machine:
         for rank in range(2):
             (folder / f"bench-{rank}.json").write_text(json.dumps(self.left(variant, rank)))
             (folder / f"beat-{rank}").write_text("8")
+            identity = {"pid": rank, "rank": str(rank), **self.identity}
+            (folder / f"process-{rank}.json").write_text(json.dumps(identity))
         if variant.patched:
             (folder / "worker-1-1.json").write_text(json.dumps(self.report()))
         progress(8)
@@ -110,7 +113,7 @@ def test_the_order_within_pairs_alternates(machine, bench):
     assert names(machine) == ["stock-1", "patched-1", "patched-2", "stock-2", "stock-3", "patched-3"]
     assert [variant.details["count_flops"] for variant in machine.ran] == [True] + [False] * 5
     assert found["judgement"]["pairs"] == [pytest.approx(11 / 9)] * 3  # the slower rank counts
-    assert "ovpatch bench: 1.222x faster (pairs 1.222 to 1.222; runs alike differ by 0.0%" in texts.out
+    assert "ovpatch bench: 1.222x faster (pairs 1.222 to 1.222; more than 0.0% counts, " in texts.out
     assert "Only ddp did something, so its part is the whole ratio." in texts.out
     assert "round 2/3, patched: 9 ms a step" in texts.err
 
@@ -205,6 +208,25 @@ def test_a_hang_shows_the_stacks(machine, bench):
     assert code == 1
     assert "process 42\nin wait_for_nobody" in texts.err
     assert "no process took a step for 5 s" in texts.err
+
+
+@pytest.mark.parametrize("run", ["stock-1", "patched-1"])
+def test_a_process_that_waits_in_the_tool_blames_neither_the_script_nor_ovpatch(machine, bench, run):
+    frame = f'Thread 0x1 (most recent call first):\n  File "{steps.__file__}", line 7 in exit_with_peers\n'
+    machine.ends = {run: {"code": 1, "timed_out": True, "stacks": {42: frame}}}
+    code, texts, _ = bench("--timeout", "5", "--warmup", "20")
+    assert code == 3
+    assert f"{run}: process 42 waits in ovpatch's exit_with_peers(), so no step within 5 s is no hang" in texts.err
+    assert "The stock run did not" not in texts.err
+    assert "This is the stock run" not in texts.err
+
+
+def test_of_several_nodes_each_says_which_ranks_it_saw(machine, bench):
+    machine.rank = {"world": 4}
+    machine.identity = {"world_size": "4", "local_world_size": "2"}
+    _, texts, _ = bench("--rounds", "1")
+    assert texts.out.count("- this node saw ranks 0 to 1 of 4") == 1
+    assert "nothing is known of rank" not in texts.out
 
 
 @pytest.mark.parametrize(("load", "said"), [(3.0, True), (1.0, False)])

@@ -6,7 +6,15 @@ import random
 
 import pytest
 
-from ovpatch.insight.bench.analysis import FASTER, SAME, SLOWER, compute_quantile, compute_spread, judge_runs
+from ovpatch.insight.bench.analysis import (
+    FASTER,
+    SAME,
+    SLOWER,
+    compute_quantile,
+    compute_spread,
+    format_judgement,
+    judge_runs,
+)
 from ovpatch.insight.bench.rounds import max_over_ranks
 
 
@@ -116,6 +124,29 @@ def test_one_round_claims_by_its_steps_and_says_so():
     judgement = judge_runs([stock], [[time * 1.001 for time in stock]])
     assert judgement.verdict == SAME
     assert judge_runs([stock] * 2, [patched] * 2).interval is None
+
+
+WIDE = [60.0, 140.0, 70.0, 130.0, 100.0, 65.0, 135.0, 75.0, 125.0, 101.0]
+FAR_OFF = [[100.0] * 9, [100.0] * 9, [130.0] * 9]
+LEVELS = [[100.0] * 9, [110.0] * 9, [121.0] * 9]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "rule"),
+    [
+        (FAR_OFF, [[95.0] * 9] * 3, "more than 37.5% counts, 1.25 times the 30.0% by which runs alike differ"),
+        (LEVELS, [LEVELS[0], LEVELS[1], [120.0] * 9], "2 times the 0.8% by which pairs differ"),
+        ([WIDE] * 3, [[time - 4 for time in WIDE]] * 3, "half the 95% interval within the runs"),
+        ([[100.0] * 9] * 4, [[90.0] * 9] * 3 + [[101.0] * 9], "more than 12.1% counts, the 12.1% by which pairs"),
+        ([[110.0] * 9] * 3 + [[100.0] * 9], [[99.5] * 9] * 3 + [[101.0] * 9], "pairs disagree on which is faster"),
+    ],
+)
+def test_the_rule_that_decided_is_named(first, second, rule):
+    judgement = judge_runs(first, second)
+    assert rule in judgement.rule
+    assert rule in format_judgement(judgement)
+    share = f"{judgement.threshold:.1%}"
+    assert judgement.rule.startswith((f"more than {share} counts, ", "pairs disagree"))
 
 
 def test_pairs_are_needed():

@@ -341,6 +341,7 @@ def test_a_row_is_valid_json():
         "allowed": 1e-6,
         "first_index": [0],
         "note": "0 became nan",
+        "rule": "",
     }
 
 

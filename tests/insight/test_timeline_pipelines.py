@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 
 import ovpatch
 from ovpatch.insight.timeline import output, pipelines, worker
-from ovpatch.insight.timeline.summary import format_tables, make_run, run_to_json
+from ovpatch.insight.timeline.summary import align_runs, compute_efficiency, format_tables, make_run, run_to_json
 from ovpatch.insight.timeline.tracks import read_all_ranks, shift_tracks
 from ovpatch.patching import PatchManager
 from tests.insight.traces import COMPUTE_STREAM, DEVICE, NCCL_STREAM, Synthetic
@@ -43,7 +43,7 @@ def run(tmp_path):
 
 def test_the_parts_of_a_step(run):
     assert [one.name for one in run.ranks[0].actions] == ["0F3", "0B3", "0W3"]
-    for _, parts in pipelines.list_parts(run):
+    for _, parts in pipelines.list_parts(run, 5):
         expected = {"F": 10, "B": 20, "W": 15, "other": 5, "wait": 50}
         assert vars(parts) == {name: ms * MS * MS for name, ms in expected.items()}
     assert pipelines.measure_bubble(run) == pytest.approx(0.55)
@@ -54,6 +54,28 @@ def test_the_parts_of_a_step(run):
     assert "stock: 55% of step 5 is bubble, the mean of ranks" in table
     moved = shift_tracks(run.ranks[0], 7, "")
     assert [one.start for one in moved.actions] == [one.start + 7 for one in run.ranks[0].actions]
+
+
+def _steps(folder, *waits: int):
+    """Return a run with a step of 100 ms for each wait, of which F takes the rest."""
+    trace, end = Synthetic(0).border(4, 0), 0
+    for number, wait in enumerate(waits, 5):
+        start, end = end, end + 100 * MS
+        trace.border(number, end).note(_label("F", 1), start + wait * MS, end).op("aten::mm", start + wait * MS, end)
+    folder.mkdir()
+    return make_run(folder.name, read_all_ranks([trace.write(folder / "rank0.json")]))
+
+
+def test_of_pipelines_bubbles_are_compared_over_the_same_steps_and_no_efficiency(tmp_path):
+    """A receive is exposed for as long as its sender takes, so a smaller bubble may come with more of that."""
+    stock, patched = align_runs([_steps(tmp_path / "stock", 33, 39, 35, 90), _steps(tmp_path / "patched", 29, 19, 20)])
+    assert compute_efficiency(stock, patched) is None
+    text = format_tables([stock, patched])
+    assert "efficiency" not in text
+    assert "stock: 35% of a step is bubble, the median of steps 5 to 7, the mean of ranks" in text
+    assert "patched: 20% of a step is bubble, the median of steps 5 to 7, the mean of ranks" in text
+    assert output.format_headline([stock, patched]) == "Pipeline bubble: stock 35% of 100 ms  →  patched 20% of 100 ms"
+    assert stock.shown == patched.shown
 
 
 def test_other_traces_say_nothing_of_pipelines(tmp_path):

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ovpatch.insight.timeline import summary
-from ovpatch.insight.timeline.summary import compute_efficiency, group_communications, make_run, run_to_json, split_step
+from ovpatch.insight.timeline.summary import (
+    align_runs,
+    compute_efficiency,
+    group_communications,
+    make_run,
+    run_to_json,
+    split_step,
+)
 from ovpatch.insight.timeline.trace import TraceError
 from ovpatch.insight.timeline.tracks import Communication, Intervals, RankTracks, Step, read_all_ranks
 from tests.insight.traces import Synthetic, recorded
@@ -113,6 +120,54 @@ def test_only_steps_that_all_ranks_have_count():
 def test_efficiency_has_a_range_and_takes_three_steps(stock, patched, expected):
     found = compute_efficiency(make_run("stock", [with_exposed(*stock)]), make_run("patched", [with_exposed(*patched)]))
     assert found == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    ("stock", "patched", "said"),
+    [
+        ((40, 40, 50), (10, 12, 8), "75%, 70% to 84% over the recorded steps"),
+        ((40, 40, 40), (60, 60, 60), "more exposed than stock in all recorded steps"),
+        ((40, 40, 40), (20, 20, 50), "50%, more exposed than stock to 50% over the recorded steps"),
+    ],
+)
+def test_a_negative_efficiency_is_said_in_words(stock, patched, said):
+    runs = [make_run("stock", [with_exposed(*stock)]), make_run("patched", [with_exposed(*patched)])]
+    text = summary.format_tables(runs)
+    assert f"overlap efficiency: {said}" in text
+    assert "-" not in text[text.index("overlap efficiency: ") :].partition("(1 - ")[0]
+
+
+def test_two_runs_have_medians_over_the_same_steps_and_show_the_same_one():
+    """The steps differ by their work, so the median step of each would be another one."""
+    alone = make_run("stock", [with_exposed(10, 50, 90, 99, 99)]), make_run("patched", [with_exposed(80, 5, 40)])
+    assert [run.shown for run in alone] == [3, 3]
+    alone = make_run("stock", [with_exposed(10, 50, 90)]), make_run("patched", [with_exposed(80, 5, 40, 1, 1)])
+    assert [run.shown for run in alone] == [2, 2]
+    stock, patched = align_runs(alone)
+    assert (stock.counted, patched.counted, patched.steps) == ((1, 2, 3), (1, 2, 3), (1, 2, 3, 4, 5))
+    assert (stock.median_exposed, patched.median_exposed) == (50, 40)
+    assert stock.shown == patched.shown
+    assert compute_efficiency(stock, patched).median == pytest.approx(1 - 40 / 50)
+    assert len(run_to_json(patched)["ranks"][0]["steps"]) == 5, "all steps are kept"
+
+
+def test_runs_without_a_common_step_are_compared_as_they_are_and_that_is_said():
+    later = lanes([], [("", 700, 720)], (), [(7, 700, 800)])
+    runs = align_runs([make_run("stock", [with_exposed(40)]), make_run("patched", [later])])
+    assert [run.counted for run in runs] == [(1,), (7,)]
+    assert "have no step in common" in summary.format_tables(runs)
+    assert "have no step in common" not in summary.format_tables(runs[:1])
+
+
+TALKS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60), st.integers(0, 60)), max_size=8)
+
+
+@given(SPANS, TALKS)
+def test_the_groups_add_up_to_the_communication_of_the_step(compute, talks):
+    one = lanes(compute, talks, steps=[(1, 10, 50)])
+    groups, whole = group_communications(one, one.steps[0]), split_step(one, one.steps[0])
+    assert sum(group.hidden for group in groups) == whole.hidden
+    assert sum(group.exposed for group in groups) == whole.exposed
 
 
 @pytest.fixture

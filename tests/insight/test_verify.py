@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import textwrap
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 from ovpatch.cli import main
 from ovpatch.insight import variants
 from ovpatch.insight.verify.verify import Conclusion
-from tests.support.environment import cleaned
+from tests.insight.programs import ROOT
+from tests.support.environment import clean, cleaned, free_port
 from tests.support.fake_plugins import Site
 from tests.support.preloaded import preloaded
 
@@ -78,6 +81,19 @@ def verify(site, monkeypatch, capfd):
     return verify
 
 
+TWO_NODES = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.ones(2, 4)).sum().backward()
+    sgd.step()
+    sgd.zero_grad()
+"""
+
+
 def loop(body):
     return LOOP + textwrap.dedent(body)
 
@@ -85,11 +101,13 @@ def loop(body):
 def test_exit_codes():
     assert {verdict.name: verdict.code for verdict in Conclusion} == {
         "BITWISE": 0,
+        "FLOOR": 0,
         "NOISE": 0,
         "DIFFERENT": 1,
         "UNDECIDED": 3,
         "NOT_EXERCISED": 3,
         "NO_STEP": 3,
+        "FAILS_LATER": 3,
         "SCRIPT_FAILS": 3,
         "NOT_SEEN": 3,
         "INTERRUPTED": 130,
@@ -114,19 +132,88 @@ def test_an_unseeded_script_is_seeded_stopped_and_bitwise_equal(verify, site):
 def test_a_fault_is_traced_to_the_feature(verify, site):
     code, out, data = verify(loop("for _ in range(3): step()"), "--features=counts,doubles")
     assert (code, data["verdict"], data["features"]) == (1, "different", ["doubles"]), out
-    assert out.startswith("different: first in 'gradient 0.weight' at step 2 on rank 0, because of doubles\n")
+    line = out.partition("\n")[0]
+    assert line.startswith("different: first in 'gradient 0.weight' at step 2 on rank 0 by ")
+    assert line.endswith(", where 1e-06 is allowed (floor), because of doubles")
     assert set(data["runs"]) == {
         "stock", "patched", "rerun", "reordered", "without-counts", "without-doubles"
     }  # fmt: skip
     assert data["noise"] == {"rerun": "all bits equal", "reordered": "all bits equal"}
 
 
+PATCHED = "os.environ['OVPATCH'] != '0'"
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+SAME = "bitwise equal: 2 steps, 1 rank, 44 values"
+UNTIL = "equal up to step 2, where the script itself fails, stock and patched, after step 2 with exit code"
+
+#: Ways in which a script may end after its second step: what it does, the exit code, the beginning of the first line.
+ENDINGS = {
+    "raises in both": ("raise ValueError('no data')", 3, f"{UNTIL} 1 by ValueError ({SAME})"),
+    "raises only patched": (
+        f"if {PATCHED}: raise ValueError('no data')",
+        1,
+        "different: the patched run fails with exit code 1, as stock does not, because of counts",
+    ),
+    "raises only in stock": (
+        f"if not {PATCHED}: raise ValueError('no data')",
+        3,
+        "the script itself fails: under stock PyTorch it fails after step 2 with exit code 1 by ValueError, patched it",
+    ),
+    "raises another exception": (
+        f"raise (KeyError if {PATCHED} else ValueError)",
+        1,
+        "different: the patched run fails after step 2 with exit code 1 by KeyError, stock after step 2 with exit",
+    ),
+    "ends": ("", 0, SAME),
+    "exits": ("sys.exit()", 0, SAME),
+    "exits with a code": ("sys.exit(7)", 3, f"{UNTIL} 7 ({SAME})"),
+    "is killed": (KILL, 3, f"{UNTIL} 137 by SIGKILL ({SAME})"),
+    "is killed only patched": (f"if {PATCHED}: {KILL}", 1, "different: the patched run fails with exit code 137"),
+}
+
+
 @pytest.mark.slow
-def test_a_script_that_fails_later_is_compared_up_to_there(verify):
-    code, out, data = verify(loop("step()\nstep()\nraise ValueError('no more data')"), "--features=counts")
-    assert (code, data["verdict"], data["steps"]) == (0, "bitwise equal", 2), out
-    assert "The script itself fails under stock PyTorch, with exit code 1" in out
-    assert "ValueError: no more data" in out
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_first_line_says_how_far_the_runs_are_equal_and_how_the_script_ends(verify, ending):
+    body, code, head = ENDINGS[ending]
+    found, out, data = verify(loop(f"import signal\nstep()\nstep()\n{body}"), "--features=counts")
+    assert (found, data["exit_code"]) == (code, code)
+    assert out.startswith(head), out
+    assert "counts      calls 2" in out or ending == "raises only in stock", "also of a process that was killed"
+
+
+NODE = """
+import sys
+from ovpatch.cli import main
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_two_nodes_wait_for_no_rank_in_the_folder_of_the_other(site, tmp_path):
+    """Each node has a process as under ``torchrun --nnodes 2 --nproc-per-node 1``, and its own ``verify``."""
+    (tmp_path / "node.py").write_text(NODE)
+    (tmp_path / "train.py").write_text(TWO_NODES)
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    job |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": f"{site.folder}{os.pathsep}{ROOT}"}
+    line = ["verify", "--steps=2", "--features=counts", "--", *preloaded(), str(tmp_path / "train.py")]
+    nodes = [
+        subprocess.Popen(
+            [*preloaded(), str(tmp_path / "node.py"), *line],
+            env={**clean(os.environ), **job, "RANK": str(node)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        found = [(process.communicate(timeout=100)[0], process.returncode) for process in nodes]
+    finally:
+        for process in nodes:
+            process.kill()
+    for node, (out, code) in enumerate(found):
+        assert out.startswith(f"bitwise equal: 2 steps, 1 rank, 36 values; this node saw rank {node} of 2\n"), out
+        assert code == 0
 
 
 def test_a_disk_that_is_full_is_not_a_difference(verify, monkeypatch, capfd):

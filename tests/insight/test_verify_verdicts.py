@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ovpatch.insight import variants
+from ovpatch.insight import steps, variants
 from ovpatch.insight.variants import Outcome
 from ovpatch.insight.verify import verify as verifying
 from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, EventRecorder, keep_value
@@ -112,15 +112,28 @@ HANGS = {"code": 1, "timed_out": True, "stacks": {7: "in f"}}
 ALL_FAIL = {name: {"code": 1} for name in NOISE_RUNS.split()}
 TRACEBACK = "Traceback (most recent call last):\n  File\n"
 OTHER_TRACEBACK = "[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: a.b.OddError: no\n"
+AT_END = "after step 2 with exit code 3"
+UNTIL = "equal up to step 2, where the script itself fails, stock and patched, after step 2"
+FRAME = '  File "{}", line 7 in {}\n'
+TOOL, SCRIPT = FRAME.format(steps.__file__, "exit_with_peers"), FRAME.format("train.py", "<module>")
+IN_TOOL = {"stacks": {7: f"Current thread 0x1 (most recent call first):\n{TOOL}{SCRIPT}"}}
+BELOW_TOOL = {"stacks": {7: f"Current thread 0x1 (most recent call first):\n{SCRIPT}{TOOL}{SCRIPT}"}}
 IN_W = "different: first in 'parameter w' at step 2 on rank 0"
 FAILS_EARLIER = "different: the patched run fails after step 1 with exit code 1, stock after step 2 with exit code 1"
 
 CASES = [
     case("equal bits need no noise run", Conclusion.BITWISE, "calls 1", "ended by itself before step 5",
          head="bitwise equal: 2 steps, 1 rank, 2 values\n", ran="stock patched"),
-    case("within twice the noise run", Conclusion.NOISE, "0.9", head="equal within noise: 2 steps",
+    case("within twice the noise run", Conclusion.NOISE, "0.9",
+         "allowed 1 value (noise): no more than twice what stock moved", head="equal within noise: 2 steps",
          patched=1.9, reordered=1.5, ran=NOISE_RUNS),
-    case("beyond it", Conclusion.DIFFERENT, head=f"{IN_W}, because of a\n",
+    case("within the floor, where stock moves nothing", Conclusion.FLOOR,
+         "rerun: all bits equal; reordered: all bits equal", "allowed 1 value (floor): no more than 1e-06",
+         head="equal up to 1e-6; stock repeats all bits: 2 steps, 1 rank, 2 values\n", patched=1.0 + 5e-7),
+    case("within the floor, where stock moves less", Conclusion.NOISE, "allowed 1 value (floor): no more than 1e-06",
+         head="equal within noise: 2 steps, 1 rank, 2 values; 1 of them by 1e-06, as stock moves less\n",
+         patched=1.0 + 5e-7, reordered=1.0 + 1.2e-7),
+    case("beyond it", Conclusion.DIFFERENT, head=f"{IN_W} by 1.1, where 1 is allowed (noise), because of a\n",
          patched=2.1, reordered=1.5, blamed="a", ran=f"{NOISE_RUNS} reordered-2 reordered-3 reordered-4 reordered-5"),
     case("without one feature it is gone", Conclusion.DIFFERENT, features="a b c",
          patched=2.0, without_a=2.0, without_c=2.0, blamed="b", ran=f"{NOISE_RUNS} without-a without-b without-c"),
@@ -152,17 +165,29 @@ CASES = [
     case("stock is interrupted", Conclusion.INTERRUPTED, "while the run 'stock' ran",
          ends={"stock": {"code": 130, "interrupted": True}}),
     case("stock hangs", Conclusion.SCRIPT_FAILS, "rank 1 (process 7)", ends={"stock": HANGS}),
-    case("stock fails", Conclusion.SCRIPT_FAILS, "it ends with exit code 3, patched with 0", ends={"stock": FAILS}),
-    case("both fail", Conclusion.BITWISE, "fails under stock PyTorch, with exit code 3",
+    case("stock fails", Conclusion.SCRIPT_FAILS, ends={"stock": FAILS},
+         head=f"the script itself fails: under stock PyTorch it fails {AT_END}, patched it does not\n"),
+    case("both fail", Conclusion.FAILS_LATER, "fails under stock PyTorch, with exit code 3",
+         head=f"{UNTIL} with exit code 3 (bitwise equal: 2 steps, 1 rank, 2 values)\n",
          ends={"stock": FAILS, "patched": FAILS}),
+    case("both fail, within noise", Conclusion.FAILS_LATER, patched=1.9, reordered=1.5,
+         head=f"{UNTIL} with exit code 1 (equal within noise: 2 steps, 1 rank, 2 values)\n", ends=ALL_FAIL),
+    case("both are killed", Conclusion.FAILS_LATER, ends={"stock": {"code": 137}, "patched": {"code": 137}},
+         head=f"{UNTIL} with exit code 137 by SIGKILL (bitwise"),
+    case("stock waits in the tool", Conclusion.NOT_SEEN, ends={"stock": HANGS | IN_TOOL},
+         head="could not be run: rank 1 (process 7) waits in ovpatch's exit_with_peers() in the run 'stock', so"),
+    case("patched waits in the tool", Conclusion.NOT_SEEN, "Give --timeout more seconds",
+         ends={"patched": HANGS | IN_TOOL}),
+    case("stock hangs below the tool", Conclusion.SCRIPT_FAILS, ends={"stock": HANGS | BELOW_TOOL},
+         head="the script itself fails: it hangs under stock PyTorch: no step within 600 s\n"),
     case("the patched run fails", Conclusion.DIFFERENT,
          "the patched run fails with exit code 3, as stock does not, because of a", ends={"patched": FAILS}),
     case("the patched run hangs", Conclusion.DIFFERENT, "stacks of rank 1",
          "the patched run hangs, as stock does not, because of a", ends={"patched": HANGS}),
-    case("the rerun fails", Conclusion.NOISE, "The run 'rerun' ended with exit code 3",
+    case("the rerun fails", Conclusion.FLOOR, "The run 'rerun' ended with exit code 3",
          patched=1.0 + 1e-7, ends={"rerun": FAILS}),
     case("a difference before a failure comes first", Conclusion.DIFFERENT,
-         head=f"{IN_W}, because of a; then the patched run fails with exit code 3, as",
+         head=f"{IN_W} by 1, where 1e-06 is allowed (floor), because of a; then the patched run fails with exit code 3",
          patched=2.0, ends={"patched": FAILS}),
     case("ranks out of step do not fail by themselves", Conclusion.DIFFERENT,
          "Afterwards the patched run fails with exit code 1", patched=SKIPPED, ends={"patched": {"code": 1}},
@@ -179,11 +204,11 @@ CASES = [
     # Both fail.
     case("patched earlier than the script itself", Conclusion.DIFFERENT, head=f"{FAILS_EARLIER}, because of a\n",
          ends=ALL_FAIL, beats={"patched": 1}, blamed="a"),
-    case("by the same exception", Conclusion.BITWISE,
+    case("by the same exception", Conclusion.FAILS_LATER, head=f"{UNTIL} with exit code 1 by ValueError (bitwise",
          ends=ALL_FAIL, logs=dict.fromkeys(ALL_FAIL, f"{TRACEBACK}ValueError: no data: 1\n")),
     case("by another exception", Conclusion.DIFFERENT, "with exit code 1 by a.b.OddError, stock",
          ends=ALL_FAIL, logs={"patched": OTHER_TRACEBACK}),
-    case("now here and now there", Conclusion.BITWISE, "other stock runs end elsewhere, too",
+    case("now here and now there", Conclusion.FAILS_LATER, "other stock runs end elsewhere, too",
          ends=ALL_FAIL, beats={"patched": 1, "rerun": 1}),
 ]  # fmt: skip
 

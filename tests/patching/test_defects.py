@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
+import traceback
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,6 +38,81 @@ def test_equal_constants_elsewhere_are_never_touched(pm: PatchManager, make: Mak
         manager.register_patch(f"{m.__name__}.{path}", lambda: None)
         with pytest.raises(IncompatiblePatchError):
             manager.apply()
+
+
+WARNS = """
+import functools, warnings
+
+def f(fails=False):
+    warnings.warn("deprecated", FutureWarning, stacklevel=2)
+    if fails:
+        raise ValueError("no")
+    return "f"
+
+def decorate(function):
+    @functools.wraps(function)
+    def decorated():
+        return function()
+    return decorated
+
+@decorate
+def g():
+    warnings.warn("deprecated", FutureWarning, stacklevel=3)
+    return "g"
+
+class C:
+    def __init__(self):
+        warnings.warn("deprecated", FutureWarning, stacklevel=2)
+        self.seen = "C"
+"""
+
+
+def test_a_warning_names_the_line_of_the_caller_through_every_wrapper(pm: PatchManager, make: MakeModule) -> None:
+    m = make(WARNS)
+    stock = _lines_that_warn(m)
+    for name in ("inner", "outer"):
+        pm.register_patch(f"{m.__name__}.f", wrap=tag(name))
+        pm.register_patch(f"{m.__name__}.g", wrap=tag(name))
+        pm.register_patch(f"{m.__name__}.C.__init__", wrap=_passing)
+    pm.apply()
+    assert _lines_that_warn(m) == stock
+    assert {file for file, _ in stock} == {__file__}
+    assert len(stock) == 6, "once a line, by the registry of the caller"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert (m.f(), m.g(), m.C().seen) == ("outer(inner(f))", "outer(inner(g))", "C")
+
+
+def _passing(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(*args: Any) -> None:
+        original(*args)
+
+    return init
+
+
+def _lines_that_warn(m: Any) -> list[tuple[str, int]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            m.f()
+            m.f()
+            m.g()
+            m.g()
+            m.C()
+            m.C()
+    return [(one.filename, one.lineno) for one in caught]
+
+
+@pytest.mark.filterwarnings("ignore:deprecated")
+def test_a_traceback_through_hidden_frames_shows_their_lines(pm: PatchManager, make: MakeModule) -> None:
+    m = make(WARNS)
+    patch(pm, m, "f", wrap=tag("w"))
+    with pytest.raises(ValueError, match="no") as caught:
+        m.f(True)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "return _ovpatch_target(*args, **kwargs)" in text
+    assert 'return f"{name}({original(*args, **kwargs)})"' in text
 
 
 def test_module_with_a_missing_dependency_is_not_taken_for_missing(pm: PatchManager, package: WritePackage) -> None:

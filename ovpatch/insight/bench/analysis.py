@@ -48,6 +48,7 @@ class Judgement:
     pairs: list[float]  # the ratio of each pair
     noise: float | None  # largest difference of the medians of two runs of one kind; None with one round
     threshold: float  # least distance of the ratio from one for a claim
+    rule: str  # the origin of the threshold, in words, or the objection of pairs that disagree
     interval: tuple[float, float] | None = None  # with one round, the 99% interval within the runs, else None
 
 
@@ -75,15 +76,31 @@ def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float
     if len(pairs) == 1:
         low, high = compute_interval(first, second, 0.99)
         verdict = _verdict(pairs[0], not low <= 1 <= high)
-        return Judgement(verdict, pairs[0], pairs, None, (high - low) / 2, (low, high))
+        rule = "how far two runs alike differ is not known: use --rounds 3"
+        return Judgement(verdict, pairs[0], pairs, None, (high - low) / 2, rule, (low, high))
     low, high = compute_interval(first, second, 0.95)
     noise = max(measure_run_noise(first), measure_run_noise(second))
     by_runs, by_pairs = _COUNTS.get(len(pairs), (1.0, 1.0))
-    among_pairs = by_pairs * (max(pairs) - min(pairs)) if math.isfinite(by_pairs) else math.inf
-    threshold = max(min(by_runs * noise, among_pairs), (high - low) / 2)
+    spread = max(pairs) - min(pairs)
+    among_pairs = by_pairs * spread if math.isfinite(by_pairs) else math.inf
+    half = (high - low) / 2
+    threshold = max(min(by_runs * noise, among_pairs), half)
+    if threshold == half:
+        origin = "half the 95% interval within the runs"
+    elif by_runs * noise <= among_pairs:
+        origin = f"{_times(by_runs)}the {noise:.1%} by which runs alike differ"
+    else:
+        origin = f"{_times(by_pairs)}the {spread:.1%} by which pairs differ"
     ratio = median(pairs)
-    agreed = all(pair > 1 for pair in pairs) or all(pair < 1 for pair in pairs)
-    return Judgement(_verdict(ratio, agreed and abs(ratio - 1) > threshold), ratio, pairs, noise, threshold)
+    has_agreed = all(pair > 1 for pair in pairs) or all(pair < 1 for pair in pairs)
+    rule = f"more than {threshold:.1%} counts, {origin}"
+    if not has_agreed and abs(ratio - 1) > threshold:
+        rule = "pairs disagree on which is faster"
+    return Judgement(_verdict(ratio, has_agreed and abs(ratio - 1) > threshold), ratio, pairs, noise, threshold, rule)
+
+
+def _times(factor: float) -> str:
+    return "" if factor == 1 else f"{factor:g} times "
 
 
 def _verdict(ratio: float, claimed: bool) -> str:
@@ -268,11 +285,10 @@ def format_judgement(judgement: Judgement) -> str:
     ratio, *pairs = [1 / one if slower else one for one in (judgement.ratio, *judgement.pairs)]
     said = f"{SAME} (ratio {ratio:.3f}, " if judgement.verdict == SAME else f"{ratio:.3f}x {judgement.verdict} ("
     if judgement.noise is not None:
-        alike = f"runs alike differ by {judgement.noise:.1%}, so more than {judgement.threshold:.1%} counts"
-        return f"{said}pairs {min(pairs):.3f} to {max(pairs):.3f}; {alike})"
+        return f"{said}pairs {min(pairs):.3f} to {max(pairs):.3f}; {judgement.rule})"
     low, high = sorted(1 / end if slower else end for end in judgement.interval or ())
     within = f"99% interval of the steps {low:.3f} to {high:.3f}"
-    return f"{said}one pair of runs, {within}; how far two runs alike differ is not known: use --rounds 3)"
+    return f"{said}one pair of runs, {within}; {judgement.rule})"
 
 
 def format_report(

@@ -279,7 +279,10 @@ class _Rounds:
         self._runs.done.append(BenchRun(kind, number, outcome.seconds, measured))
         if len(measured.times) < plan.steps:
             self._runs.notes.append(f"{variant.name}: the script ended after {measured.taken} steps")
-        if measured.missing:
+        node = variants.describe_node(outcome.folder)
+        if node and node not in self._runs.notes:
+            self._runs.notes.append(node)
+        if measured.missing and not node:
             ranks = ", ".join(map(str, measured.missing))
             self._runs.notes.append(
                 f"{variant.name}: nothing is known of rank {ranks}: no step was seen there, or its end"
@@ -289,6 +292,8 @@ class _Rounds:
 
 
 def _describe_problem(outcome: Outcome, timeout: float) -> str:
+    if outcome.waits_in_tool:
+        return f"{outcome.waits_in_tool}, so no step within {timeout:g} s is no hang of the script. Give --timeout more"
     if outcome.timed_out:
         return f"no process took a step for {timeout:g} s, so it was ended. If it is that slow, give --timeout"
     if outcome.failures:

@@ -98,16 +98,12 @@ def _figure(runs: Sequence[TimelineRun]) -> Figure:
 
 def format_headline(runs: Sequence[TimelineRun]) -> str:
     """Return the result in one line, before and after: the bubble, or the worst rank's exposed communication."""
-    worst = [run.find_worst_rank(run.shown)[1] for run in runs]
     if pipelines.has_pipeline(runs):
-        sides = [
-            f"{format_percent(pipelines.measure_bubble(run))} of {format_ms(part.step)} ms"
-            for run, part in zip(runs, worst, strict=True)
-        ]
+        sides = [f"{format_percent(pipelines.measure_bubble(run))} of {format_ms(run.median_step)} ms" for run in runs]
         return "Pipeline bubble: " + "  →  ".join(_name_sides(runs, sides))
-    if not any(parts.exposed or parts.hidden for parts in worst):
+    if not any(parts.exposed or parts.hidden for run in runs for parts in run.list_worst_parts()):
         return "No communication was recorded"
-    sides = [f"{format_ms(parts.exposed)} of {format_ms(parts.step)} ms" for parts in worst]
+    sides = [f"{format_ms(run.median_exposed)} of {format_ms(run.median_step)} ms" for run in runs]
     if len(runs) == 1:
         return f"Exposed communication: {sides[0]} per step"
     return "Exposed communication: " + "  →  ".join(_name_sides(runs, sides))
@@ -119,8 +115,8 @@ def _name_sides(runs: Sequence[TimelineRun], sides: Sequence[str]) -> list[str]:
 
 def _drawn(run: TimelineRun) -> tuple[int, ...]:
     """Return the steps that are drawn: the shown one and its neighbours."""
-    last = max(run.steps.index(run.shown), min(STEPS, len(run.steps)) - 1)
-    return run.steps[max(0, last - STEPS + 1) : last + 1]
+    last = max(run.counted.index(run.shown), min(STEPS, len(run.counted)) - 1)
+    return run.counted[max(0, last - STEPS + 1) : last + 1]
 
 
 def _stretch(run: TimelineRun, tracks: RankTracks) -> Span:
@@ -146,7 +142,7 @@ def _panel(axes: Axes, run: TimelineRun, width: int) -> None:
     hidden = f"{format_percent(parts.hidden_share)} of the communication is hidden"
     title = f"{run.name}: {numbers}, {hidden}"
     if is_pipeline:
-        bubble = format_percent(pipelines.measure_bubble(run))
+        bubble = format_percent(pipelines.measure_bubble(run, [run.shown]))
         title = f"{run.name}: {bubble} of {format_ms(parts.step)} ms is bubble (step {run.shown}, mean of ranks)"
     axes.set_title(title, loc="left", fontsize=12, color=INK, pad=18)
     axes.set_yticks([len(run.ranks) - 1 - row for row in range(len(run.ranks))])
@@ -366,7 +362,7 @@ class Output:
 
     def write_results(self, recordings: Sequence[Recording], *, colour: bool = False) -> str:
         """Write the files and return the tables."""
-        runs = [recording.run for recording in recordings]
+        runs = summary.align_runs([recording.run for recording in recordings])
         if self._picture:
             self.written = [self.folder / name for name in _PICTURES]
             draw_picture(runs, self.written)

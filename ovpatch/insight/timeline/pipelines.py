@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Final
 
 from ovpatch.insight.timeline.trace import Intervals, Span, Trace
@@ -83,15 +83,18 @@ def has_pipeline(runs: Sequence[TimelineRun]) -> bool:
     return any(tracks.actions for run in runs for tracks in run.ranks)
 
 
-def measure_bubble(run: TimelineRun) -> float:
-    """Return the share of the shown step in which a rank computes no microbatch, the mean of all ranks."""
-    return fmean(parts.bubble for _, parts in list_parts(run))
+def measure_bubble(run: TimelineRun, steps: Sequence[int] = ()) -> float:
+    """Return the share of a step in which a rank computes no microbatch: the mean of all ranks, the median of steps.
+
+    ``steps`` are those that count in the run by default.
+    """
+    return median(fmean(parts.bubble for _, parts in list_parts(run, number)) for number in steps or run.counted)
 
 
-def list_parts(run: TimelineRun) -> Iterator[tuple[RankTracks, PipelineParts]]:
-    """Yield each rank and the parts of its shown step."""
+def list_parts(run: TimelineRun, number: int) -> Iterator[tuple[RankTracks, PipelineParts]]:
+    """Yield each rank and the parts of one of its steps."""
     for tracks in run.ranks:
-        yield tracks, split_actions(tracks, next(step for step in tracks.steps if step.number == run.shown))
+        yield tracks, split_actions(tracks, next(step for step in tracks.steps if step.number == number))
 
 
 def parts_to_json(tracks: RankTracks, step: Step) -> dict[str, Any]:

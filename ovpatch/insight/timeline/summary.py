@@ -6,21 +6,15 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
 from ovpatch.insight.timeline.pipelines import has_pipeline, list_parts, measure_bubble, parts_to_json
-from ovpatch.insight.timeline.trace import TraceError
-from ovpatch.insight.timeline.tracks import (
-    Communication,
-    RankTracks,
-    Step,
-    get_step,
-    merge_spans,
-    read_all_ranks,
-)
+from ovpatch.insight.timeline.trace import Intervals, Span, TraceError
+from ovpatch.insight.timeline.tracks import RankTracks, Step, get_step, read_all_ranks
+from ovpatch.insight.variants import describe_node
 from ovpatch.session.report import render_table
 
 MIN_STEPS: Final = 3  # of each run, for a ratio between runs
@@ -55,8 +49,8 @@ class CollectiveGroup:
     collective: str  # for example ``nccl all_reduce``
     phase: str  # ``ovpatch::<feature>::<phase>``, "" outside of ovpatch's features
     calls: int  # number of communications
-    hidden: int  # nanoseconds in which at least one of them runs, under compute
-    exposed: int  # nanoseconds in which at least one of them runs, without compute
+    hidden: int  # nanoseconds of theirs under compute
+    exposed: int  # nanoseconds of theirs without compute
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,10 @@ class TimelineRun:
     name: str  # ``stock``, ``patched`` or another
     ranks: tuple[RankTracks, ...]  # tracks by rank
     steps: tuple[int, ...]  # numbers of the steps, in order
-    shown: int  # number of the step to show: the median by the exposed communication of the rank with most
+    # Number of the step to show, the nearest to the medians.
+    shown: int
+    # Numbers of the steps of the medians; of two runs the steps that both have.
+    counted: tuple[int, ...]
 
     @property
     def remarks(self) -> list[str]:
@@ -76,6 +73,26 @@ class TimelineRun:
     def get_parts(self, tracks: RankTracks, number: int) -> StepParts:
         """Return the parts of a step of a rank."""
         return split_step(tracks, get_step(tracks, number))
+
+    def list_worst_parts(self) -> list[StepParts]:
+        """Return the parts of each counted step on the rank with most exposed communication."""
+        return [self.find_worst_rank(number)[1] for number in self.counted]
+
+    @property
+    def median_exposed(self) -> int:
+        """Nanoseconds of exposed communication on the rank with most, the median of the counted steps."""
+        return int(median(parts.exposed for parts in self.list_worst_parts()))
+
+    @property
+    def median_step(self) -> int:
+        """Nanoseconds of a step on the rank with most exposed communication, the median of the counted steps."""
+        return int(median(parts.step for parts in self.list_worst_parts()))
+
+    @property
+    def counted_in_words(self) -> str:
+        """The counted steps for the user."""
+        first, last = self.counted[0], self.counted[-1]
+        return f"step {first}" if first == last else f"the median of steps {first} to {last}"
 
     def find_worst_rank(self, number: int) -> tuple[RankTracks, StepParts]:
         """Return the rank with most exposed communication in a step, and its parts."""
@@ -95,9 +112,33 @@ def make_run(name: str, ranks: Sequence[RankTracks]) -> TimelineRun:
             f"{name}: no step is in the traces of all ranks ({had}). Record the same steps on all of them."
         )
     steps = tuple(sorted(common))
-    exposed = {n: max(split_step(tracks, get_step(tracks, n)).exposed for tracks in ranks) for n in steps}
-    median = sorted(steps, key=exposed.__getitem__)[(len(steps) - 1) // 2]  # the lower of two
-    return TimelineRun(name, tuple(ranks), steps, median)
+    run = TimelineRun(name, tuple(ranks), steps, steps[0], steps)
+    return replace(run, shown=_choose_shown([run]))
+
+
+def align_runs(runs: Sequence[TimelineRun]) -> list[TimelineRun]:
+    """Return the runs with medians over the steps that all of them have, and with one step to show.
+
+    The script does different work in each step, so medians over different steps would compare different work. Runs
+    without a common step, as traces of different origin, stay as they are.
+    """
+    common = set.intersection(*(set(run.steps) for run in runs))
+    if not common:
+        return list(runs)
+    aligned = [replace(run, counted=tuple(sorted(common))) for run in runs]
+    shown = _choose_shown(aligned)
+    return [replace(run, shown=shown) for run in aligned]
+
+
+def _choose_shown(runs: Sequence[TimelineRun]) -> int:
+    """Return the counted step whose exposed communication is the nearest to the medians of all runs."""
+    distances = dict.fromkeys(runs[0].counted, 0.0)
+    for run in runs:
+        exposed = [parts.exposed for parts in run.list_worst_parts()]
+        middle = median(exposed)
+        for number, time in zip(run.counted, exposed, strict=True):
+            distances[number] += abs(time - middle) / max(middle, 1)
+    return min(distances, key=distances.__getitem__)
 
 
 def split_step(tracks: RankTracks, step: Step) -> StepParts:
@@ -117,34 +158,44 @@ def split_step(tracks: RankTracks, step: Step) -> StepParts:
 
 
 def group_communications(tracks: RankTracks, step: Step) -> tuple[CollectiveGroup, ...]:
-    """Return a step's communication by collective and label, the most exposed first; times of groups may overlap."""
-    members: dict[tuple[str, str], list[Communication]] = defaultdict(list)
-    for one in tracks.communications:
-        if one.start < step.end and one.end > step.start:
-            members[one.collective, one.phase].append(one)
+    """Return a step's communication by collective and label, the most exposed first.
+
+    Time in which several communications run belongs to the one that began first, so that groups add up to the step's
+    communication: receives that wait at once for one sender would otherwise count its delay several times.
+    """
+    members: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    covered = step.start
+    for communication in sorted(tracks.communications, key=lambda found: (found.start, found.end)):
+        if communication.start < step.end and communication.end > step.start:
+            end = min(communication.end, step.end)
+            members[communication.collective, communication.phase].append((max(communication.start, covered), end))
+            covered = max(covered, end)
     groups = []
-    for (collective, phase), some in members.items():
-        busy = merge_spans(some).clip(step.start, step.end)
+    for (collective, phase), spans in members.items():
+        busy = Intervals.union_of(spans)
         hidden = (busy & tracks.compute).total
-        groups.append(CollectiveGroup(collective, phase, len(some), hidden, busy.total - hidden))
+        groups.append(CollectiveGroup(collective, phase, len(spans), hidden, busy.total - hidden))
     return tuple(sorted(groups, key=lambda group: (-group.exposed, -group.hidden)))
 
 
 class Efficiency(NamedTuple):
     """Overlap efficiency, 1 - exposed, patched / exposed, stock: 1 is all hidden, 0 is as stock, less is worse."""
 
-    median: float  # of the shown steps
-    low: float  # lowest over the steps of both runs
-    high: float  # highest over the steps of both runs
+    median: float  # of the medians
+    low: float  # lowest over the counted steps of both runs
+    high: float  # highest over the counted steps of both runs
 
 
 def compute_efficiency(stock: TimelineRun, patched: TimelineRun) -> Efficiency | None:
-    """Return overlap efficiency; None if a run has fewer than :data:`MIN_STEPS`, or stock exposes nothing."""
-    before, after = ([run.find_worst_rank(number)[1].exposed for number in run.steps] for run in (stock, patched))
-    if min(len(before), len(after)) < MIN_STEPS or not min(before):
+    """Return overlap efficiency; None for pipelines, for fewer than :data:`MIN_STEPS`, or if stock exposes nothing.
+
+    A pipeline's ranks mostly wait for each other, in receives that look like transfers in a trace.
+    """
+    before, after = ([parts.exposed for parts in run.list_worst_parts()] for run in (stock, patched))
+    if has_pipeline([stock, patched]) or min(len(before), len(after)) < MIN_STEPS or not min(before):
         return None
-    shown = [run.find_worst_rank(run.shown)[1].exposed for run in (stock, patched)]
-    return Efficiency(1 - shown[1] / shown[0], 1 - max(after) / min(before), 1 - min(after) / max(before))
+    middle = 1 - median(after) / median(before)
+    return Efficiency(middle, 1 - max(after) / min(before), 1 - min(after) / max(before))
 
 
 def run_to_json(run: TimelineRun) -> dict[str, Any]:
@@ -218,7 +269,7 @@ def _rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
 
 def _pipeline_rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
     for run in runs:
-        for tracks, parts in list_parts(run):
+        for tracks, parts in list_parts(run, run.shown):
             times = (parts.F, parts.B, parts.W, parts.other, parts.wait)
             yield run.name, str(tracks.rank), *map(format_ms, times), format_percent(parts.bubble)
 
@@ -233,11 +284,16 @@ def _group_rows(runs: Sequence[TimelineRun]) -> Iterator[tuple[str, ...]]:
 
 def list_conclusions(runs: Sequence[TimelineRun]) -> Iterator[str]:
     """Yield the conclusions, a line each, with the definition of each ratio."""
+    is_pipeline = has_pipeline(runs)
     for run in runs:
         yield f"{run.name}: {_exposure(run)}"
         if has_pipeline([run]):
-            yield f"{run.name}: {format_percent(measure_bubble(run))} of step {run.shown} is bubble, the mean of ranks"
-    if len(runs) == 2:
+            bubble, several = format_percent(measure_bubble(run)), len(run.counted) > 1
+            where = f"a step is bubble, {run.counted_in_words}" if several else f"{run.counted_in_words} is bubble"
+            yield f"{run.name}: {bubble} of {where}, the mean of ranks"
+    if len(runs) == 2 and runs[0].counted != runs[1].counted:
+        yield "The runs have no step in common, so medians are over different steps."
+    if len(runs) == 2 and not is_pipeline:
         yield f"overlap efficiency: {_efficiency(*runs)} (1 - exposed {runs[1].name} / exposed {runs[0].name})"
     yield "hidden share: communication under compute / all communication; compute + exposed + copies + idle = step"
     yield "Where the time goes, not how fast it is: compare speed without a profiler."
@@ -246,23 +302,34 @@ def list_conclusions(runs: Sequence[TimelineRun]) -> Iterator[str]:
 def _efficiency(stock: TimelineRun, patched: TimelineRun) -> str:
     found = compute_efficiency(stock, patched)
     if found is not None:
-        return f"{found.median:.0%}, {found.low:.0%} to {found.high:.0%} over the recorded steps"
-    fewest = min(len(stock.steps), len(patched.steps))
+        if found.high < 0:
+            return "more exposed than stock in all recorded steps"
+        middle, low, high = map(_format_efficiency, found)
+        return f"{middle}, {low} to {high} over the recorded steps"
+    fewest = min(len(stock.counted), len(patched.counted))
     if fewest < MIN_STEPS:
         return f"too few steps to tell ({fewest}; record {MIN_STEPS} or more by --steps)"
     return "n/a, stock exposes nothing"
 
 
+def _format_efficiency(share: float) -> str:
+    return f"{share:.0%}" if share >= 0 else "more exposed than stock"
+
+
 def _exposure(run: TimelineRun) -> str:
-    tracks, parts = run.find_worst_rank(run.shown)
-    exposed = [run.find_worst_rank(number)[1].exposed for number in run.steps]
+    tracks, _ = run.find_worst_rank(run.shown)
+    every = run.list_worst_parts()
+    exposed = [parts.exposed for parts in every]
+    first, last = run.counted[0], run.counted[-1]
     least, most = format_ms(min(exposed)), format_ms(max(exposed))
-    spread = f"; {least} to {most} ms over steps {run.steps[0]} to {run.steps[-1]}" if len(run.steps) > 1 else ""
-    if parts.hidden_share is None:
-        return f"no communication in step {run.shown}{spread}"
+    spread = f"; {least} to {most} ms over steps {first} to {last}" if len(exposed) > 1 else ""
+    shares = [parts.hidden_share for parts in every if parts.hidden_share is not None]
+    if not shares:
+        return f"no communication in {f'step {first}' if first == last else f'steps {first} to {last}'}"
+    where = f"rank {tracks.rank}, {run.counted_in_words}" if len(exposed) == 1 else run.counted_in_words
     return (
-        f"{format_ms(parts.exposed)} of {format_ms(parts.step)} ms are exposed communication "
-        f"(rank {tracks.rank}, step {run.shown}); hidden share {format_percent(parts.hidden_share)}{spread}"
+        f"{format_ms(run.median_exposed)} of {format_ms(run.median_step)} ms are exposed communication "
+        f"({where}); hidden share {format_percent(median(shares))}{spread}"
     )
 
 
@@ -317,7 +384,7 @@ def read_recording(name: str, folder: Path, wanted: range, also: re.Pattern[str]
     run = make_run(name, read_all_ranks(traces, also))
     cost = measure_cost(facts)
     remarks = [
-        *_missing(facts, run, wanted),
+        *_missing(facts, run, wanted, describe_node(folder)),
         *run.remarks,
         *([_DEAR.format(cost.share)] if cost and cost.notable else []),
     ]
@@ -345,10 +412,13 @@ def _why(facts: Sequence[Mapping[str, Any]], wanted: range) -> str:
     )
 
 
-def _missing(facts: Sequence[Mapping[str, Any]], run: TimelineRun, wanted: range) -> Iterator[str]:
+def _missing(facts: Sequence[Mapping[str, Any]], run: TimelineRun, wanted: range, node: str) -> Iterator[str]:
     if list(run.steps) != list(wanted):
         had = f"{run.steps[0]} to {run.steps[-1]}" if len(run.steps) > 1 else f"{run.steps[0]}"
         yield f"steps {wanted[0]} to {wanted[-1]} were asked for, recorded was {had}: the command ended earlier"
+    if node:
+        yield node
+        return
     there = {tracks.rank for tracks in run.ranks}
     yielded = {one["rank"]: one["yielded"] for one in facts if one["yielded"]}
     for rank in range(max((one["world"] for one in facts), default=0)):

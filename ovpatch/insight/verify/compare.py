@@ -116,6 +116,22 @@ def _real(numbers: Tensor) -> Tensor:
     return numbers.to(torch.float64)
 
 
+# The rules by which a value that is not bitwise equal may be equal; one that is different exceeds what its rule allows.
+BY_FLOOR: Final = "floor"
+BY_NOISE: Final = "noise"
+BY_LAST_PLACE: Final = "last place"
+BY_CHANCE: Final = "not repeated"
+BY_LAST_STEP: Final = "the step before"
+
+#: Each rule in words, after "2 values differ by no more than".
+RULES: Final = {
+    BY_FLOOR: f"{equality.FLOOR:g}, which is always allowed, or a thousandth of the largest of a kind if that is less",
+    BY_NOISE: "twice what stock moved values of a kind, four times for one element, three times for a single number",
+    BY_LAST_PLACE: "that and one unit in the last place, where stock moved anything of the step",
+    BY_CHANCE: "stock differs from itself: it does not repeat them",
+    BY_LAST_STEP: "the parameters that they were saved from",
+}
+
 _SHARE: Final = 1 / 8  # of a tensor's elements that may be a unit in the last place off, whatever the mean
 
 # Allowed multiples of the noise. A single element goes far by chance: AdamW makes a full step of a gradient near zero,
@@ -144,17 +160,30 @@ def judge_value(
     far = reduce(Size.max_with, (measure_distance(stock, other) for other in noise_runs), noise)
     single = not isinstance(stock.values, Tensor) or stock.values.numel() == 1
     factors = _OF_ONE if single else _OF_MANY
-    allowed = Size(*(max(floor, factor * size) for factor, size in zip(factors, far, strict=True)))
+    by_noise = Size(*(factor * size for factor, size in zip(factors, far, strict=True)))
+    allowed = by_noise.max_with(Size(floor, floor))
     rounded = moving and not stock.folded
     if rounded:
         allowed = allowed._replace(largest=allowed.largest + _unit(stock.values))
     row = _judged(name, stock, patched, allowed)
+    row = replace(row, rule=_find_rule(row, by_noise, measure_distance(stock, patched).mean, floor))
     if row.verdict is Verdict.DIFFERENT and rounded:
         nearer = patched._replace(values=_without_single_units(stock.values, patched.values))
         if nearer.values is not None and _judged(name, stock, nearer, allowed).verdict is not row.verdict:
             note = f"{row.note}; few of its elements, by a unit in the last place"
-            return replace(row, verdict=Verdict.WITHIN_NOISE, allowed=row.max_abs_diff, note=note)
+            return replace(row, verdict=Verdict.WITHIN_NOISE, allowed=row.max_abs_diff, note=note, rule=BY_LAST_PLACE)
     return row
+
+
+def _find_rule(row: Row, by_noise: Size, mean: float, floor: float) -> str:
+    """Return the strictest rule by which a value is equal, or the most lenient one that a different value exceeds."""
+    if row.max_abs_diff is None or row.verdict is Verdict.BITWISE:
+        return ""
+    if row.verdict is Verdict.DIFFERENT:
+        return BY_NOISE if by_noise.largest > floor else BY_FLOOR
+    if row.max_abs_diff <= by_noise.largest and mean <= by_noise.mean:
+        return BY_NOISE
+    return BY_FLOOR if row.max_abs_diff <= floor else BY_LAST_PLACE
 
 
 def _judged(name: str, stock: KeptValue, patched: KeptValue, allowed: Size) -> Row:
@@ -237,6 +266,11 @@ class RunComparison:
         """Findings that differ by more than noise, the earliest first."""
         found = [finding for finding in self.findings if finding.different]
         return sorted(found, key=lambda finding: (finding.step, finding.order))
+
+    def count_rules(self) -> dict[str, int]:
+        """Return the number of values that are equal by each rule, of those that are not bitwise equal."""
+        found = [finding.row.rule for finding in self.findings if not finding.different]
+        return {rule: found.count(rule) for rule in RULES if rule in found}
 
     @property
     def first(self) -> Finding | None:
@@ -339,7 +373,7 @@ def _allow_if_unchanged(
         return row
     name = known.get((expected.digest, actual.digest))
     note = f"it is '{name}' of the step before"
-    return row if name is None else replace(row, verdict=Verdict.WITHIN_NOISE, note=note)
+    return row if name is None else replace(row, verdict=Verdict.WITHIN_NOISE, note=note, rule=BY_LAST_STEP)
 
 
 def _out_of_step(
@@ -354,7 +388,7 @@ def _out_of_step(
     wanted = stock.signature if stock is not None else None
     if any((event.signature if event is not None else None) != wanted for event in beside.values()):
         note = f"{row.note}; stock does not repeat itself here either"
-        row = replace(row, verdict=Verdict.WITHIN_NOISE, note=note)
+        row = replace(row, verdict=Verdict.WITHIN_NOISE, note=note, rule=BY_CHANCE)
     return Finding(row, process, step, order, str(stock or patched))
 
 
@@ -417,7 +451,8 @@ def _of_sums(row: Row) -> Row:
     note = f"a large tensor: of sums over parts of it{mark}{more}"
     if row.verdict is not Verdict.BITWISE:
         return replace(row, first_index=None, note=note)
-    return Row(row.name, Verdict.WITHIN_NOISE, 0.0, equality.FLOOR, None, "bits differ, but no sum over a part does")
+    note = "bits differ, but no sum over a part does"
+    return Row(row.name, Verdict.WITHIN_NOISE, 0.0, equality.FLOOR, None, note, BY_FLOOR)
 
 
 def _exact(name: str, stock: KeptValue, patched: KeptValue, noise_runs: Sequence[KeptValue | None]) -> Row:
@@ -426,9 +461,9 @@ def _exact(name: str, stock: KeptValue, patched: KeptValue, noise_runs: Sequence
     if stock.not_finite != patched.not_finite:  # no noise run allows that, as in the equality rule
         return make_different(name, f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}")
     if any(value is not None and value.digest != stock.digest for value in noise_runs):
-        return Row(name, Verdict.WITHIN_NOISE, note="stock does not repeat it either")
+        return Row(name, Verdict.WITHIN_NOISE, note="stock does not repeat it either", rule=BY_CHANCE)
     return make_different(name, f"{stock.digest} became {patched.digest}")
 
 
 def _unrepeated(name: str, note: str) -> Row:
-    return Row(name, Verdict.WITHIN_NOISE, note=f"{note}; stock does not repeat it either")
+    return Row(name, Verdict.WITHIN_NOISE, note=f"{note}; stock does not repeat it either", rule=BY_CHANCE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ovpatch.exit_codes import ExitCode
-from ovpatch.insight import variants
+from ovpatch.insight import equality, variants
 from ovpatch.insight.variants import Outcome, Variant
 from ovpatch.insight.verify import noise_runs, recording
-from ovpatch.insight.verify.compare import ORDER, Finding, RunComparison, compare_runs
+from ovpatch.insight.verify.compare import BY_FLOOR, ORDER, RULES, Finding, RunComparison, compare_runs
 from ovpatch.insight.verify.recording import BACKWARD, RecordedRun
 from ovpatch.session.plugins import PluginError, Plugins, find_plugins
 from ovpatch.settings.options import list_verified_variables
@@ -28,11 +29,13 @@ class Conclusion(str, Enum):
     """The conclusion of a verification."""
 
     BITWISE = "bitwise equal"
+    FLOOR = "equal up to 1e-6; stock repeats all bits"
     NOISE = "equal within noise"
     DIFFERENT = "different"
     UNDECIDED = "cannot decide"
     NOT_EXERCISED = "not exercised"
     NO_STEP = "nothing to compare"
+    FAILS_LATER = "equal until the script itself fails"
     SCRIPT_FAILS = "the script itself fails"
     NOT_SEEN = "could not be run"
     INTERRUPTED = "interrupted"
@@ -40,7 +43,7 @@ class Conclusion(str, Enum):
     @property
     def code(self) -> ExitCode:
         """The exit code."""
-        if self in (Conclusion.BITWISE, Conclusion.NOISE):
+        if self in (Conclusion.BITWISE, Conclusion.FLOOR, Conclusion.NOISE):
             return ExitCode.OK
         known = {Conclusion.DIFFERENT: ExitCode.PROBLEM, Conclusion.INTERRUPTED: ExitCode.INTERRUPTED}
         return known.get(self, ExitCode.UNDECIDED)
@@ -58,6 +61,11 @@ class Verification:
     notes: Sequence[str] = ()  # further remarks for the user
     noise: Mapping[str, str] = field(default_factory=dict)  # the difference of each noise run from stock, in words
     measured: bool = True  # whether the noise is known, so that differences can be told from it
+
+    @property
+    def headline(self) -> str:
+        """The verdict and its reason in one line."""
+        return self.why if self.verdict is Conclusion.FAILS_LATER else f"{self.verdict.value}: {self.why}"
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:
@@ -248,11 +256,19 @@ class _Verifier:
             told = "Every loss is NaN or infinite, under stock PyTorch too. The answer is that of the parameters"
             self.notes.append(f"{told}, of which {share} are finite.")
         self._mention_what_was_not_compared()
+        if self.outcomes["stock"].code:
+            return Conclusion.FAILS_LATER, self._describe_common_end()
         if not outcome.exercised:
             return Conclusion.NOT_EXERCISED, _why_not_exercised(outcome)
         if self.compared.steps < self.request.steps:
             self.notes.append(f"The script ended by itself before step {self.request.steps}, for which --steps asks.")
-        return (Conclusion.NOISE if self.compared.findings else Conclusion.BITWISE), self._describe_scope()
+        return self._find_equality(), self._describe_scope()
+
+    def _find_equality(self) -> Conclusion:
+        """Return how the runs are equal, where no value differs by more than noise."""
+        if not self.compared.findings:
+            return Conclusion.BITWISE
+        return Conclusion.NOISE if self.noisy else Conclusion.FLOOR
 
     def _may_be_chance(self, wrong: str) -> bool:
         """Return whether noise, undersampled so far, may explain all differences."""
@@ -308,12 +324,11 @@ class _Verifier:
         if outcome.failures:
             raise _Decided(Conclusion.NOT_SEEN, f"a process could not be observed: {outcome.failures[0]['error']}")
         if outcome.timed_out:
+            self._blame_no_script(outcome)
             seconds = self.request.timeout
             raise _Decided(Conclusion.SCRIPT_FAILS, f"it hangs under stock PyTorch: no step within {seconds:g} s")
         if outcome.code and not variants.read_slowest_step(outcome.folder):
-            raise _Decided(
-                Conclusion.SCRIPT_FAILS, f"under stock PyTorch it ends with exit code {outcome.code}, without a step"
-            )
+            raise _Decided(Conclusion.SCRIPT_FAILS, f"under stock PyTorch it fails {_describe_end(outcome)}")
         return run
 
     def _patched(self) -> RecordedRun:
@@ -321,9 +336,10 @@ class _Verifier:
         outcome, stock = self.outcomes["patched"], self.outcomes["stock"]
         if outcome.failures:
             raise _Decided(Conclusion.NOT_EXERCISED, f"a process was not patched: {outcome.failures[0]['error']}")
+        self._blame_no_script(outcome)
         if stock.code and not outcome.code:
             raise _Decided(
-                Conclusion.SCRIPT_FAILS, f"under stock PyTorch it ends with exit code {stock.code}, patched with 0"
+                Conclusion.SCRIPT_FAILS, f"under stock PyTorch it fails {_describe_end(stock)}, patched it does not"
             )
         if stock.code:
             self.notes.append(
@@ -331,6 +347,15 @@ class _Verifier:
                 f"{outcome.code}. What it computed before that was compared."
             )
         return run
+
+    def _blame_no_script(self, outcome: Outcome) -> None:
+        """Conclude that a run was not observed if it hung while a process was in ovpatch's own code."""
+        if outcome.waits_in_tool:
+            raise _Decided(
+                Conclusion.NOT_SEEN,
+                f"{outcome.waits_in_tool} in the run '{outcome.variant.name}', so no step within "
+                f"{self.request.timeout:g} s is no hang of the script. Give --timeout more seconds",
+            )
 
     def _measure_noise(self, stock: RecordedRun, patched: RecordedRun) -> None:
         rerun = self._noise_run("rerun")
@@ -415,9 +440,22 @@ class _Verifier:
         ranks = f"{len(compared.processes)} rank{'s' if len(compared.processes) != 1 else ''}"
         steps = f"{compared.steps} step{'s' if compared.steps != 1 else ''}"
         patched = self.outcomes["patched"]
-        idle = [f"; {name} did nothing" for name in patched.idle]
-        partly = [f"; {name} left some work to stock" for name in patched.left_to_stock]
-        return f"{steps}, {ranks}, {compared.values} values{''.join(idle + partly)}"
+        node = variants.describe_node(patched.folder)
+        more = [f"; {node}"] if node else []
+        if self.noisy and (floor := compared.count_rules().get(BY_FLOOR)):
+            more.append(f"; {floor} of them by {equality.FLOOR:g}, as stock moves less")
+        more += [f"; {name} did nothing" for name in patched.idle]
+        more += [f"; {name} left some work to stock" for name in patched.left_to_stock]
+        return f"{steps}, {ranks}, {compared.values} values{''.join(more)}"
+
+    def _describe_common_end(self) -> str:
+        """Return how far the runs are equal that both fail, and how they fail."""
+        equal = self._find_equality().value
+        end = _describe_end(self.outcomes["stock"])
+        return (
+            f"equal up to step {self.compared.steps}, where the script itself fails, stock and patched, {end} "
+            f"({equal}: {self._describe_scope()})"
+        )
 
     def _describe_difference(self, wrong: str) -> str:
         first = self.compared.first
@@ -425,7 +463,11 @@ class _Verifier:
         if first is None:
             return wrong + feature
         then = f"; then {wrong}" if wrong else ""
-        return f"first in '{first.row.name}' at step {first.step} on {first.process}{feature}{then}"
+        row = first.row
+        far = ""
+        if row.allowed is not None and row.max_abs_diff is not None and self.measured:
+            far = f" by {row.max_abs_diff:.3g}, where {row.allowed:.3g} is allowed ({row.rule})"
+        return f"first in '{row.name}' at step {first.step} on {first.process}{far}{feature}{then}"
 
     def _describe_no_step(self) -> str:
         losses = self.compared.events.get(BACKWARD, 0)
@@ -468,6 +510,9 @@ def _describe_failure(stock: Outcome, patched: Outcome) -> str:
 def _describe_end(outcome: Outcome) -> str:
     found = variants.find_exception_name(outcome.read_log())
     by = f" by {found}" if found else ""
+    # A code above 128 may also be the script's own.
+    with suppress(ValueError):
+        by = by or f" by {signal.Signals(outcome.code - 128).name}"
     return f"after step {variants.read_furthest_step(outcome.folder)} with exit code {outcome.code}{by}"
 
 
@@ -482,13 +527,16 @@ def _why_not_exercised(patched: Outcome) -> str:
 
 
 _ROWS: Final = 10
-_COLOURS: Final = {Conclusion.BITWISE: "green", Conclusion.NOISE: "green", Conclusion.DIFFERENT: "red"}
+_COLOURS: Final = {
+    **dict.fromkeys((Conclusion.BITWISE, Conclusion.FLOOR, Conclusion.NOISE), "green"),
+    Conclusion.DIFFERENT: "red",
+}
 
 
 def print_result(result: Verification, console: Console) -> None:
     """Print a result."""
     style = f"bold {_COLOURS.get(result.verdict, 'yellow')}"
-    console.print(Text(f"{result.verdict.value}: {result.why}", style=style), soft_wrap=True)
+    console.print(Text(result.headline, style=style), soft_wrap=True)
     for line in _lines(result):
         console.print(Text(line), soft_wrap=True)
     if result.compared.findings:
@@ -505,6 +553,8 @@ def _lines(result: Verification) -> Iterator[str]:
         yield f"compared    {_scope(compared)}"
         yield f"bits        {_bits(result)}"
         yield f"noise       {_describe_noise(result)}"
+        for rule, count in compared.count_rules().items() if result.measured else ():
+            yield f"{'allowed':<11} {count} value{'s' if count > 1 else ''} ({rule}): no more than {RULES[rule]}"
     if result.blamed:
         yield f"because of  {', '.join(result.blamed)}"
     for feature, counters in result.counters.items():
@@ -535,9 +585,7 @@ def _bits(result: Verification) -> str:
 
 def _describe_noise(result: Verification) -> str:
     if result.noise:
-        measured = "; ".join(f"{name}: {amount}" for name, amount in result.noise.items())
-        allowed = "twice what values of the same kind moved, four times for one element"
-        return f"stock against itself, {measured}. Allowed is {allowed}"
+        return f"stock against itself, {'; '.join(f'{name}: {amount}' for name, amount in result.noise.items())}"
     if result.compared.findings:
         return "not measured"
     return "not needed: nothing differs (--noise measures it)"
@@ -549,12 +597,13 @@ def _table(compared: RunComparison, measured: bool) -> Table:
     title = "not bitwise equal"
     if len(compared.findings) > _ROWS:
         title += f": {'the first, then ' if first else ''}the worst of {len(compared.findings)}"
-    table = Table("step", "process", "value", "|diff|", "allowed", "what", title=title, title_justify="left")
+    table = Table("step", "process", "value", "|diff|", "allowed", "rule", "what", title=title, title_justify="left")
     for finding in shown:
         row = finding.row
         far = "" if row.max_abs_diff is None else f"{row.max_abs_diff:.3g}"
         allowed = "" if row.allowed is None or not measured else f"{row.allowed:.3g}"
-        cells = (str(finding.step), finding.process, row.name, far, allowed, row.note)
+        rule = row.rule if measured else ""
+        cells = (str(finding.step), finding.process, row.name, far, allowed, rule, row.note)
         table.add_row(*map(Text, cells), style=None if finding.different else "dim")
     return table
 
@@ -562,7 +611,7 @@ def _table(compared: RunComparison, measured: bool) -> Table:
 def _show_end(outcome: Outcome, console: Console) -> None:
     ranks = variants.read_ranks(outcome.folder)
     for pid, stacks in outcome.stacks.items():
-        process = f"rank {ranks[pid]} (process {pid})" if pid in ranks else f"process {pid}"
+        process = variants.name_process(pid, ranks)
         console.print(Text(f"\nstacks of {process} in the run '{outcome.variant.name}':\n{stacks}"), soft_wrap=True)
     for failure in outcome.failures:
         console.print(Text(f"\nprocess {failure['pid']} (rank {failure['rank']}): {failure['error']}"), soft_wrap=True)

@@ -6,6 +6,7 @@ import ast
 import copy
 import inspect
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -368,3 +369,22 @@ def setting_sparse_metadata() -> list[str]:
 
 def test_sparse_metadata_brings_the_stock_reducer_back(ranks):
     assert ranks(2)(setting_sparse_metadata) == [["GradReducer", "Reducer"]] * 2
+
+
+def warnings_of_a_model():
+    """Return the places that the warnings of a model's life name, with their texts."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        deprecated = {"broadcast_buffers": True, "check_reduction": True}
+        known = inspect.signature(DDP).parameters
+        ddp = DDP(nn.Linear(2, 2), **{name: value for name, value in deprecated.items() if name in known})
+        copy.deepcopy(ddp.module)
+        ddp(torch.ones(1, 2)).sum().backward()
+    return [(one.category.__name__, one.filename, one.lineno, str(one.message)) for one in caught]
+
+
+def test_what_torch_warns_of_names_the_line_of_the_script(ranks):
+    for stock, patched in ranks(2)(stock_and_patched, warnings_of_a_model):
+        assert stock, "torch warns of these arguments"
+        assert {file for _, file, *_ in stock} == {__file__}
+        assert patched == stock
