@@ -35,6 +35,18 @@ class Block(nn.Module):
         return x + self.down(self.up(x).tanh())
 
 
+class Double(torch.autograd.Function):
+    """An operation of the script."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
 class Net(nn.Module):
     """Three blocks; ``kind`` names what else its forward does.
 
@@ -46,7 +58,7 @@ class Net(nn.Module):
         self.kind = kind
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.register_buffer("calls", torch.zeros(()))
-        self.last: nn.Module = nn.Identity()
+        self.last: nn.Module = nn.BatchNorm1d(8) if kind == "batch norm" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks[:3] if self.kind == "sliced" else self.blocks:
@@ -56,6 +68,18 @@ class Net(nn.Module):
         if self.kind == "submodule":
             self.last = nn.Tanh()
             x = self.last(x)
+        if self.kind == "batch norm":
+            x = self.last(x)
+        if self.kind == "autograd function":
+            x = Double.apply(x)
+        if self.kind == "transforms":
+            x = x + torch.func.vmap(torch.func.grad(lambda row: row.square().sum()))(x)
+        if self.kind == "collective":
+            mean = x.detach().mean()
+            dist.all_reduce(mean)
+            x = x * (1 + 0.01 * mean)
+        if self.kind == "parameter":
+            x = x + nn.Parameter(torch.ones(8))
         if self.kind == "buffer":
             self.calls = self.calls + 1
             x = x * (1 + 0.01 * self.calls)
@@ -195,29 +219,76 @@ def train(way: Callable[..., Made], kind: str = "", backend: str = "eager", **ho
     return [*records, {"dynamo": found}]
 
 
-def train_step_compiled(backend: str = "eager") -> list[Record]:
-    """Compile a function that has all of a step: forward, backward, clipping and the optimizer's step."""
+def train_step_compiled(clips: bool = False, reads: bool = False, **config: Any) -> list[Record]:
+    """Compile a function that has all of a step: forward, backward, clipping and the optimizer's step.
+
+    Args:
+        clips: Clip the gradients' norm.
+        reads: Return a gradient.
+        config: Of Dynamo.
+    """
     torch.manual_seed(1)
-    with watched() as found:
+    with watched() as found, torch._dynamo.config.patch(**config) if config else nullcontext():
         model = Net().to(device())
         wrapped = ddp(model)
         opt = torch.optim.SGD(wrapped.parameters(), 1e-1, momentum=0.9)
 
-        @torch.compile(backend=backend)
-        def step(x: Tensor) -> Tensor:
+        @torch.compile(backend="eager")
+        def step(x: Tensor) -> Any:
             opt.zero_grad()
             loss = wrapped(x).square().mean()
             loss.backward()
+            norm = nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1) if clips else None
             opt.step()
-            return loss.detach()
+            return loss.detach(), norm, [p.grad * 1 for p in wrapped.parameters()] if reads else None
 
-        losses = [step(data(number, 4, 8)).clone() for number in range(STEPS)]
+        losses = [step(data(number, 4, 8)) for number in range(STEPS)]
     return [{"loss": losses, "param": seen(wrapped)["param"]}, {"dynamo": found}]
 
 
-def train_with_compiled_autograd(way: Callable[..., Made], backend: str = "eager") -> list[Record]:
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        return train(way, "", backend)
+def train_and_compile_what_follows(what: str) -> list[Record]:
+    """Compile a function that reads parameters or gradients between eager steps."""
+    torch.manual_seed(1)
+    records: list[Record] = []
+    with watched() as found:
+        wrapped = ddp(Net().to(device()))
+        opt = torch.optim.AdamW(wrapped.parameters(), 1e-2)
+        params = list(wrapped.parameters())
+        clip = torch.compile(nn.utils.clip_grad_norm_, backend="eager")
+        means = torch.compile(lambda: [p * 1 for p in params], backend="eager")
+        norms = torch.compile(lambda: [p.grad * 1 for p in params], backend="eager")
+        for number in range(STEPS):
+            opt.zero_grad()
+            wrapped(data(number, 4, 8)).square().mean().backward()
+            if what == "clips":
+                clip(params, 0.1)
+            if what == "reads gradients":
+                records.append({"grad": norms()})
+            opt.step()
+            if what == "reads parameters":
+                records.append({"param": means()})
+        records.append({"param": seen(wrapped)["param"]})
+    return [*records, {"dynamo": found}]
+
+
+def train_with_compiled_autograd(static_graph: bool = False) -> list[Record]:
+    """Run backwards under compiled autograd, around an eager model, as a script does that turns it on by itself."""
+    from torch._dynamo import compiled_autograd
+
+    torch.manual_seed(1)
+    records: list[Record] = []
+    with watched() as found:
+        wrapped = ddp(Net().to(device()), static_graph=static_graph)
+        opt = torch.optim.SGD(wrapped.parameters(), 1e-1)
+        for number in range(STEPS):
+            opt.zero_grad()
+            loss = wrapped(data(number, 4, 8)).square().mean()
+            with compiled_autograd._enable(torch.compile(backend="eager")):
+                loss.backward()
+            records.append({"grad": seen(wrapped)["grad"]})
+            opt.step()
+        records.append({"param": seen(wrapped)["param"]})
+    return [*records, {"dynamo": found}]
 
 
 def train_one_after_the_other(backend: str = "eager") -> list[Record]:

@@ -14,7 +14,8 @@ from tests.plugins.ddp.arms import all_both
 
 CASES = {
     **{f"sliced, {way.__name__}": {"program": train, "way": way, "kind": "sliced"} for way in compiled.WAYS},
-    **{f"{kind}": {"program": train, "way": compiled.around, "kind": kind} for kind in ("checkpoint", "broken")},
+    **{f"{kind}": {"program": train, "way": compiled.around, "kind": kind} for kind in ("checkpoint", "broken", "batch norm", "autograd function", "transforms", "collective", "parameter")},
+    **{f"{kind}, inside": {"program": train, "way": compiled.inside, "kind": kind} for kind in ("checkpoint", "broken", "batch norm", "autograd function", "transforms", "collective", "parameter")},
     **{
         f"{kind}, {way.__name__}": {"program": train, "way": way, "kind": kind}
         for kind in ("submodule", "buffer")
@@ -31,10 +32,12 @@ CASES = {
     "hooked, inside": {"program": train, "way": compiled.inside, "hooked": True},
     "hooked, blocks": {"program": train, "way": compiled.blocks, "hooked": True},
     "compiled step": {"program": train, "way": compiled.around, "step": "compiled"},
-    "compiled step alone": {"program": train, "way": compiled.inside, "step": "with zero_grad"},
     "train step": {"program": compiled.train_step_compiled},
-    "compiled autograd": {"program": compiled.train_with_compiled_autograd, "way": compiled.inside},
-    "compiled autograd around": {"program": compiled.train_with_compiled_autograd, "way": compiled.around},
+    "train step, clips": {"program": compiled.train_step_compiled, "clips": True},
+    "train step, reads": {"program": compiled.train_step_compiled, "reads": True},
+    "train step, compiled autograd": {"program": compiled.train_step_compiled, "compiled_autograd": True},
+    **{what: {"program": compiled.train_and_compile_what_follows, "what": what} for what in ("clips", "reads gradients", "reads parameters")},
+    "compiled autograd": {"program": compiled.train_with_compiled_autograd},
     "one after the other": {"program": compiled.train_one_after_the_other},
 }
 

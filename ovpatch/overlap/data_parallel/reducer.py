@@ -64,6 +64,12 @@ def will_accumulate(nodes: Iterable[Node]) -> bool:
         return False  # torch refuses to answer for a parameter whose gradient is asked for
 
 
+def is_compiled_autograd_on() -> bool:
+    """Return whether this backward is compiled: its hooks are traced, and collectives among them are not."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled_autograd is not None and bool(compiled_autograd.in_compiled_autograd_region)
+
+
 def accumulate_grads(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Give gradients to leaves, or to what is computed of them, through the engine, with all hooks.
 

@@ -129,7 +129,10 @@ def _full_name(cls: type) -> str:
 
 # --- the patches ---
 
-#: Whether steps of an optimizer are divided. A graph guards on it, which could not look into a table.
+# A C function: Dynamo would examine the frame of a Python one.
+_get_dynamo_callback: Final = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+#: Whether steps of an optimizer are divided. A graph of a script's own optimizer guards on it, and cannot read a table.
 _any_divided = False
 
 
@@ -182,8 +185,9 @@ class StepPatches:
 
         @functools.wraps(inner)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                if _any_divided:  # a constant of the graph, which is compiled again when this changes
+            # Torch's optimizers break the graph before this step. Dynamo is then about to compile what this calls.
+            if torch.compiler.is_compiling() or _get_dynamo_callback() is not None:
+                if _any_divided:
                     self._make_whole(optimizer)
                 return inner(optimizer, *args, **kwargs)
             if self.divider is None:
