@@ -42,6 +42,8 @@ CASES = {
 }
 
 FEATURES = {
+    "recompute": partial(ovpatch.applied, "ddp", "recompute"),
+    "all": partial(ovpatch.applied, "all", options={"dist_optimizer": {"min_param_numel": 1}}),
     "ddp": partial(ovpatch.applied, "ddp"),
     "plain": partial(ovpatch.applied),
     "dist_optimizer": partial(
