@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.plugins.ddp.arms import Record, data, device, seen
 
-REASONS = {}
 STEPS = 12
 
 _METRICS_LIMIT = 10_000
@@ -103,7 +102,6 @@ def watched() -> Iterator[dict[str, Any]]:
         found["compiled"] = dict(frames)
         found["breaks"] = sum(utils.counters["graph_break"].values())
         found["stats"] = dict(utils.counters["stats"])
-        REASONS.update(utils.counters["graph_break"])
         found["frames"] = dict(utils.counters["frames"])
         found["autograd"] = dict(utils.counters["compiled_autograd"])
         found["limits"] = dict(utils.counters["recompile_limit"])
@@ -111,8 +109,15 @@ def watched() -> Iterator[dict[str, Any]]:
         torch._dynamo.reset()
 
 
-def ddp(model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(model, **kwargs)
+def count_frames(found: dict[str, Any]) -> dict[str, int]:
+    """Return how often Dynamo compiled a frame, how often again, and how often graphs broke, wherever that was."""
+    again = sum(count for name, count in found["compiled"].items() if name.endswith(", again"))
+    return {"compiled": sum(found["compiled"].values()), "again": again, "breaks": found["breaks"]}
+
+
+def describe_differences(stock: dict[str, Any], patched: dict[str, Any]) -> list[str]:
+    """Return a line for each number of :func:`watched` that differs."""
+    return [f"{name}: {stock[name]} became {patched[name]}" for name in stock if stock[name] != patched[name]]
 
 
 # --- the ways: each returns the wrapper and what the loop calls ---
@@ -120,117 +125,126 @@ def ddp(model: nn.Module, **kwargs: Any) -> DistributedDataParallel:
 Made = tuple[DistributedDataParallel, Callable[..., Tensor]]
 
 
-def around(model: nn.Module, backend: Any, **kwargs: Any) -> Made:
-    wrapped = ddp(model)
-    return wrapped, torch.compile(wrapped, backend=backend, **kwargs)
+def around(model: nn.Module, **how: Any) -> Made:
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=how.pop("bucket_cap_mb", 25))
+    return wrapped, torch.compile(wrapped, **how)
 
 
-def inside(model: nn.Module, backend: Any, **kwargs: Any) -> Made:
-    wrapped = ddp(torch.compile(model, backend=backend, **kwargs))
+def inside(model: nn.Module, **how: Any) -> Made:
+    wrapped = DistributedDataParallel(torch.compile(model, **how))
     return wrapped, wrapped
 
 
-def in_place(model: nn.Module, backend: Any, **kwargs: Any) -> Made:
-    model.compile(backend=backend, **kwargs)
-    wrapped = ddp(model)
+def in_place(model: nn.Module, **how: Any) -> Made:
+    model.compile(**how)
+    wrapped = DistributedDataParallel(model)
     return wrapped, wrapped
 
 
-def wrapper_in_place(model: nn.Module, backend: Any, **kwargs: Any) -> Made:
-    wrapped = ddp(model)
-    wrapped.compile(backend=backend, **kwargs)
+def wrapper_in_place(model: nn.Module, **how: Any) -> Made:
+    wrapped = DistributedDataParallel(model)
+    wrapped.compile(**how)
     return wrapped, wrapped
 
 
-def blocks(model: Any, backend: Any, **kwargs: Any) -> Made:
+def blocks(model: Any, **how: Any) -> Made:
     for block in model.blocks:
-        block.compile(backend=backend, **kwargs)
-    wrapped = ddp(model)
+        block.compile(**how)
+    wrapped = DistributedDataParallel(model)
     return wrapped, wrapped
 
 
-def wrapped_blocks(model: Any, backend: Any, **kwargs: Any) -> Made:
-    model.blocks = nn.ModuleList(torch.compile(block, backend=backend, **kwargs) for block in model.blocks)
-    wrapped = ddp(model)
+def wrapped_blocks(model: Any, **how: Any) -> Made:
+    model.blocks = nn.ModuleList(torch.compile(block, **how) for block in model.blocks)
+    wrapped = DistributedDataParallel(model)
     return wrapped, wrapped
 
 
-def static(model: nn.Module, backend: Any, **kwargs: Any) -> Made:
-    wrapped = ddp(model, static_graph=True)
-    return wrapped, torch.compile(wrapped, backend=backend, **kwargs)
+def static(model: nn.Module, **how: Any) -> Made:
+    wrapped = DistributedDataParallel(model, static_graph=True)
+    return wrapped, torch.compile(wrapped, **how)
 
 
-def searching(model: nn.Module, backend: Any, **kwargs: Any) -> Made:
-    wrapped = ddp(model, find_unused_parameters=True)
-    return wrapped, torch.compile(wrapped, backend=backend, **kwargs)
+def searching(model: nn.Module, **how: Any) -> Made:
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    return wrapped, torch.compile(wrapped, **how)
 
 
-def function(model: nn.Module, backend: Any, **kwargs: Any) -> Made:
-    wrapped = ddp(model)
-    return wrapped, torch.compile(lambda x: wrapped(x), backend=backend, **kwargs)
+def function(model: nn.Module, **how: Any) -> Made:
+    wrapped = DistributedDataParallel(model)
+    return wrapped, torch.compile(lambda x: wrapped(x), **how)
 
 
-WAYS = (around, inside, in_place, wrapper_in_place, blocks, wrapped_blocks, static, searching, function)
+OTHER_WAYS = (wrapper_in_place, wrapped_blocks, static, function)
+
+# --- the programs ---
 
 
-def train(way: Callable[..., Made], kind: str = "", backend: str = "eager", **how: Any) -> list[Record]:
+def train(
+    way: Callable[..., Made],
+    kind: str = "",
+    backend: str = "eager",
+    rows: Sequence[int] = (4,),
+    *,
+    evaluates: bool = False,
+    accumulates: bool = False,
+    hooked: bool = False,
+    compiles_step: bool = False,
+    **how: Any,
+) -> list[Record]:
     """Train by a compiled model for :data:`STEPS` steps.
 
     Args:
         way: What is compiled.
         kind: Of :class:`Net`.
         backend: Of ``torch.compile``.
-        how: ``rows`` for batches of several sizes; ``evaluates`` and ``accumulates`` with what loops do besides;
-            ``step`` with what is compiled of the optimizer; all else is for ``torch.compile``.
+        rows: Sizes of batches, in turn.
+        evaluates: Evaluate after every third step.
+        accumulates: Accumulate two microbatches.
+        hooked: Put hooks on modules.
+        compiles_step: Compile the optimizer's step.
+        how: Other arguments of ``torch.compile``, or of the way.
     """
-    rows, step_kind = how.pop("rows", (4,)), how.pop("step", "")
-    evaluates, accumulates, hooked = (how.pop(name, False) for name in ("evaluates", "accumulates", "hooked"))
     torch.manual_seed(1)
     records: list[Record] = []
     with watched() as found:
         model = Net(kind).to(device())
-        wrapped, called = way(model, backend, **how)
+        wrapped, called = way(model, backend=backend, **how)
         opt = torch.optim.AdamW(wrapped.parameters(), 1e-2)
-        step, zero_grad = opt.step, opt.zero_grad
-        if step_kind:
-            step = torch.compile(opt.step, backend=backend)
-        if step_kind == "with zero_grad":
-            zero_grad = torch.compile(opt.zero_grad, backend=backend)
-        seen_by_hooks = []
+        step = torch.compile(opt.step, backend=backend) if compiles_step else opt.step
+        calls: list[int] = []
         if hooked:
-            model.register_forward_hook(lambda *args: seen_by_hooks.append(1))
-            model.blocks[0].register_full_backward_hook(lambda *args: None)
+            model.register_forward_hook(lambda *_: calls.append(1))
+            model.blocks[0].register_full_backward_hook(lambda *_: None)
         for number in range(STEPS):
-            zero_grad()
+            opt.zero_grad()
             if accumulates:
                 with wrapped.no_sync():
                     called(data(number, 4, 8, micro=1)).square().mean().backward()
             loss = called(data(number, rows[number % len(rows)], 8)).square().mean()
             loss.backward()
-            records.append({"grad": seen(wrapped)["grad"]} if number % 4 == 0 else {})
+            records.append({"loss": loss.detach().clone(), "grad": seen(wrapped)["grad"] if number % 4 == 0 else None})
             step()
             if evaluates and number % 3 == 1:
                 wrapped.eval()
                 with torch.no_grad():
                     records.append({"evaluated": called(data(number, 4, 8)).clone()})
                 wrapped.train()
-            records.append({"loss": loss.detach().clone()})
-        records.append({"param": seen(wrapped)["param"], "hooks": len(seen_by_hooks)})
+        records.append({"param": seen(wrapped)["param"], "calls": len(calls)})
     return [*records, {"dynamo": found}]
 
 
-def train_step_compiled(clips: bool = False, reads: bool = False, **config: Any) -> list[Record]:
+def train_step(*, clips: bool = False, reads: bool = False) -> list[Record]:
     """Compile a function that has all of a step: forward, backward, clipping and the optimizer's step.
 
     Args:
         clips: Clip the gradients' norm.
-        reads: Return a gradient.
-        config: Of Dynamo.
+        reads: Return all gradients.
     """
     torch.manual_seed(1)
-    with watched() as found, torch._dynamo.config.patch(**config) if config else nullcontext():
+    with watched() as found:
         model = Net().to(device())
-        wrapped = ddp(model)
+        wrapped = DistributedDataParallel(model)
         opt = torch.optim.SGD(wrapped.parameters(), 1e-1, momentum=0.9)
 
         @torch.compile(backend="eager")
@@ -246,39 +260,37 @@ def train_step_compiled(clips: bool = False, reads: bool = False, **config: Any)
     return [{"loss": losses, "param": seen(wrapped)["param"]}, {"dynamo": found}]
 
 
-def train_and_compile_what_follows(what: str) -> list[Record]:
+def train_and_read(what: str) -> list[Record]:
     """Compile a function that reads parameters or gradients between eager steps."""
     torch.manual_seed(1)
     records: list[Record] = []
     with watched() as found:
-        wrapped = ddp(Net().to(device()))
+        wrapped = DistributedDataParallel(Net().to(device()))
         opt = torch.optim.AdamW(wrapped.parameters(), 1e-2)
         params = list(wrapped.parameters())
-        clip = torch.compile(lambda: nn.utils.clip_grad_norm_(params, 0.1), backend="eager")
-        means = torch.compile(lambda: [p * 1 for p in params], backend="eager")
-        norms = torch.compile(lambda: [p.grad * 1 for p in params], backend="eager")
+        functions = {
+            "norm": lambda: nn.utils.clip_grad_norm_(params, 0.1),
+            "gradients": lambda: [param.grad * 1 for param in params],
+            "parameters": lambda: [param * 1 for param in params],
+        }
+        read = torch.compile(functions[what], backend="eager")
         for number in range(STEPS):
             opt.zero_grad()
             wrapped(data(number, 4, 8)).square().mean().backward()
-            if what == "clips":
-                clip()
-            if what == "reads gradients":
-                records.append({"grad": norms()})
+            records.append({"read": read()})
             opt.step()
-            if what == "reads parameters":
-                records.append({"param": means()})
         records.append({"param": seen(wrapped)["param"]})
     return [*records, {"dynamo": found}]
 
 
-def train_with_compiled_autograd(static_graph: bool = False) -> list[Record]:
-    """Run backwards under compiled autograd, around an eager model, as a script does that turns it on by itself."""
+def train_by_compiled_autograd(**config: Any) -> list[Record]:
+    """Compile the backwards of an eager model; ``config`` is Dynamo's."""
     from torch._dynamo import compiled_autograd
 
     torch.manual_seed(1)
     records: list[Record] = []
-    with watched() as found:
-        wrapped = ddp(Net().to(device()), static_graph=static_graph)
+    with watched() as found, torch._dynamo.config.patch(**config) if config else nullcontext():
+        wrapped = DistributedDataParallel(Net().to(device()))
         opt = torch.optim.SGD(wrapped.parameters(), 1e-1)
         for number in range(STEPS):
             opt.zero_grad()
@@ -291,21 +303,19 @@ def train_with_compiled_autograd(static_graph: bool = False) -> list[Record]:
     return [*records, {"dynamo": found}]
 
 
-def train_one_after_the_other(backend: str = "eager") -> list[Record]:
-    """Compile one model, and train it, before another one is wrapped: what is compiled must stay."""
+def train_beside_compiled_model() -> list[Record]:
+    """Compile a model and train it, alone, before and while another one is wrapped: what is compiled must stay."""
     torch.manual_seed(1)
     records: list[Record] = []
     with watched() as found:
-        alone = Net("sliced").to(device())
-        frozen = torch.compile(alone, backend=backend)
-        for number in range(STEPS):
-            frozen(data(number, 4, 8)).square().mean().backward()
-            if number % 4 == 1:
-                model = Net("sliced").to(device())
-                wrapped, called = inside(model, backend)
+        alone = torch.compile(Net("sliced").to(device()), backend="eager")
+        for number in range(2 * STEPS):
+            alone(data(number, 4, 8)).square().mean().backward()
+            if number == STEPS:
+                wrapped, called = inside(Net("sliced").to(device()), backend="eager")
                 opt = torch.optim.SGD(wrapped.parameters(), 1e-1)
-            if number > 0:
+            if number >= STEPS:
                 called(data(number, 4, 8)).square().mean().backward()
                 opt.step()
-                records.append({"param": seen(wrapped)["param"]})
+        records.append({"param": seen(wrapped)["param"], "grad": seen(alone)["grad"]})
     return [*records, {"dynamo": found}]
