@@ -126,7 +126,7 @@ Made = tuple[DistributedDataParallel, Callable[..., Tensor]]
 
 
 def around(model: nn.Module, **how: Any) -> Made:
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=how.pop("bucket_cap_mb", 25))
+    wrapped = DistributedDataParallel(model)
     return wrapped, torch.compile(wrapped, **how)
 
 

@@ -23,7 +23,7 @@ FEATURES = {
     "a plain apply()": ovpatch.applied,
 }
 
-#: Which of them run with every feature.
+#: What runs with each feature, or a part of it.
 CASES: Cases = {
     **{f"layers sliced, {way.__name__}": {"way": way, "kind": "sliced"} for way in (around, inside, in_place, blocks)},
     "a submodule made in the forward": {"way": inside, "kind": "submodule"},
@@ -39,7 +39,7 @@ CASES: Cases = {
 
 KINDS = ("checkpoint", "broken", "batch norm", "autograd function", "transforms", "collective", "parameter")
 
-#: Others, of which a part runs with each feature that reduces gradients.
+#: Others, of which a part runs with ddp and another part with dist_optimizer.
 MORE: Cases = {
     **{f"layers sliced, {way.__name__}": {"way": way, "kind": "sliced"} for way in compiled.OTHER_WAYS},
     **{f"{kind}, {way.__name__}": {"way": way, "kind": kind} for kind in KINDS for way in (around, inside)},
@@ -47,7 +47,6 @@ MORE: Cases = {
     "a buffer set in the forward, inside": {"way": inside, "kind": "buffer"},
     "batches of several sizes, inside": {"way": inside, "rows": (4, 6, 3)},
     "dynamic shapes": {"way": around, "rows": (4, 6, 3), "dynamic": True},
-    "graphs for several buckets": {"way": around, "bucket_cap_mb": 0.001},
     "evaluation between steps, blocks": {"way": blocks, "evaluates": True},
     "accumulation, inside": {"way": inside, "accumulates": True},
     "module hooks": {"way": around, "hooked": True},
@@ -93,8 +92,13 @@ def check(results: list[dict[str, dict[str, Any]]], *, recomputes: bool = False)
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_dynamo_does_what_it_does_in_stock_pytorch(ranks, feature):
-    more = {"ddp": {**some(MORE), **OF_GRADIENTS}, "dist_optimizer": some(MORE, 1)}.get(feature, {})
-    results = ranks(2)(in_both, feature, {**CASES, **more}, timeout=240)
+    cases = {
+        "ddp": {**CASES, **some(MORE), **OF_GRADIENTS},
+        "dist_optimizer": {**CASES, **some(MORE, 1)},
+        "recompute": {**some(CASES), "blocks": {"way": blocks}},
+        "a plain apply()": some(CASES, 1),
+    }
+    results = ranks(2)(in_both, feature, cases[feature], timeout=240)
     check(results, recomputes=feature == "recompute")
     for name, case in results[0].items():
         counters = case["counters"]
