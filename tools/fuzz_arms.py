@@ -80,7 +80,7 @@ def run_stock(text: str) -> tuple[dict[str, Any], str]:
 def _run(text: str, package: Any) -> tuple[dict[str, Any], str]:
     """Return what one run of a program shows, and the exception that ended it, as text."""
     torch.manual_seed(0)
-    # What the other run compiled shall not be found again, nor counted.
+    # Otherwise the second run would find the code of the first one, and count it.
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch._dynamo.utils.clear_compilation_metrics()

@@ -1,4 +1,4 @@
-"""The ways in which scripts compile, each one short training loop, and a count of what Dynamo does meanwhile."""
+"""The ways in which scripts compile, as short training loops, with the frames that Dynamo compiles for them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Net(nn.Module):
 
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
-    """Yield a dictionary that has, at the end, which frames Dynamo compiled meanwhile and how often graphs broke."""
+    """Yield a dictionary that has, after the block, the frames that Dynamo compiled in it and the count of graph breaks."""
     torch._dynamo.reset()
     utils.counters.clear()
     utils.clear_compilation_metrics()
@@ -303,7 +303,7 @@ def train_by_compiled_autograd(**config: Any) -> list[Record]:
     return [*records, {"dynamo": found}]
 
 
-def train_beside_compiled_model() -> list[Record]:
+def train_after_compiled_model() -> list[Record]:
     """Compile a model and train it, alone, before and while another one is wrapped: what is compiled must stay."""
     torch.manual_seed(1)
     records: list[Record] = []

@@ -23,7 +23,7 @@ FEATURES = {
     "a plain apply()": ovpatch.applied,
 }
 
-#: What runs with each feature, or a part of it.
+#: All of these, or every third, run with each feature.
 CASES: Cases = {
     **{f"layers sliced, {way.__name__}": {"way": way, "kind": "sliced"} for way in (around, inside, in_place, blocks)},
     "a submodule made in the forward": {"way": inside, "kind": "submodule"},
@@ -34,7 +34,7 @@ CASES: Cases = {
     "unused parameters searched": {"way": searching},
     "a compiled step": {"way": inside, "compiles_step": True},
     "a compiled training step": {"program": compiled.train_step, "clips": True},
-    "a model that is wrapped after another was compiled": {"program": compiled.train_beside_compiled_model},
+    "a model that is wrapped after another was compiled": {"program": compiled.train_after_compiled_model},
 }
 
 KINDS = ("checkpoint", "broken", "batch norm", "autograd function", "transforms", "collective", "parameter")
@@ -58,7 +58,7 @@ MORE: Cases = {
 }
 
 #: With sharded gradients these are compiled twice, since gradients become lazy tensors after the first step.
-OF_GRADIENTS: Cases = {
+GRADIENT_READERS: Cases = {
     "compiled clipping": {"program": compiled.train_and_read, "what": "norm"},
     "compiled code reads gradients": {"program": compiled.train_and_read, "what": "gradients"},
 }
@@ -75,7 +75,7 @@ def in_both(feature: str, cases: Cases) -> dict[str, dict[str, Any]]:
 
 
 def check(results: list[dict[str, dict[str, Any]]], *, recomputes: bool = False) -> None:
-    """Demand stock's values, bitwise, and that Dynamo did in all cases what it does in stock PyTorch."""
+    """Demand the values of stock PyTorch, bitwise, and that Dynamo did in all cases what it does in stock PyTorch."""
     failures = []
     for name in results[0]:
         for rank, result in enumerate(results):
@@ -93,7 +93,7 @@ def check(results: list[dict[str, dict[str, Any]]], *, recomputes: bool = False)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_dynamo_does_what_it_does_in_stock_pytorch(ranks, feature):
     cases = {
-        "ddp": {**CASES, **some(MORE), **OF_GRADIENTS},
+        "ddp": {**CASES, **some(MORE), **GRADIENT_READERS},
         "dist_optimizer": {**CASES, **some(MORE, 1)},
         "recompute": {**some(CASES), "blocks": {"way": blocks}},
         "a plain apply()": some(CASES, 1),
@@ -108,7 +108,7 @@ def test_dynamo_does_what_it_does_in_stock_pytorch(ranks, feature):
 
 
 def test_code_that_works_on_gradients_is_compiled_once_more_where_they_are_sharded(ranks):
-    for result in ranks(2)(in_both, "dist_optimizer", OF_GRADIENTS, timeout=120):
+    for result in ranks(2)(in_both, "dist_optimizer", GRADIENT_READERS, timeout=120):
         for name, case in result.items():
             stock, patched = (case[arm].pop()["dynamo"] for arm in ("stock", "patched"))
             assert 0 < sum(patched["compiled"].values()) - sum(stock["compiled"].values()) <= 2, name

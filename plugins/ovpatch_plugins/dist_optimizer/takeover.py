@@ -129,8 +129,8 @@ def _full_name(cls: type) -> str:
 
 # --- the patches ---
 
-#: Returns what compiles the Python frames that its caller calls, None outside of compiled functions. A Python function
-#: could not tell: Dynamo would examine its frame.
+#: Returns Dynamo's callback for the Python frames that its caller calls, None outside of compiled functions. This must
+#: be a function in C, because Dynamo would examine the frame of another one.
 get_dynamo_callback: Final = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 #: Whether there are divided optimizers, or lazy gradients. A graph guards on it, and could not read a table.

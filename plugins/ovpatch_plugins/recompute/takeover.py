@@ -27,8 +27,8 @@ from ovpatch_plugins.recompute.selective import make_compiled_contexts, make_con
 
 _MARK: Final = "_ovpatch_recompute"
 """Attribute of a block: granularity, names of further operators to keep, and the class whose forward is wrapped for it.
-Plain text, so that a pickled model loads without ovpatch. Graphs guard on it, so it is the same for all blocks of a class:
-otherwise a model whose blocks are compiled one by one would have a graph for each of them, and none after eight."""
+Plain text, so that a pickled model loads without ovpatch. Graphs guard on it, so all blocks of a class have the same:
+otherwise Dynamo would compile each block of a model by itself, and give up after eight."""
 
 _NAME: Final = "_ovpatch_recompute_name"
 """Attribute of a block: its name in the model."""

@@ -103,7 +103,7 @@ def test_with_gradients_that_accumulate(ranks):
     check_cases(ranks(2), loop, some({**cases, **static}), backwards=4)  # each deed in several ways
 
 
-PLACES = ["a block", "in the place of a block", "in a module without children", "after others were deleted"]
+PLACES = ["a block", "around a block", "in a module without children", "after others were deleted"]
 
 
 @reduced_in_place
@@ -115,12 +115,13 @@ def loop_hook_during_training(cap: float, place: str) -> list[Record]:
     hooked = nn.Identity()
     if place == "a block":
         hooked = model[2]
-    elif place == "in the place of a block":
+    elif place == "around a block":
         model[2] = nn.Sequential(model[2], hooked)
     elif place == "in a module without children":
         model[-1].append(hooked)
     elif place == "after others were deleted":
-        del model[-1]  # gives the model another table of its children
+        # This gives the model another table of its children.
+        del model[-1]
         model.append(hooked)
     hooked.register_full_backward_hook(lambda *_: scales(model))
     return records + record_steps(model, (wrapped(data(step, 4, 6)).square().mean() for step in (2, 3)))
