@@ -87,7 +87,7 @@ class Net(nn.Module):
 
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
-    """Yield a dictionary that has, after the block, the frames that Dynamo compiled in it and the count of graph breaks."""
+    """Yield a dictionary that has, after the block, the frames that Dynamo compiled in it and its graph breaks."""
     torch._dynamo.reset()
     utils.counters.clear()
     utils.clear_compilation_metrics()
