@@ -44,7 +44,7 @@ def profiler_span(text: str) -> AbstractContextManager[Any]:
 def hide_frames(*functions: Any) -> None:
     """Have Dynamo run Python functions, those defined in them and all that they call, as they are.
 
-    [Note: hidden frames] A compiled function may break its graph at ``loss.backward()`` or at a wrapped module. Dynamo
+    A compiled function may break its graph at ``loss.backward()`` or at a wrapped module. Dynamo
     then examines all Python frames below it, also those of hooks that the engine calls. It would compile the
     reducer frame by frame, guard on its counters, and fail in the middle of a backward at the first collective.
     ``torch.compiler.disable`` costs each call some microseconds. Marked code objects cost a call nothing.

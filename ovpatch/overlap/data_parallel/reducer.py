@@ -255,7 +255,7 @@ def _prehook(reference: weakref.ref[GradSharder], index: int) -> Any:
 
 @functools.cache
 def _hide_hooks() -> None:
-    """Hide what the engine calls from Dynamo, see [Note: hidden frames]; Dynamo is imported for that."""
+    """Hide what the engine calls from Dynamo; Dynamo is imported for that."""
     hide_frames(_hook, _prehook, watch_outputs, fp32_accumulation.make_sum_hooks)
     hide_frames(_Callback.__call__, _Callback.__del__, _Products.backward)
 

@@ -414,7 +414,7 @@ class ModuleCall:
     module's call waits for its own parameters. A global module hook would do, but torch warns about it under
     ``torch.compile``, and Dynamo guards on it; a wrapped function would add two frames a level to every traceback and
     to Python's recursion depth. A descriptor returns the original method before that is called. Dynamo leaves our
-    frame alone (ovpatch/overlap/comm/streams.py, [Note: hidden frames]).
+    frame alone (``hide_frames``).
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
