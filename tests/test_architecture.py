@@ -257,6 +257,7 @@ TABLES = {
     "ovpatch.overlap.symm_mem.memory:_last": "the last use on each device",
     "ovpatch.overlap.tensors.lazy_tensor:_zeros": "a zero for each dtype and device",
     "ovpatch.overlap.tensors.pending_param:PENDING": "every read hook asks whether it is empty",
+    "ovpatch.patching.wrapper_chain:_skipped": "code objects that Dynamo skips once it is imported",
     "ovpatch.patching.target:_listeners": "by name of a module that is not imported yet",
     "ovpatch.session.workers:_exit_actions": "actions of this process, in order",
     "ovpatch_plugins.ddp.report:REMARKS": "lines of the report",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 import ovpatch
@@ -79,6 +80,10 @@ def run_stock(text: str) -> tuple[dict[str, Any], str]:
 def _run(text: str, package: Any) -> tuple[dict[str, Any], str]:
     """Return what one run of a program shows, and the exception that ended it, as text."""
     torch.manual_seed(0)
+    # Otherwise the second run would find the code of the first one, and count it.
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.utils.clear_compilation_metrics()
     records: dict[str, Any] = {"error": None}
     error_text = ""
 

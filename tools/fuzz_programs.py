@@ -47,6 +47,11 @@ def batch(step, micro=0):
     seed = 1000 * step + 10 * micro + dist.get_rank()
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
 
+def compiled_frames():
+    from torch._dynamo.utils import counters, get_compilation_metrics
+    names = sorted(f"{one.co_name}, {bool(one.recompile_reason)}" for one in get_compilation_metrics())
+    return [*names, sum(counters["graph_break"].values())]
+
 def loss_of(output):
     return output.square().mean()
 

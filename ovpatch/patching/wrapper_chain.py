@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any, Final
 
-from ovpatch.patching.patch import IncompatiblePatchError, Patch, PatchError, describe_callable
+from ovpatch.patching.patch import IncompatiblePatchError, Patch, PatchError, describe_callable, unwrap_callable
 from ovpatch.patching.references import is_fresh_copy, leads_to
 from ovpatch.patching.slot import (
     SlotKind,
@@ -149,13 +149,23 @@ def _torch_is_here(_module: str) -> None:
     _tracing.now = getattr(sys.modules["torch.compiler"], "is_dynamo_compiling", _never)
 
 
-def _dynamo_is_here(module: str) -> None:
-    skip = getattr(sys.modules[module], "skip_code", None)
-    if skip is not None:  # [Note: skipped frames]
-        # All installed functions share this code object, or its hidden form.
-        code = _build(_never, _never)[0].__code__
+#: The code of installed functions and of wrappers, which Dynamo skips as soon as it is imported.
+_skipped: Final[set[types.CodeType]] = set()
+
+
+def _skip_frames(code: types.CodeType) -> None:
+    """Have Dynamo leave frames of a code object alone, see [Note: skipped frames]."""
+    _skipped.add(code)
+    skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
+    if skip is not None:
         skip(code)
-        skip(_hide_from_warnings(code, globals()))
+
+
+def _dynamo_is_here(_module: str) -> None:
+    # All installed functions share this code object, or its hidden form.
+    dispatcher = _build(_never, _never)[0].__code__
+    for code in {*_skipped, dispatcher, _hide_from_warnings(dispatcher, globals())}:
+        _skip_frames(code)
 
 
 # Part of the file name of a hidden frame. warnings.warn(), in Python 3.10 to 3.14, does not count frames whose file has
@@ -215,8 +225,8 @@ class Dispatcher:
     recompile at each call; a function that Dynamo evaluates once while tracing counts the trace instead.
 
     [Note: skipped frames] Where Dynamo does not trace a caller, such as ``Module._call_impl``, it examines every Python
-    function called below it. It would compile each dispatcher by itself, all in the cache of one code object. So the
-    dispatcher's frame is skipped; the frame that it calls is not.
+    function called below it. It would compile each dispatcher by itself, all in the cache of one code object, and
+    each wrapper with a graph break of its own. So their frames are skipped; those of the original are not.
     """
 
     __slots__ = ("_credited", "_read", "function", "switch")
@@ -278,6 +288,16 @@ def _disguise(function: Function, like: Function) -> None:
     for name in _CACHE_METHODS:
         if hasattr(like, name) and name not in attributes:
             attributes[name] = getattr(like, name)
+
+
+def _skip_wrapper(wrap: Function, wrapper: Function) -> None:
+    """Have Dynamo skip a wrapper's frames, unless its code is not of the file of ``wrap``.
+
+    What a decorator of another package returned shares its code with all other functions that this decorates.
+    """
+    code, made_by = (getattr(unwrap_callable(function), "__code__", None) for function in (wrapper, wrap))
+    if code is not None and made_by is not None and code.co_filename.removesuffix(_HIDDEN) == made_by.co_filename:
+        _skip_frames(code)
 
 
 @dataclass(eq=False)
@@ -368,6 +388,7 @@ class WrapperChain:
         self._check_signature(patch, function)
         if isinstance(function, types.FunctionType) and _warns_of_its_caller(self.original):
             function.__code__ = _hide_from_warnings(function.__code__, function.__globals__)
+        _skip_wrapper(patch.wrap, function)
         return function
 
     def check_replacement(self, patch: Patch) -> Function:

@@ -99,6 +99,7 @@ def test_load_state_resumes_the_other_ways_state(runner, accumulated, compatibil
 def test_compiled_outside_the_wrapper(runner, compatibility):
     stock, patched = both(runner, "accelerated.py", to="compiled", dynamo="aot_eager", by_accelerate=True)
     assert {rank["class"] for rank in stock.ranks} == {"OptimizedModule"}
+    assert all(rank["frames"] for rank in stock.ranks)
     assert_same_states(stock, patched)
     assert_applied(patched.report, models=1, backwards=4)
     compatibility(

@@ -56,6 +56,14 @@ def test_automatic_optimization(fitted, compatibility):
     )
 
 
+@RARELY
+def test_a_compiled_module(runner):
+    stock, patched = launched(runner, "lightning_fit.py", "--compile", to="compiled")
+    assert all(rank["frames"] for rank in stock.ranks)
+    assert_same(stock, patched)
+    assert_applied(patched.report, models=1, backwards=6)
+
+
 LOGGED = """
 import lightning, torch
 from lightning.pytorch.loggers import CSVLogger

@@ -53,6 +53,14 @@ def test_trainer_with_its_defaults(defaults, compatibility):
     )
 
 
+def test_a_compiled_model_that_makes_modules_in_its_forward_is_compiled_as_often(runner):
+    stock, patched = both(runner, "--torch-compile", to="torch-compile")
+    frames = patched.ranks[0]["frames"]
+    assert frames == stock.ranks[0]["frames"]
+    assert len(frames) > 1
+    assert_applied(patched.report, models=1, backwards=6)
+
+
 LOGGED = """
 import torch, transformers
 import callbacks, ovpatch

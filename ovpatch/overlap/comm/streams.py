@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -35,6 +36,38 @@ def profiler_span(text: str) -> AbstractContextManager[Any]:
     Without a profiler it does nothing: an idle ``record_function`` costs more than the launch of a collective.
     """
     return torch.autograd.profiler.record_function(text) if torch.autograd._profiler_enabled() else _NOTHING
+
+
+# --- frames ---
+
+
+def hide_frames(*functions: Any) -> None:
+    """Have Dynamo run Python functions, those defined in them and all that they call, as they are.
+
+    A compiled function may break its graph at ``loss.backward()`` or at a wrapped module. Dynamo
+    then examines all Python frames below it, also those of hooks that the engine calls. It would compile the
+    reducer frame by frame, guard on its counters, and fail in the middle of a backward at the first collective.
+    ``torch.compiler.disable`` costs each call some microseconds. Marked code objects cost a call nothing.
+
+    Args:
+        functions: Functions, which may be called already. They are marked for the rest of the process.
+    """
+    from torch._dynamo import eval_frame
+
+    # Versions without it compile what they can of these frames.
+    if not hasattr(eval_frame, "set_code_exec_strategy"):
+        return
+    skip = eval_frame.FrameAction.SKIP
+    for function in functions:
+        for code in _list_codes(function.__code__):
+            eval_frame.set_code_exec_strategy(code, eval_frame.FrameExecStrategy(skip, skip))
+
+
+def _list_codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _list_codes(constant)
 
 
 # --- streams ---

@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
 from ovpatch.overlap.comm.kept_state import find_param_state, param_state, weak_key
-from ovpatch.overlap.comm.streams import record_numbered_switches, record_switches
+from ovpatch.overlap.comm.streams import hide_frames, record_numbered_switches, record_switches
 from ovpatch.overlap.tensors.lazy_tensor import METADATA, leaves
 from ovpatch.overlap.tensors.memory import count_references_of_one, use_count
 
@@ -414,7 +414,7 @@ class ModuleCall:
     module's call waits for its own parameters. A global module hook would do, but torch warns about it under
     ``torch.compile``, and Dynamo guards on it; a wrapped function would add two frames a level to every traceback and
     to Python's recursion depth. A descriptor returns the original method before that is called. Dynamo leaves our
-    frame alone (ovpatch/patching/wrapper_chain.py, [Note: skipped frames]).
+    frame alone (``hide_frames``).
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -477,7 +477,7 @@ def waiting_for_compiled_code(original: Callable[..., Any]) -> Callable[..., Any
     tracing and guards. If it calls a module, the parameters of that module are waited for, so blocks that are compiled
     one by one keep their overlap; otherwise all are.
     """
-    _skip_frames(ModuleCall.__get__)  # Dynamo is there
+    hide_frames(ModuleCall.__get__)  # Dynamo is there
 
     def waiting(callback: Any) -> Any:
         if callback is not None and PENDING:  # None: code that is not to be compiled
@@ -516,17 +516,6 @@ def _is_within_inductor(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _skip_frames(function: Any) -> None:
-    """Have Dynamo leave the frames of a function alone, in all that the same code makes, and the frames that it calls.
-
-    See [Note: module calls]. ``skip_code`` alone would have Dynamo examine the functions that wait.
-    """
-    dynamo = sys.modules["torch._dynamo.eval_frame"]
-    if hasattr(dynamo, "set_code_exec_strategy"):
-        skip = dynamo.FrameAction.SKIP
-        dynamo.set_code_exec_strategy(function.__code__, dynamo.FrameExecStrategy(skip, skip))
 
 
 def _find_compiled_function(frame: FrameType | None) -> Any:

@@ -28,6 +28,7 @@ from ovpatch.overlap.data_parallel.reducer import (
     GradHooks,
     ReducerState,
     find_executed,
+    is_compiled_autograd_on,
     watch_outputs,
     will_accumulate,
 )
@@ -287,6 +288,8 @@ class GradReducer(BackwardReducer, StockOnly):
         return True
 
     def _on_backward_start(self) -> None:
+        if is_compiled_autograd_on():
+            raise self._log_error(report.COMPILED_AUTOGRAD)
         self._agree_at_first()
         if self.times.sampled:
             self.times.record("backward_compute_time_start")

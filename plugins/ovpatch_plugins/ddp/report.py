@@ -167,6 +167,11 @@ STATIC_GRAPH_UNSYNCHRONISED = (
     "Leave no_sync() for the first backward, or leave static_graph=True out."
 )
 
+COMPILED_AUTOGRAD = (
+    "ovpatch: a backward under compiled autograd cannot reduce gradients, because compiled code calls no reducer. Set "
+    'torch._dynamo.config.optimize_ddp = "python_reducer" before DistributedDataParallel(...) is constructed.'
+)
+
 
 def say_inside_backward(model: str) -> str:
     """Say that the stock reducer was asked for while gradients are being reduced."""

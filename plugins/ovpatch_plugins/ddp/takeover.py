@@ -311,9 +311,6 @@ def restore_all() -> None:
         _refuse_inside_backward(ddp)
     for ddp in _alive():
         restore_stock(ddp)
-    foreign_hooks = sys.modules.get("ovpatch.overlap.data_parallel.reducer")
-    if foreign_hooks is not None:
-        foreign_hooks.stop_watching()
 
 
 def _alive() -> list[Wrapper]:

@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.collectives import step_communicator
+from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.memory import shard_view
-from ovpatch_plugins.dist_optimizer import optimizers, sharded_grads
+from ovpatch_plugins.dist_optimizer import optimizers, sharded_grads, takeover
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_bucket import shard_norms
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, updating_shards
 from ovpatch_plugins.dist_optimizer.sharded_state import ShardedParam, attach_shards, detach_shards, replaced_params
+from ovpatch_plugins.dist_optimizer.takeover import get_dynamo_callback
 
 Place = tuple[ShardedGrads, int]  # the sharded gradients of a model, and the index of a parameter there
 
@@ -48,6 +50,10 @@ def wrap_clip_grad_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor
 
     @functools.wraps(original)
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling() or get_dynamo_callback() is not None:
+            if takeover.is_any_divided:
+                parameters = _fill_lazy_grads(parameters)
+            return original(parameters, *args, **kwargs)
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not given and isinstance(parameters, GeneratorType):
             return original(parameters, *args, **kwargs)  # warns
@@ -70,6 +76,10 @@ def wrap_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
+        if torch.compiler.is_compiling() or get_dynamo_callback() is not None:
+            if takeover.is_any_divided:
+                tensors = _fill_lazy_grads(tensors)
+            return original(tensors, norm_type, error_if_nonfinite, foreach)
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         norm_type = float(norm_type)
         clipped = _clipping.params
@@ -98,6 +108,11 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
     def clip_grads_with_norm_(
         parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
     ) -> None:
+        if torch.compiler.is_compiling() or get_dynamo_callback() is not None:
+            if takeover.is_any_divided:
+                parameters = _fill_lazy_grads(parameters)
+            original(parameters, max_norm, total_norm, foreach)
+            return
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         by_hand = _clipping.params is None  # otherwise the sum of the norms has made all ranks meet
         if by_hand:
@@ -115,6 +130,19 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
             original([*whole, *holders], max_norm, total_norm, foreach)
 
     return clip_grads_with_norm_
+
+
+@torch._disable_dynamo
+def _fill_lazy_grads(tensors: Tensor | Iterable[Tensor]) -> Sequence[Tensor]:
+    """Make gradients full that a compiled function works on: its graph reads memory, and lazy tensors have none.
+
+    Args:
+        tensors: Parameters or gradients.
+    """
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    with torch._C.DisableTorchFunctionSubclass():
+        lazy_tensor.materialize([*given, *(tensor.grad for tensor in given if tensor.is_leaf)])
+    return given
 
 
 def _meet(total_norm: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:

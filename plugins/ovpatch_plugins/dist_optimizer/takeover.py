@@ -129,14 +129,18 @@ def _full_name(cls: type) -> str:
 
 # --- the patches ---
 
-#: Whether steps of an optimizer are divided. A graph guards on it, which could not look into a table.
-_any_divided = False
+#: Returns Dynamo's callback for the Python frames that its caller calls, None outside of compiled functions. This must
+#: be a function in C, because Dynamo would examine the frame of another one.
+get_dynamo_callback: Final = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+#: Whether there are divided optimizers, or lazy gradients. A graph guards on it, and could not read a table.
+is_any_divided = False
 
 
 def note_divided(*, divided: bool) -> None:
     """Note whether compiled steps have something to make whole: divided optimizers, or lazy gradients."""
-    global _any_divided
-    _any_divided = divided
+    global is_any_divided
+    is_any_divided = divided
 
 
 class StepDivider(Protocol):
@@ -182,8 +186,9 @@ class StepPatches:
 
         @functools.wraps(inner)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                if _any_divided:  # a constant of the graph, which is compiled again when this changes
+            # Torch's optimizers break the graph before this step. Dynamo is then about to compile what this calls.
+            if torch.compiler.is_compiling() or get_dynamo_callback() is not None:
+                if is_any_divided:
                     self._make_whole(optimizer)
                 return inner(optimizer, *args, **kwargs)
             if self.divider is None:

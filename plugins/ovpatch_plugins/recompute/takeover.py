@@ -29,13 +29,17 @@ from ovpatch_plugins.recompute.report import COUNTERS, drop_remarks, note, note_
 from ovpatch_plugins.recompute.selective import make_compiled_contexts, make_contexts
 
 _MARK: Final = "_ovpatch_recompute"
-"""Attribute of a block: granularity, names of further operators to keep, the block's name, and the class whose forward
-is wrapped for it. Plain text, so that a pickled model loads without ovpatch."""
+"""Attribute of a block: granularity, names of further operators to keep, and the class whose forward is wrapped for it.
+Plain text, so that a pickled model loads without ovpatch. Graphs guard on it, so all blocks of a class have the same:
+otherwise Dynamo would compile each block of a model by itself, and give up after eight."""
+
+_NAME: Final = "_ovpatch_recompute_name"
+"""Attribute of a block: its name in the model."""
 
 _LAYER_FORWARD: Final = "forward_with_checkpointing"
 """Name of the forward that transformers gives to layers, in its code."""
 
-Mark = tuple[str, tuple[str, ...], str, str]
+Mark = tuple[str, tuple[str, ...], str]
 
 
 class _WrappedForward:
@@ -319,8 +323,8 @@ def take_over(model: nn.Module, blocks: Sequence[Block], granularity: str, keep:
         owner = _find_owner(block.module)
         if owner not in _wrapped:
             _wrapped[owner] = _WrappedForward(owner)
-        mark: Mark = granularity, tuple(keep), block.name, f"{owner.__module__}.{owner.__qualname__}"
-        block.module.__dict__[_MARK] = mark
+        mark: Mark = granularity, tuple(keep), f"{owner.__module__}.{owner.__qualname__}"
+        block.module.__dict__[_MARK], block.module.__dict__[_NAME] = mark, block.name
         COUNTERS.blocks += _TAKEN not in kept_values(block.module)
         kept_values(block.module)[_TAKEN] = True
         taken.append(block)
@@ -373,7 +377,8 @@ def _restore_classes(used: set[type[nn.Module]]) -> None:
 
 
 def _give_back(block: nn.Module) -> None:
-    vars(block).pop(_MARK, None)
+    for attribute in (_MARK, _NAME):
+        vars(block).pop(attribute, None)
     kept_values(block).pop(_TAKEN, None)
 
 
@@ -393,7 +398,7 @@ def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
     @functools.wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mark: Mark | None = self.__dict__.get(_MARK)
-        if mark is None or mark[3] != owner or not torch.is_grad_enabled():
+        if mark is None or mark[2] != owner or not torch.is_grad_enabled():
             return stock(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return _run_compiled(stock, self, mark, args, kwargs)
@@ -407,7 +412,7 @@ def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
             COUNTERS.stock_calls += 1
             note(hooked)
             return stock(self, *args, **kwargs)
-        call = Recomputation(self, mark[2], modules, stock, args, kwargs, make_contexts(mark[0], mark[1]))
+        call = Recomputation(self, self.__dict__[_NAME], modules, stock, args, kwargs, make_contexts(mark[0], mark[1]))
         return call.run(args, kwargs)
 
     forward.__ovpatch__ = True  # type: ignore[attr-defined]  # a mark of ours

@@ -103,20 +103,32 @@ def test_with_gradients_that_accumulate(ranks):
     check_cases(ranks(2), loop, some({**cases, **static}), backwards=4)  # each deed in several ways
 
 
+PLACES = ["a block", "around a block", "in a module without children", "after others were deleted"]
+
+
 @reduced_in_place
-def loop_hook_during_training(cap: float, new: bool) -> list[Record]:
+def loop_hook_during_training(cap: float, place: str) -> list[Record]:
     """A hook that comes after the first steps, on a block that was wrapped with everything else, or on a new module."""
-    model = net()
+    model = net().append(nn.Sequential())
     wrapped = DDP(model, bucket_cap_mb=cap)
     records = record_steps(model, (wrapped(data(step, 4, 6)).square().mean() for step in range(2)))
-    if new:
-        model[2] = nn.Sequential(model[2], nn.Identity())
-    (model[2][1] if new else model[2]).register_full_backward_hook(lambda *_: scales(model))
+    hooked = nn.Identity()
+    if place == "a block":
+        hooked = model[2]
+    elif place == "around a block":
+        model[2] = nn.Sequential(model[2], hooked)
+    elif place == "in a module without children":
+        model[-1].append(hooked)
+    elif place == "after others were deleted":
+        # This gives the model another table of its children.
+        del model[-1]
+        model.append(hooked)
+    hooked.register_full_backward_hook(lambda *_: scales(model))
     return records + record_steps(model, (wrapped(data(step, 4, 6)).square().mean() for step in (2, 3)))
 
 
 def test_a_hook_registered_later(ranks):
-    check_cases(ranks(2), loop_hook_during_training, table(cap=CAPS, new=[False, True]), backwards=4)
+    check_cases(ranks(2), loop_hook_during_training, table(cap=CAPS, place=PLACES), backwards=4)
 
 
 def loop_hook_between(hook: str, deed: str, cap: float) -> list[Record]:

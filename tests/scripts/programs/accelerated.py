@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
+from torch._dynamo.utils import get_compilation_metrics
 from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
@@ -51,6 +52,7 @@ accelerator.wait_for_everyone()
 if accelerator.is_main_process:
     accelerator.save({"model": accelerator.unwrap_model(model).state_dict()}, args.out / "model.pt")
 digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-log = {"losses": losses, "norms": norms, "parameters": digest, "class": type(model).__name__}
+frames = [[metric.co_name, metric.recompile_reason is not None] for metric in get_compilation_metrics()]
+log = {"losses": losses, "norms": norms, "parameters": digest, "class": type(model).__name__, "frames": frames}
 (args.out / f"rank{accelerator.process_index}.json").write_text(json.dumps(log))
 accelerator.end_training()

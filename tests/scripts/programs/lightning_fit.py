@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch._dynamo.utils import get_compilation_metrics
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -46,10 +47,13 @@ def main():
     parser.add_argument("out", type=Path)
     parser.add_argument("--resume")
     parser.add_argument("--strategy", default="ddp")
+    parser.add_argument("--compile", action="store_true", help="compile the body")
     args = parser.parse_args()
 
     L.seed_everything(1, verbose=False)
     model = Classifier(optional="unused" in args.strategy)
+    if args.compile:
+        model.body = torch.compile(model.body, backend="eager")
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
@@ -65,7 +69,9 @@ def main():
     data = TensorDataset(torch.randn(96, 32), torch.randint(4, (96,)))
     trainer.fit(model, DataLoader(data, 8, shuffle=True), DataLoader(data, 16), ckpt_path=args.resume)
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    (args.out / f"rank{trainer.global_rank}.json").write_text(json.dumps({**model.log_of, "parameters": digest}))
+    frames = [[metric.co_name, metric.recompile_reason is not None] for metric in get_compilation_metrics()]
+    log = {**model.log_of, "parameters": digest, "frames": frames}
+    (args.out / f"rank{trainer.global_rank}.json").write_text(json.dumps(log))
 
 
 if __name__ == "__main__":
