@@ -62,6 +62,19 @@ def make_count_parser(expected: str, least: int = 0) -> Callable[[str], int]:
 
 
 @dataclass(frozen=True)
+class Package:
+    """A package without which a feature has nothing to patch.
+
+    Attributes:
+        module: Dotted name of the module that the feature patches. It is searched for, and not imported.
+        remedy: The line that installs it, which the report and the error show.
+    """
+
+    module: str
+    remedy: str
+
+
+@dataclass(frozen=True)
 class Feature:
     """The description of a feature.
 
@@ -77,6 +90,8 @@ class Feature:
         reorders_products: Whether it sums matrix products in another order than stock, which rounds differently;
             ``ovpatch verify`` then measures the tolerance.
         distributed: Whether it needs ``torch.distributed``, which some builds of torch lack; there it is skipped.
+        packages: Packages that it patches. If one is not installed, the feature is skipped, and the user who named it
+            gets a :class:`ovpatch.FeatureError`.
         work: Counters of real work, such as ``("steps",)``, without those that count objects taken over. By default all
             but ``stock_…``.
     """
@@ -90,6 +105,7 @@ class Feature:
     torch: str = ">=2.11,<2.16"
     reorders_products: bool = False
     distributed: bool = False
+    packages: tuple[Package, ...] = ()
     work: tuple[str, ...] = ()
 
 
