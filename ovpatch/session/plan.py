@@ -305,7 +305,7 @@ def find_missing_module(module: str) -> str:
     for length in range(1, len(parts) + 1):
         name = ".".join(parts[:length])
         if name in sys.modules:
-            loaded = sys.modules[name]
+            loaded: Any = sys.modules[name]
             if loaded is None:
                 return name
             path = list(vars(loaded).get("__path__", ()))
