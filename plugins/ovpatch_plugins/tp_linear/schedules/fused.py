@@ -162,6 +162,13 @@ def is_supported(dtype: torch.dtype, features: int) -> bool:
     return dtype in DTYPES and features * dtype.itemsize % _ALIGNED == 0
 
 
+def find_fused_objection(group: dist.ProcessGroup, kind: str) -> str:
+    """Return why a group cannot use the kernels on a kind of device, or "", the same on all ranks; a collective."""
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return ""
+    return _objection(group, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+
+
 def _objection(group: dist.ProcessGroup, device: torch.device) -> str:
     state = group_state(group)
     if _Objection not in state.values and is_capturing(device):
