@@ -64,10 +64,10 @@ def make_count_parser(expected: str, least: int = 0) -> Callable[[str], int]:
 
 
 class OptionError(ValueError):
-    """An option that the user has set cannot act here; the text says why and ends with the remedy."""
+    """An option that the user has set cannot act here; the message gives the reason and ends with the remedy."""
 
 
-_failures: Final[dict[str, dict[str, None]]] = {}  # texts by feature
+_failures: Final[dict[str, dict[str, None]]] = {}  # messages by feature
 
 
 def refuse_option(feature: str, options: Sequence[Option], name: str, value: Any, reason: str) -> None:
@@ -89,8 +89,8 @@ def refuse_option(feature: str, options: Sequence[Option], name: str, value: Any
         return
     raise OptionError(
         f"ovpatch: option {name}={value} of feature {feature!r} cannot act here: {reason}. Set "
-        f"{make_variable_name(feature, name)}={'none' if default is None else default} on all ranks, or leave the "
-        "variable and the argument of that name out."
+        f"{make_variable_name(feature, name)}={'none' if default is None else default} on all ranks, or remove the "
+        "variable and the argument of that name."
     )
 
 
@@ -110,12 +110,12 @@ def note_failures(feature: str, action: str) -> Iterator[None]:
 
 
 def list_failures(feature: str) -> list[str]:
-    """Return the texts of :func:`refuse_option` and :func:`note_failures`, the first one first."""
+    """Return the messages of :func:`refuse_option` and :func:`note_failures`, oldest first."""
     return list(_failures.get(feature, ()))
 
 
 def drop_failures(feature: str) -> None:
-    """Forget the texts of a feature, which is turned off."""
+    """Forget the messages of a feature that is turned off."""
     _failures.pop(feature, None)
 
 

@@ -126,7 +126,7 @@ def test_the_first_use_is_an_error_with_reason_and_remedy(ranks, feature, name):
     instead = "none" if default is None else default
     expected = (
         f"ovpatch: option {name}={value} of feature {feature!r} cannot act here: {reason}. Set {variable}={instead} on "
-        "all ranks, or leave the variable and the argument of that name out."
+        "all ranks, or remove the variable and the argument of that name."
     )
     for error, remarks, by_default in ranks(2)(use, feature, name):
         assert error == expected
@@ -170,8 +170,8 @@ def test_the_report_shows_that_ranks_differ(ranks, feature):
         assert f"{action} failed with {error.splitlines()[0]}" in remarks
 
 
-def fail_to_wrap(options: dict[str, Any], module: nn.Module) -> list[str]:
-    """Return what the report says after a model could not be wrapped, in a process in which none was."""
+def fail_to_wrap(options: dict[str, Any], kind: str) -> list[str]:
+    """Return the remarks after a model could not be wrapped, in a process in which no model was."""
     import torch.distributed.fsdp  # noqa: F401  # whose users may have no model in DistributedDataParallel
 
     from ovpatch_plugins.ddp import report
@@ -183,27 +183,20 @@ def fail_to_wrap(options: dict[str, Any], module: nn.Module) -> list[str]:
         before = list(ovpatch.report()["ddp"].remarks)
         assert any("no model" in text for text in before), before
         with pytest.raises((ValueError, RuntimeError)):
-            DistributedDataParallel(module)
+            DistributedDataParallel({"Linear": nn.Linear(4, 4), "ReLU": nn.ReLU()}[kind])
         return list(ovpatch.report()["ddp"].remarks)
 
 
 @pytest.mark.parametrize(
-    ("options", "module", "start"),
+    ("options", "kind", "error"),
     [
-        (
-            {"max_ctas": 4},
-            nn.Linear(4, 4),
-            "wrapping Linear in DistributedDataParallel failed with OptionError: ovpatch",
-        ),
-        (
-            {},
-            nn.ReLU(),
-            "wrapping ReLU in DistributedDataParallel failed with RuntimeError: DistributedDataParallel is",
-        ),
+        ({"max_ctas": 4}, "Linear", "OptionError: ovpatch: option max_ctas=4"),
+        ({}, "ReLU", "RuntimeError: DistributedDataParallel is not needed"),
     ],
-    ids=["option", "stock"],
+    ids=["of an option", "of torch"],
 )
-def test_the_report_does_not_say_that_no_model_was_wrapped(ranks, options, module, start):
-    for remarks in ranks(2)(fail_to_wrap, options, module):
+def test_the_report_does_not_say_that_no_model_was_wrapped(ranks, options, kind, error):
+    for remarks in ranks(2)(fail_to_wrap, options, kind):
+        start = f"wrapping {kind} in DistributedDataParallel failed with {error}"
         assert any(text.startswith(start) for text in remarks), remarks
         assert not any("no model" in text for text in remarks), remarks

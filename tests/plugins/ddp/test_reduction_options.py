@@ -156,7 +156,7 @@ def test_what_gloo_cannot_do_is_refused_with_the_remedy(ranks, options):
             f"ovpatch: option {name}={options[name]} of feature 'ddp' cannot act here: it needs NCCL"
         )
         assert "and gloo reduces the gradients" in text
-        assert f"Set OVPATCH_DDP_{name.upper()}=none on all ranks, or leave the variable and the argument" in text
+        assert f"Set OVPATCH_DDP_{name.upper()}=none on all ranks, or remove the variable and the argument" in text
 
 
 def on_this_rank_only(name: str, value: Any, other: Any) -> str:

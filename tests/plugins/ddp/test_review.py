@@ -307,4 +307,4 @@ def static_graph_misused(late: bool) -> str:
 def test_a_static_graph_that_comes_late_or_unsynchronised_raises_where_stock_does(ranks, late):
     for stock, patched in ranks(2)(stock_and_patched, static_graph_misused, late):
         assert patched[0] == stock[0] == ("2" if late else "0")
-        assert "before training loop" in patched if late else "Leave no_sync() for the first backward" in patched
+        assert "before training loop" in patched if late else "Run the first backward outside of no_sync()" in patched

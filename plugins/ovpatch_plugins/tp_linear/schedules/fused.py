@@ -163,7 +163,7 @@ def is_supported(dtype: torch.dtype, features: int) -> bool:
 
 
 def find_fused_objection(group: dist.ProcessGroup, kind: str) -> str:
-    """Return why a group cannot use the kernels on a kind of device, or "", the same on all ranks; a collective."""
+    """Return the reason against the kernels for a group on a kind of device, or "", on all ranks; a collective."""
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return ""
     return _objection(group, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
