@@ -465,7 +465,7 @@ def find_short_waits(text: str) -> list[str]:
         "assert inside.wait(20)",
         "thread.join(timeout=10)",
         "done = subprocess.run(command, text=True, timeout=10)",
-        "with urllib.request.urlopen(address, timeout=10) as answer:",
+        "with urllib.request.urlopen(address, timeout=10) as page:",
         "assert took < 15",
         "assert 1 <= seconds < 20",
         "assert time.monotonic() - begin < 5",
@@ -476,7 +476,7 @@ def test_a_short_wait_is_found(line):
 
 
 def test_no_test_needs_a_quick_machine():
-    """Waits for what must come, and bounds of durations, allow for a machine that does something else meanwhile."""
+    """Waits for what must come, and bounds of durations, allow for a machine that other work keeps busy."""
     tests = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
     found = {str(path.relative_to(ROOT)): find_short_waits(path.read_text(encoding="utf-8")) for path in tests}
     assert {path: lines for path, lines in found.items() if lines} == {}

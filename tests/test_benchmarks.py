@@ -59,7 +59,8 @@ class Python(Row):
 def commands() -> Iterator[str]:
     """Yield the commands of all processes."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended meanwhile
+        # The process may have ended since the folder was listed.
+        with suppress(OSError):
             yield path.read_bytes().decode(errors="replace")
 
 

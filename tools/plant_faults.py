@@ -207,6 +207,20 @@ FAULTS: Final = (
         ("tests/plugins/tp_linear/test_shared.py",),
     ),
     Fault(
+        "an option that cannot act is ignored",
+        "ovpatch/hookspecs.py",
+        "if value == default:",
+        "if True:",
+        ("tests/test_unusable_options.py",),
+    ),
+    Fault(
+        "a missing package is not seen",
+        "ovpatch/session/plan.py",
+        "if missing:\n            top",
+        "if False:\n            top",
+        ("tests/test_missing_packages.py",),
+    ),
+    Fault(
         "a sum over ranks has every rank's bias",
         "plugins/ovpatch_plugins/tp_linear/operators.py",
         "bias / ranks.world",
