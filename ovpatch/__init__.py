@@ -18,7 +18,7 @@ from ovpatch._version import __version__
 
 if TYPE_CHECKING:
     from ovpatch.api import FeatureError, applied, apply, report, revert
-    from ovpatch.hookspecs import Feature, Option, Registrar, hookimpl
+    from ovpatch.hookspecs import Feature, Option, OptionError, Package, Registrar, hookimpl
     from ovpatch.patching import PatchError, PatchManager
     from ovpatch.session.report import Report
     from ovpatch.settings.settings import SettingsError
@@ -27,6 +27,8 @@ __all__ = [
     "Feature",
     "FeatureError",
     "Option",
+    "OptionError",
+    "Package",
     "PatchError",
     "PatchManager",
     "Registrar",
@@ -42,7 +44,7 @@ __all__ = [
 
 _HOMES = {
     "ovpatch.api": ("FeatureError", "applied", "apply", "report", "revert"),
-    "ovpatch.hookspecs": ("Feature", "Option", "Registrar", "hookimpl"),
+    "ovpatch.hookspecs": ("Feature", "Option", "OptionError", "Package", "Registrar", "hookimpl"),
     "ovpatch.patching": ("PatchError", "PatchManager"),
     "ovpatch.session.report": ("Report",),
     "ovpatch.settings.settings": ("SettingsError",),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -16,6 +17,7 @@ import pluggy
 
 from ovpatch.patching.patch import Removable  # the handle of a hook, such as torch.utils.hooks.RemovableHandle
 from ovpatch.settings.settings import cache_dir as cache_dir  # for features that measure
+from ovpatch.settings.settings import make_variable_name
 from ovpatch.settings.settings import parse_flag as parse_flag  # for options whose parse accepts more than a bool
 
 PROJECT: Final = "ovpatch"
@@ -63,6 +65,75 @@ def make_count_parser(expected: str, least: int = 0) -> Callable[[str], int]:
     return parse
 
 
+class OptionError(ValueError):
+    """An option that the user has set cannot act here; the message gives the reason and ends with the remedy."""
+
+
+_failures: Final[dict[str, dict[str, None]]] = {}  # messages by feature
+
+
+def refuse_option(feature: str, options: Sequence[Option], name: str, value: Any, reason: str) -> None:
+    """Raise OptionError for a value of an option that cannot act here, or note the reason if the value is the default.
+
+    A feature calls this when the value is first needed, on all ranks for the same reason: the machine, the backend or
+    the process group lacks what the value needs. Only the user sets a value other than the default.
+
+    Args:
+        feature: The feature.
+        options: All options of the feature.
+        name: The option.
+        value: Its value.
+        reason: Why the value cannot act, as a clause.
+    """
+    default = next(option.default for option in options if option.name == name)
+    if value == default:
+        _failures.setdefault(feature, {})[f"{name}={value} does not act here: {reason}"] = None
+        return
+    raise OptionError(
+        f"ovpatch: option {name}={value} of feature {feature!r} cannot act here: {reason}. Set "
+        f"{make_variable_name(feature, name)}={'none' if default is None else default} on all ranks, or remove the "
+        "variable and the argument of that name."
+    )
+
+
+@contextmanager
+def note_failures(feature: str, action: str) -> Iterator[None]:
+    """Have the report show an error that ends the block, by its first line, until the feature is turned off.
+
+    ``action`` names what failed, for example ``wrapping MLP in DistributedDataParallel``.
+    """
+    try:
+        yield
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        text = f"{action} failed with {type(error).__name__}{f': {first}' if first else ''}"
+        _failures.setdefault(feature, {})[text] = None
+        raise
+
+
+def list_failures(feature: str) -> list[str]:
+    """Return the messages of :func:`refuse_option` and :func:`note_failures`, oldest first."""
+    return list(_failures.get(feature, ()))
+
+
+def drop_failures(feature: str) -> None:
+    """Forget the messages of a feature that is turned off."""
+    _failures.pop(feature, None)
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package without which a feature has nothing to patch.
+
+    Attributes:
+        module: Dotted name of the module that the feature patches. It is searched for, and not imported.
+        remedy: The line that installs it, which the report and the error show.
+    """
+
+    module: str
+    remedy: str
+
+
 @dataclass(frozen=True)
 class Feature:
     """The description of a feature.
@@ -79,6 +150,8 @@ class Feature:
         reorders_products: Whether it sums matrix products in another order than stock, which rounds differently;
             ``ovpatch verify`` then measures the tolerance.
         distributed: Whether it needs ``torch.distributed``, which some builds of torch lack; there it is skipped.
+        packages: Packages that it patches. If one is not installed, the feature is skipped, and the user who named it
+            gets a :class:`ovpatch.FeatureError`.
         work: Counters of real work, such as ``("steps",)``, without those that count objects taken over. By default all
             but ``stock_…``.
     """
@@ -92,6 +165,7 @@ class Feature:
     torch: str = ">=2.11,<2.16"
     reorders_products: bool = False
     distributed: bool = False
+    packages: tuple[Package, ...] = ()
     work: tuple[str, ...] = ()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support import guard
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 # have shorter limits of their own and know more; this one is for everything else.
 HARD_LIMIT = pytest.StashKey[float]()
 STACKS_TO = pytest.StashKey[int]()
+
+
+# Time proves nothing on a loaded machine, where any example may take seconds.
+settings.register_profile("ovpatch", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ovpatch")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -245,6 +245,7 @@ def test_public_functions_and_classes_have_a_name_of_their_own_in_a_layer():
 # Module-level containers that are filled while the process runs. What is kept for a process group, a parameter or
 # another object of the script is in kept_state.py; these are all others, each with its reason.
 TABLES = {
+    "ovpatch.hookspecs:_failures": "by feature, dropped when the feature is turned off",
     "ovpatch.overlap.autotune.autotuner:_report_lines": "lines of the report",
     "ovpatch.overlap.comm.kept_state:_in_children": "what forked children renew, of any object",
     "ovpatch.overlap.comm.kept_state:_kept": "kept_values() itself",
@@ -438,3 +439,55 @@ def test_without_torch_distributed_and_triton_it_says_why_a_feature_is_off(tmp_p
     features = [line.split(": ", 1) for line in done.stdout.splitlines()]
     assert len(features) == 6
     assert {text for _, text in features} == {"skipped: this build of torch has no torch.distributed"}
+
+
+# --- tests on loaded machines ---
+
+SHORTEST_S = 30
+WAITS = re.compile(r"\.(?:wait|join|communicate|_barrier)\((?:timeout=)?(\d+(?:\.\d+)?)\)")
+TIMEOUTS = re.compile(r"\b(?:subprocess\.\w+|urlopen)\(.*\btimeout=(\d+(?:\.\d+)?)\b")
+DURATIONS = re.compile(r"assert .*(?:seconds|took|waited|longest|monotonic\(\)[^<>]*) <=? (\d+(?:\.\d+)?)")
+# Waits that are meant to end without what they wait for.
+EXPIRING = ("thread.join(0.5)",)
+
+
+def find_short_waits(text: str) -> list[str]:
+    """Return the lines that fail if a machine does for half a minute something else."""
+    return [
+        line.strip()
+        for line in text.splitlines()
+        for pattern in (WAITS, TIMEOUTS, DURATIONS)
+        for seconds in pattern.findall(line)
+        if 0 < float(seconds) < SHORTEST_S and line.strip() not in EXPIRING
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert inside.wait(20)",
+        "thread.join(timeout=10)",
+        "done = subprocess.run(command, text=True, timeout=10)",
+        "with urllib.request.urlopen(address, timeout=10) as page:",
+        "assert took < 15",
+        "assert 1 <= seconds < 20",
+        "assert time.monotonic() - begin < 5",
+    ],
+)
+def test_a_short_wait_is_found(line):
+    assert find_short_waits(line) == [line]
+
+
+def test_no_test_needs_a_quick_machine():
+    """Waits for what must come, and bounds of durations, allow for a machine that other work keeps busy."""
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    found = {str(path.relative_to(ROOT)): find_short_waits(path.read_text(encoding="utf-8")) for path in tests}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_examples_of_hypothesis_have_no_deadline():
+    found = [path for path in (ROOT / "tests").rglob("*.py") if "deadline=" in path.read_text(encoding="utf-8")]
+    assert {path.name for path in found} == {"conftest.py", Path(__file__).name}
+    from hypothesis import settings
+
+    assert settings.default.deadline is None

@@ -332,7 +332,7 @@ def test_shell_scripts_in_the_documentation_can_be_parsed():
     scripts = [code for page in PAGES for code in blocks(page, "bash")]
     assert len(scripts) >= 3
     for code in scripts:
-        done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from itertools import combinations
 from typing import Any, Final
 
@@ -267,8 +269,10 @@ def _ask(plan: FeaturePlan, plugins: Plugins, active: Mapping[str, FeatureRecord
             continue
         options = opts.get_values(record.options)
         with _standing_down(record):
-            reasons = _lacks_distributed(record.feature) or plugins.call_for_texts(
-                name, "ovpatch_reasons_against", options=options
+            reasons = (
+                _lacks_distributed(record.feature)
+                or _lacks_packages(record.feature)
+                or plugins.call_for_texts(name, "ovpatch_reasons_against", options=options)
             )
             if reasons:
                 record.stand_down("skipped", "; ".join(reasons))
@@ -280,3 +284,52 @@ def _lacks_distributed(feature: Feature | None) -> list[str]:
     import torch  # not for a plan without such features
 
     return [] if torch.distributed.is_available() else ["this build of torch has no torch.distributed"]
+
+
+def _lacks_packages(feature: Feature | None) -> list[str]:
+    """Return a reason for each package that the feature patches and that is not installed here."""
+    reasons = []
+    for package in () if feature is None else feature.packages:
+        missing = find_missing_module(package.module)
+        if missing:
+            top = package.module.partition(".")[0]
+            lacks = f"there is no package {top!r}" if missing == top else f"package {top!r} has no module {missing!r}"
+            reasons.append(f"{lacks}: {package.remedy}")
+    return reasons
+
+
+def find_missing_module(module: str) -> str:
+    """Return the outermost part of a module's dotted name that cannot be found, or "". Import nothing."""
+    parts = module.split(".")
+    path: list[str] | None = None
+    for length in range(1, len(parts) + 1):
+        name = ".".join(parts[:length])
+        if name in sys.modules:
+            loaded: Any = sys.modules[name]
+            if loaded is None:
+                return name
+            path = list(vars(loaded).get("__path__", ()))
+            continue
+        try:
+            spec = _find_spec(name, path)
+        except KeyError:
+            # Only the parent of a namespace knows its path, and the parent is not imported. The patch manager reports
+            # such a module at its import.
+            return ""
+        if spec is None:
+            return name
+        path = list(spec.submodule_search_locations or ())
+    return ""
+
+
+def _find_spec(name: str, path: list[str] | None) -> Any:
+    """Return the spec of a module in the directories of its parent, or of a module without parents if that is None.
+
+    Python's own finder comes first, because a finder of wrapt imports the parents of modules that it listens for.
+    """
+    for finder in (PathFinder, *sys.meta_path):
+        find = getattr(finder, "find_spec", None)
+        spec = None if find is None else find(name, path)
+        if spec is not None:
+            return spec
+    return None

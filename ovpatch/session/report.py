@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TextIO
 
 from ovpatch._version import OLDEST_TORCH, __version__
+from ovpatch.hookspecs import list_failures
 from ovpatch.patching import PatchStatus
 from ovpatch.patching.patch import explain_torch_mismatch
 from ovpatch.session.plan import FeatureRecord
@@ -334,7 +335,13 @@ def _inactive(record: FeatureRecord, patches: Sequence[PatchStatus]) -> FeatureR
 def _active(record: FeatureRecord, plugins: Plugins, patches: Sequence[PatchStatus], torch: str) -> FeatureReport:
     state, reason = _live_state(patches)
     counters, trouble = _counters(record.found.name, plugins)
-    remarks = [*record.remarks, *_asked_remarks(record.found.name, plugins), *trouble, *_untested(record, torch)]
+    remarks = [
+        *record.remarks,
+        *list_failures(record.found.name),
+        *_asked_remarks(record.found.name, plugins),
+        *trouble,
+        *_untested(record, torch),
+    ]
     if state == "applied":
         remarks += [_say(patch) for patch in patches if patch.state in ("pending", "skipped", "shadowed")]
         if idle := _idleness(counters, record.feature.work if record.feature is not None else (), patches):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from ovpatch import logs
-from ovpatch.hookspecs import Feature
+from ovpatch.hookspecs import Feature, drop_failures
 from ovpatch.patching import PatchError, PatchManager, PatchStatus
 from ovpatch.session import plan as plans
 from ovpatch.session import plugins, report
@@ -80,6 +80,7 @@ class ActiveFeatures:
                 raise FeatureError(f"{name!r} cannot be turned off now and stays on: {cause}.") from error
             left += self._take_back(name)
             del self.active[name]
+            drop_failures(name)
         if left:
             raise FeatureError(f"turned off, and yet something is left: {'; '.join(left)}.")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-from ovpatch.hookspecs import Feature, Option
+from ovpatch.hookspecs import Feature, Option, Package
 from ovpatch.settings.settings import (
     NAME,
     RESERVED,
@@ -59,6 +59,7 @@ def check_declaration(feature: Feature) -> None:
 def _check_shape(feature: Feature) -> None:
     """Refuse values of the wrong type, such as a text in place of a tuple of texts."""
     _check_all("options", feature.options, Option)
+    _check_all("packages", feature.packages, Package)
     for name in ("requires", "conflicts", "work"):
         _check_all(name, getattr(feature, name), str)
     for option in feature.options:

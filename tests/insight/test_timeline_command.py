@@ -126,10 +126,10 @@ class Browser:
 
         def fetch():
             with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(address.rpartition("/")[0] + "/summary.json", timeout=10)
-            with urllib.request.urlopen(urllib.request.Request(address, method="OPTIONS"), timeout=10) as answer:
+                urllib.request.urlopen(address.rpartition("/")[0] + "/summary.json", timeout=60)
+            with urllib.request.urlopen(urllib.request.Request(address, method="OPTIONS"), timeout=60) as answer:
                 assert answer.headers["Access-Control-Allow-Origin"] == command.PAGE
-            with urllib.request.urlopen(address, timeout=10) as answer:
+            with urllib.request.urlopen(address, timeout=60) as answer:
                 self.fetched = answer.read()
 
         self.thread = threading.Thread(target=fetch)
@@ -141,7 +141,7 @@ def test_a_trace_is_shown_in_the_browser(timeline, monkeypatch, tmp_path):
     monkeypatch.setattr(command, "PORT", 0)
     monkeypatch.setattr(command.webbrowser, "get", lambda: browser)
     code, _, err = timeline("--no-picture", "--open", recorded("stock")[0])
-    browser.thread.join(10)
+    browser.thread.join(60)
     assert (code, browser.fetched) == (0, (tmp_path / "ovpatch-timeline" / "timeline.json.gz").read_bytes())
     assert "shown at https://ui.perfetto.dev" in err
 

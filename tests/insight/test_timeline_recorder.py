@@ -65,7 +65,7 @@ def server():
     process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean(os.environ))
     yield process
     process.stdin.close()
-    process.wait(10)
+    process.wait(60)
 
 
 @pytest.fixture

@@ -55,6 +55,8 @@ def test_objections_reach_every_rank(ranks):
 
 
 def absent(who: int) -> tuple[str, float]:
+    # A rank that begins late would be missing as well.
+    dist.barrier()
     begin = time.monotonic()
     try:
         text = "absent" if dist.get_rank() == who else check_consistent(group(), "topic", {}, timeout_s=1.0)

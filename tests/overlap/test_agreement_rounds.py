@@ -66,7 +66,7 @@ class Delayed:
 
     def _wait(self, key: str) -> None:
         if key.endswith("/verdict"):
-            assert self._until.wait(20)
+            assert self._until.wait(60)
 
 
 def ended(rank: int, size: int, timeout_s: float) -> str:

@@ -328,7 +328,7 @@ def test_a_rank_with_local_gradients_keeps_no_host_waiting(ranks, world):
     assert "Do the same on every rank, or turn dist_optimizer off" in with_local[0]  # the others may have gone on
     for text, took, _ in others:
         assert "with gradients that DistributedDataParallel had not reduced" in text
-        assert took < 15
+        assert took < 35
 
 
 def gated_hosts(who: list[int]) -> tuple[str, float, int]:
@@ -391,13 +391,13 @@ ON_THREE = [("same", True, False), ("same", False, True), ("other", True, True)]
 def test_a_new_optimizer_beside_the_old_one_on_one_rank_alone_is_an_error_at_once(ranks, world, kind, first, alone):
     """Where hosts run ahead, ranks cannot tell each other before each step, and all go on as stock."""
     (own, took), *others = ranks(world)(beside, kind, first, alone, timeout=100)
-    assert took < 15
+    assert took < 35
     if kind == "same" and first:
         assert "AdamW steps beside a new AdamW over the same parameters" in own
         assert "Make and step the same optimizers on every rank, or turn dist_optimizer off" in own
     for text, took in others:
         assert "stepped another optimizer than this rank. Do the same on every rank" in text
-        assert took < 15
+        assert took < 35
 
 
 def gated(loop: Any, cases: Any, steps: int) -> Any:

@@ -110,7 +110,7 @@ def plain(value: Any) -> Tensor:
 
 def let_go(weight: nn.Parameter) -> None:
     """Wait until the threads of the last collective have let go of its tensors."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while reason := mark_pending([weight], lambda: None):
         gc.collect()
         assert time.monotonic() < deadline, reason

@@ -268,7 +268,7 @@ def test_an_unknown_topic_is_named(ranks):
     text, seconds = ranks(2)(unserved)[0]
     assert "no answer to 'nobody's' within 0.5" in text
     assert "rank 1 does not serve this. Look at that rank's output" in text
-    assert 0.5 <= seconds < 20
+    assert 0.5 <= seconds < 50
 
 
 def late_service() -> None:
@@ -321,7 +321,7 @@ def test_who_is_late_is_named_with_how_far_it_got(ranks):
     late = r"within 1(\.\d+)? s: rank 1 has not published its address; rank 2 works on its answer\. Look at"
     assert re.search(late, text), text
     assert text.endswith("give init_process_group() a larger timeout.")
-    assert 1 <= seconds < 20
+    assert 1 <= seconds < 50
 
 
 def ended() -> str:
@@ -385,7 +385,7 @@ def after_destruction() -> None:
     with suppress(NameError):
         del held
     PeerRpc.for_group(group())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len({name.rpartition("-")[2] for name in threads_of_ours()}) > 1 or len(threads_of_ours()) > 4:
         assert time.monotonic() < deadline, threads_of_ours()
         time.sleep(0.01)

@@ -290,7 +290,7 @@ def test_a_reader_that_comes_while_another_settles_waits(param):
 
     def slowly() -> None:
         entered.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         bring()
 
     holder.settle = slowly
@@ -299,11 +299,11 @@ def test_a_reader_that_comes_while_another_settles_waits(param):
     threads = [threading.Thread(target=lambda: found.append(param.sum().item())) for _ in range(4)]
     for thread in threads:
         thread.start()
-    assert entered.wait(20)
+    assert entered.wait(60)
     assert found == []
     go_on.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert found == [66.0] * 4
 
 

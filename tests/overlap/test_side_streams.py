@@ -175,14 +175,14 @@ def test_a_stream_that_is_current_in_another_thread_waits(cuda):
     def read() -> None:
         with cuda.stream(other):
             entered.set()
-            go.wait(20)
+            go.wait(60)
 
     thread = in_a_thread(read)
-    entered.wait(20)
+    entered.wait(60)
     launched(cuda.default, "a").finish_all_gather()
     assert other.waited == ["a"]
     go.set()
-    thread.join(20)
+    thread.join(60)
     launched(cuda.default, "b").finish_all_gather()
     assert other.waited == ["a"], "nobody reads there any more"
 
@@ -264,7 +264,7 @@ def read_elsewhere(how: str) -> list[bool]:
             torch.cuda.set_device(device)
             with torch.cuda.stream(other):
                 entered.set()
-                go.wait(20)
+                go.wait(60)
                 other.wait_event(ready)
                 copy()
 
@@ -277,7 +277,7 @@ def read_elsewhere(how: str) -> list[bool]:
         ready = torch.cuda.Event()
         thread = in_a_thread(in_thread) if how == "in a thread" else None
         if thread is not None:
-            entered.wait(20)
+            entered.wait(60)
         torch.cuda.synchronize()
         if torch.distributed.get_rank() == 1:
             torch.cuda._sleep(SLEEP)
@@ -287,7 +287,7 @@ def read_elsewhere(how: str) -> list[bool]:
         assert not any(map(is_pending, params))
         if thread is not None:
             go.set()
-            thread.join(20)
+            thread.join(60)
         elif how == "host has waited":
             ready.synchronize()
             with torch.cuda.stream(other):

@@ -193,7 +193,7 @@ def test_import_in_a_wrap_function_cannot_deadlock_with_another_apply(pm: PatchM
 import time
 from tests.patching import shared_by_late
 shared_by_late.importing.set()
-shared_by_late.wrapping.wait(10)
+shared_by_late.wrapping.wait(60)
 shared_by_late.other.apply()
 """,
             "plain.py": "def f(): return 'f'\ndef g(): return 'g'",
@@ -213,11 +213,11 @@ shared_by_late.other.apply()
     mine.register_patch("plain.f", wrap=wrap)  # type: ignore[arg-type]
     importing = threading.Thread(target=importlib.import_module, args=("slow_import",))
     importing.start()
-    assert shared_by_late.importing.wait(10)
+    assert shared_by_late.importing.wait(60)
     applying = threading.Thread(target=mine.apply)
     applying.start()
     for thread in (importing, applying):
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive(), "deadlock"
     assert (plain.f(), plain.g()) == ("w(f)", "w(g)")
     mine.revert()

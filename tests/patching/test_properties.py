@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ovpatch.patching import PatchConflictError, PatchError, PatchManager
@@ -152,7 +152,7 @@ def check(model: Model, home: types.ModuleType, user: types.ModuleType) -> None:
             assert getattr(user, f"renamed{index}")() == model.expected((None, f"f{index}"))
 
 
-@settings(max_examples=500 if ALL_CASES else 60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=500 if ALL_CASES else 60)
 @given(trees(), st.data())
 def test_random_sequences_agree_with_the_model(tree: Tree, data: st.DataObject) -> None:
     with built(tree) as (home, user):

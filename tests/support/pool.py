@@ -227,7 +227,7 @@ class _Worker:
                 self.fate.take(outcome.kind, outcome.value, outcome.error, outcome.details, outcome.when)
                 return
         except (EOFError, OSError):
-            self.process.join(5)
+            self.process.join(60)
         if self.process.exitcode is not None:
             died = _describe_exit(self.process.exitcode)
             self.fate.take("died", b"", died, self._last_words(), time.monotonic())
@@ -237,7 +237,7 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)  # its session, with what the case started
         self.process.kill()  # it may not have reached setsid() yet
-        self.process.join(10)
+        self.process.join(60)
         self.process.close()
 
     def _send(self, data: bytes) -> None:

@@ -177,10 +177,10 @@ class _Program:
                 err.write(f"\n-------- stacks of process {pid}{_rank(pid)}: {_command(pid)}\n")
             _signal(pid, signal.SIGABRT)
             _signal(pid, signal.SIGCONT)
-            until(lambda pid=pid: not _runs(pid), 5)
+            until(lambda pid=pid: not _runs(pid))
 
     def result(self, *, timed_out: bool) -> Result:
-        left = () if timed_out or until(lambda: not self._alive(), 2) else tuple(map(_command, self._alive()))
+        left = () if timed_out or until(lambda: not self._alive(), 10) else tuple(map(_command, self._alive()))
         self.kill()
         assert self._process is not None
         return Result(
@@ -202,7 +202,7 @@ class _Program:
             time.sleep(0.02)
         if self._process.poll() is None:
             self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
 
     def _alive(self) -> list[int]:
         mark = f"{_MARK}={self._mark}".encode()
@@ -252,7 +252,7 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def until(condition: Callable[[], bool], seconds: float = 10) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 60) -> bool:
     """Wait for a condition; return whether it came true in time."""
     deadline = time.monotonic() + seconds
     while not condition():

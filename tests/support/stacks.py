@@ -34,7 +34,7 @@ def ask(pid: int) -> bool:
     return True
 
 
-def read(path: Path, *, within: float = 2.0) -> str:
+def read(path: Path, *, within: float = 10.0) -> str:
     """Wait until the stacks in ``path`` are complete, that is, stop growing, and return them."""
     deadline = time.monotonic() + within
     size = -1

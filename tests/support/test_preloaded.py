@@ -59,7 +59,7 @@ def test_ranks_are_found_by_their_environment_and_end_with_the_command(program, 
     assert sorted(rank for _, _, _, rank, *_ in told) == ["0", "1"]
     assert len(find_processes(f"MARK={mark}")) == 4, "the command, who waits for the ranks, and these"
     command.send_signal(number)
-    assert command.wait(20) == -number
+    assert command.wait(60) == -number
     assert until(lambda: not find_processes(f"MARK={mark}"))
 
 

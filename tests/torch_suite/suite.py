@@ -127,7 +127,7 @@ def run_test(name: str, device: str, arm: str, folder: str) -> str:
         except (unittest.SkipTest, pytest.skip.Exception) as skipped:
             why = str(skipped) or "skipped"
         if not why:
-            one._barrier(timeout=20)
+            one._barrier(timeout=60)
         dist.destroy_process_group()
     return why
 

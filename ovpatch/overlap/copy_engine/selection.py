@@ -47,6 +47,7 @@ class Chosen:
     gathers: bool = False  # whether it runs all-gathers
     scatters: bool = False  # whether it runs reduce-scatters
     final: bool = False  # whether the choice is kept for all later calls
+    reason: str = ""  # the reason why there can be no engine
 
 
 _NONE: Final = Chosen()
@@ -166,29 +167,31 @@ def choose(
     directory: Path | None,
     allocate: AllocateWindow = allocate_window,
     communicator: dist.ProcessGroup | None = None,
-) -> None:
+) -> str:
     """Choose what moves a group's tensors from now on; a collective, unless the choice is final.
+
+    Returns the reason why copy engines cannot be used, the same on all ranks; "" otherwise.
 
     All ranks call this with the same mode: ``on``, ``off`` or ``auto``, which measures on the communicator, by default
     on the group itself. The report of ``feature`` names the choice. Without a directory no measurements are kept.
     """
     if mode == "off":
-        return
+        return ""
     chosen = get_choice(group, device)
     if chosen.final or group.size() == 1 or dist.get_backend(group) == "fake":
-        return
+        return chosen.reason
     if is_capturing(device):
-        return
+        return ""
     if mode == "auto" and (device.type != "cuda" or torch._C._current_graph_task_id() != -1):
-        return  # in backward, as of a step there, nothing is measured
+        return ""  # in backward, as of a step there, nothing is measured
     if chosen.engine is None:
         reason = memory.unsupported_reason(group, device, reason_against) or _still_busy(group, device)
         if not reason:
             chosen.engine, reason = make_on_all(group, lambda: Engine(group, device, allocate=allocate))
         if reason:
-            chosen.final = True
+            chosen.final, chosen.reason = True, reason
             add_report_line(feature, f"{COPIES} are not used: {reason}")
-            return
+            return reason
     engine = chosen.engine
     assert engine is not None
     sums = memory.unsupported_reason(group, device, _reason_against_sums)
@@ -196,7 +199,7 @@ def choose(
         add_report_line(feature, f"{COPIES} do not reduce gradients: {sums}")
     if mode == "on":
         chosen.gathers, chosen.scatters, chosen.final = True, not sums, True
-        return
+        return ""
     choices = {}
     for what, host_ms in ({"gather": _GATHER_HOST_MS} | ({} if sums else {"reduce-scatter": 0.0})).items():
         tuning = _tuning(what, host_ms, communicator or group, engine)
@@ -207,6 +210,7 @@ def choose(
     chosen.final = all(choice.final for choice in choices.values())
     if chosen.final and not chosen.gathers and not chosen.scatters:
         chosen.engine = None  # its memory
+    return ""
 
 
 def reason_against(device: torch.device) -> str:

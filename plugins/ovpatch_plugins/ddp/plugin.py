@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
+from ovpatch.hookspecs import Feature, Registrar, hookimpl, list_failures, make_counters_hook
 from ovpatch_plugins.ddp.options import OPTIONS
 
 _DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
@@ -123,7 +123,8 @@ def ovpatch_remarks() -> Sequence[str]:
     if "ovpatch_plugins.ddp.takeover" not in sys.modules:
         return []
     if not (COUNTERS.models or COUNTERS.stock_models):
-        text = report.describe_other_reducers()
+        # The report shows the error itself if wrapping a model has failed.
+        text = "" if list_failures("ddp") else report.describe_other_reducers()
         return [text] if text else []
     return list(report.REMARKS)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.hookspecs import refuse_option
 from ovpatch.overlap.comm.collectives import AllReduce, Work, backend_name
 from ovpatch.overlap.comm.consensus import check_consistent
 from ovpatch.overlap.comm.kept_state import group_state, group_timeout_s
@@ -34,7 +35,7 @@ from ovpatch.overlap.data_parallel.reducer import (
 )
 from ovpatch_plugins.ddp import report
 from ovpatch_plugins.ddp.logger import ReducerLogger, StepTimes, StockOnly
-from ovpatch_plugins.ddp.options import ReducerConfig
+from ovpatch_plugins.ddp.options import OPTIONS, ReducerConfig
 from ovpatch_plugins.ddp.report import COUNTERS, warn_of_create_graph
 
 # --- the communicator ---
@@ -52,11 +53,13 @@ def averages(
         dtypes: What is summed.
 
     Raises:
-        ValueError: The option is on, and the backend cannot.
+        ovpatch.OptionError: The option is on, and the backend cannot.
     """
     able = backend_name(group, device) == "nccl"
     if wanted and not able:
-        raise ValueError(report.needs_nccl("average_in_collective", backend_name(group, device)))
+        refuse_option(
+            "ddp", OPTIONS, "average_in_collective", wanted, report.say_needs_nccl(backend_name(group, device))
+        )
     return able and _keeps_bits(group.size(), dtypes) if wanted is None else wanted
 
 
@@ -72,10 +75,10 @@ def check_budget(group: dist.ProcessGroup, device: torch.device, max_ctas: int |
     """Raise an error if there is an SM budget and the backend has none.
 
     Raises:
-        ValueError: Names the option, the backend and the remedy.
+        ovpatch.OptionError: Names the option, the backend and the remedy.
     """
     if max_ctas is not None and backend_name(group, device) != "nccl":
-        raise ValueError(report.needs_nccl("max_ctas", backend_name(group, device)))
+        refuse_option("ddp", OPTIONS, "max_ctas", max_ctas, report.say_needs_nccl(backend_name(group, device)))
 
 
 def get_budgeted_group(group: dist.ProcessGroup, max_ctas: int | None) -> dist.ProcessGroup:

@@ -164,7 +164,7 @@ STATIC_GRAPH_TOO_LATE = (
 
 STATIC_GRAPH_UNSYNCHRONISED = (
     "ovpatch: static_graph=True learns the graph from the first backward, which ran without gradient synchronisation. "
-    "Leave no_sync() for the first backward, or leave static_graph=True out."
+    "Run the first backward outside of no_sync(), or pass no static_graph=True."
 )
 
 COMPILED_AUTOGRAD = (
@@ -181,12 +181,9 @@ def say_inside_backward(model: str) -> str:
     )
 
 
-def needs_nccl(option: str, backend: str) -> str:
-    """Say that an option cannot be had from the process group's backend."""
-    return (
-        f"ovpatch: option {option} of feature 'ddp' needs NCCL, and the gradients here are reduced by {backend}. Leave "
-        f"OVPATCH_DDP_{option.upper()} and the argument of that name out, or set it to none."
-    )
+def say_needs_nccl(backend: str) -> str:
+    """Return the reason why the process group's backend cannot follow an option."""
+    return f"it needs NCCL, and {backend} reduces the gradients of this process group"
 
 
 # --- counters and remarks ---

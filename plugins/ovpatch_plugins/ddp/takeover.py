@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ovpatch.hookspecs import note_failures
 from ovpatch_plugins.ddp import report
 from ovpatch_plugins.ddp.report import COUNTERS
 
@@ -103,10 +104,11 @@ class Takeover:
                 # collectives of another thread's model are issued in that thread's order.
                 if not other.reducer.is_of_another_thread():
                     other.reducer.recover()
-            together = bool(signature.bind(ddp, *args, **kwargs).arguments.get("init_sync", True))
-            token = _ranks_are_together.set(together)
+            given = signature.bind(ddp, *args, **kwargs).arguments
+            token = _ranks_are_together.set(bool(given.get("init_sync", True)))
             try:
-                original(ddp, *args, **kwargs)
+                with note_failures("ddp", f"wrapping {type(given.get('module')).__name__} in DistributedDataParallel"):
+                    original(ddp, *args, **kwargs)
             finally:
                 _ranks_are_together.reset(token)
 

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.hookspecs import cache_dir
+from ovpatch.hookspecs import cache_dir, note_failures, refuse_option
 from ovpatch.overlap.comm.collectives import AllGather, Work, WorkWithEpilogue, step_communicator
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span, quietly_on, side_streams
 from ovpatch.overlap.data_parallel.bucket import SMALL, get_layer
 from ovpatch.overlap.tensors.memory import shard_range, shard_view
 from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_ready, without_modes
+from ovpatch_plugins.dist_optimizer.options import OPTIONS
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_state import ShardedParam, read_versions
 
@@ -404,7 +405,12 @@ class ParamAllGather:
         mode, directory = self._copy_engines, cache_dir()
         for group, device in self._copied:
             communicator = step_communicator(group, device)
-            choose(group, device, mode, feature="dist_optimizer", directory=directory, communicator=communicator)
+            reason = choose(
+                group, device, mode, feature="dist_optimizer", directory=directory, communicator=communicator
+            )
+            if reason and mode == "on":
+                with note_failures("dist_optimizer", "the first step of an optimizer"):
+                    refuse_option("dist_optimizer", OPTIONS, "copy_engines", mode, reason)
 
     def _end_copies(self) -> None:
         """Count what copy engines carry, and have the backend's watchdog see it."""

@@ -18,12 +18,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.tensors.pending_param import wait_for_param
+from ovpatch_plugins.megatron.options import OPTIONS
 from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.takeover import note_left
 from ovpatch_plugins.megatron.weight_grads import WeightGrad, WeightGradQueue, multiply
-from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
+from ovpatch_plugins.tp_linear import all_gather_linear, find_fused_objection, linear_reduce_scatter
 
 _LAYERS: Final = "megatron.core.tensor_parallel.layers"
 _COLUMN: Final = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
@@ -136,7 +138,8 @@ class LinearPatches:
             wait_for_param(weight)
         reason = reason or find_unsupported(x, weight, fuse)
         if not reason and self._agreed() is not group:  # also for linears without a gain, which the terms decide
-            check_consistent_once(group, "megatron", self, lambda: _list_terms(self._terms, x), remedy=_REMEDY)
+            with note_failures("megatron", f"the first {kind}-parallel linear"):
+                self._agree(group, x)
             self._agreed = weakref.ref(group)
         delays = self._queue is not None and self._queue.is_active
         if x.is_cuda and not reason and not delays:
@@ -149,6 +152,12 @@ class LinearPatches:
         COUNTERS.calls += 1
         compute = find_weight_grad(weight) if fuse else multiply
         return (weight, compute) if self._queue is None else self._queue.enter(weight, compute)
+
+    def _agree(self, group: Any, x: Tensor) -> None:
+        check_consistent_once(group, "megatron", self, lambda: _list_terms(self._terms, x), remedy=_REMEDY)
+        schedule = self._how["schedule"]
+        if schedule == "fused" and (reason := find_fused_objection(group, x.device.type)):
+            refuse_option("megatron", OPTIONS, "schedule", schedule, reason)
 
     def _find_replacement(self, linear: Any) -> str:
         """Return which function that one operator replaces is no longer Megatron's own, or ""."""

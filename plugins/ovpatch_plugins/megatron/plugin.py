@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
+from ovpatch.hookspecs import Feature, Package, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.megatron.options import OPTIONS
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -34,6 +34,7 @@ def ovpatch_feature() -> Feature:
         default=False,
         reorders_products=True,
         distributed=True,
+        packages=(Package("megatron.core", "pip install 'ovpatch[megatron]'"),),
         work=("calls", "reductions", "gathers", "pipeline_steps"),
     )
 

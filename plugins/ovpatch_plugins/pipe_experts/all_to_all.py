@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.collectives import WorkGroup
 from ovpatch.overlap.comm.kept_state import group_state
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.data_parallel.reducer import apply_function
 from ovpatch.overlap.symm_mem import memory
-from ovpatch_plugins.pipe_experts.options import MoEConfig
+from ovpatch_plugins.pipe_experts.options import OPTIONS, MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
 
 if TYPE_CHECKING:
@@ -383,6 +384,7 @@ class _KernelWork:
 
 AllToAllTransport = CollectiveAllToAll | SymmAllToAll
 
+_UNSUPPORTED: Final = "pipe_experts: the reason against symmetric memory"
 _unsupported_reasons: dict[str, None] = {}  # kept for the report after the group is gone
 
 
@@ -402,16 +404,25 @@ def _make_transport(group: dist.ProcessGroup, device: torch.device) -> SymmAllTo
         except memory.LackingError as error:
             reason = str(error)
     _unsupported_reasons[reason] = None
+    group_state(group).values[_UNSUPPORTED, device] = reason
     return None
 
 
 def resolve_exchange(config: MoEConfig, group: dist.ProcessGroup, device: torch.device) -> MoEConfig:
-    """Return the config, with c10d's all-to-alls where symmetric memory is unsupported or cannot be chosen."""
+    """Return the config, with c10d's all-to-alls if auto cannot choose symmetric memory.
+
+    Raises:
+        ovpatch.OptionError: The user wants symmetric memory, and it is unsupported; on all ranks.
+    """
     if config.exchange == "c10d":
         return config
     is_wanted = group.size() > 1 and (config.exchange == "symmetric" or config.cut == "auto")
     if is_wanted and get_transport(group, device) is not None:
         return config
+    if is_wanted and config.exchange == "symmetric":
+        reason = group_state(group).values[_UNSUPPORTED, device]
+        with note_failures("pipe_experts", "the first call of an expert-parallel layer"):
+            refuse_option("pipe_experts", OPTIONS, "exchange", config.exchange, reason)
     return dataclasses.replace(config, exchange="c10d")
 
 

@@ -50,7 +50,7 @@ OPTIONS: Final = (
         "exchange",
         DEFAULT_EXCHANGE,
         "How rows travel. c10d: by torch.distributed's all-to-alls. symmetric: by a kernel that stores them into the "
-        "memory of the host's other GPUs; between hosts, as c10d. auto: the faster of the two, where cut=auto "
+        "memory of the host's other GPUs; elsewhere it is an error. auto: the faster of the two, where cut=auto "
         "measures.",
         choices=EXCHANGES,
     ),

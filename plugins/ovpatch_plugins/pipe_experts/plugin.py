@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
+from ovpatch.hookspecs import Feature, Package, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.pipe_experts.options import OPTIONS, STATE, MoEConfig
 
 _EP = "transformers.distributed.expert_parallel"
@@ -21,6 +21,7 @@ def ovpatch_feature() -> Feature:
         options=OPTIONS,
         reorders_products=True,
         distributed=True,
+        packages=(Package(_EP, "pip install -U transformers"),),
         work=("calls",),
     )
 

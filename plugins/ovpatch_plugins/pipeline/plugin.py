@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
+from ovpatch.hookspecs import Feature, Package, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.pipeline.options import OPTIONS, ActiveOptions
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
@@ -23,6 +23,7 @@ def ovpatch_feature() -> Feature:
         options=OPTIONS,
         default=False,
         distributed=True,
+        packages=(Package("torch.distributed.pipelining", "install a build of torch that has it"),),
         work=("steps",),
     )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ovpatch.hookspecs import cache_dir
+from ovpatch.hookspecs import cache_dir, note_failures
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values
 from ovpatch.overlap.comm.kept_state import find_owners, kept_values
 from ovpatch_plugins.pipeline.clock import make_clock
@@ -46,7 +46,7 @@ from ovpatch_plugins.pipeline.transport import (
     close_edges,
     find_group_reason,
     find_reason_against_copies,
-    make_copies_error,
+    refuse_copies,
     write_c10d_remark,
 )
 
@@ -125,7 +125,8 @@ class Takeover:
         known = _find_record(schedule)
         facts = _facts_of(schedule, owner)
         if known is None or not known.is_for(facts):
-            known = kept_values(schedule)[_RECORD] = _Record(facts, *self._make_engine(schedule, owner))
+            with note_failures("pipeline", f"preparing {type(schedule).__name__}"):
+                known = kept_values(schedule)[_RECORD] = _Record(facts, *self._make_engine(schedule, owner))
         return known
 
     def _make_engine(
@@ -272,7 +273,7 @@ class Takeover:
         """Return whether copy engines carry messages, and what the report says of that. Agrees with all ranks.
 
         Raises:
-            RuntimeError: The script asks for copy engines, and they cannot be used; on all ranks.
+            ovpatch.OptionError: The user wants copy engines, and they cannot be used; on all ranks.
         """
         wanted = self._options["p2p_transport"]
         if wanted not in (AUTO, COPIES) or group.size() == 1:
@@ -281,7 +282,7 @@ class Takeover:
         devices = [_device_of(stage) for stage in stages]
         reason = find_reason_against_copies(group, devices, varies=varies, is_asked=is_asked)
         if reason and is_asked:
-            raise make_copies_error(reason)
+            refuse_copies(reason)
         return not reason, [write_c10d_remark(reason)] if reason else []
 
     def _make_run(self, stage: Any, schedule: Any, sends: bool, splits: bool) -> StageRun:

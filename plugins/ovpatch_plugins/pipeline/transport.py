@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.hookspecs import refuse_option
 from ovpatch.overlap.comm.collectives import Work, WorkWithEpilogue, backend_name
 from ovpatch.overlap.comm.consensus import agree_on_name, gather_values
 from ovpatch.overlap.comm.kept_state import (
@@ -30,6 +31,7 @@ from ovpatch.overlap.comm.kept_state import (
     register_at_exit,
 )
 from ovpatch.overlap.symm_mem import memory
+from ovpatch_plugins.pipeline.options import COPIES, OPTIONS
 from ovpatch_plugins.pipeline.program import Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS
 
@@ -267,7 +269,7 @@ class CopiedMessages(PeerToPeer):
             copy engines and there is too little memory.
 
         Raises:
-            RuntimeError: There is too little memory, or it cannot be reached; on all ranks.
+            ovpatch.OptionError: There is too little memory, or it cannot be reached; on all ranks.
         """
         from ovpatch.overlap.copy_engine.point_to_point import PointToPoint, round_up
         from ovpatch.overlap.copy_engine.selection import make_on_all
@@ -292,7 +294,7 @@ class CopiedMessages(PeerToPeer):
             ),
         )
         if made is None and self._is_asked:
-            raise make_copies_error(reason)
+            refuse_copies(reason)
         if made is None:
             self.remarks[:] = [write_c10d_remark(reason)]
             return PeerToPeer(self._group, self._device, self._edges)
@@ -413,12 +415,9 @@ def _try_copies(group: dist.ProcessGroup, device: torch.device) -> str:
     return group_state(group).get_or_create(("pipeline", "copies"), attempt)
 
 
-def make_copies_error(reason: str) -> RuntimeError:
-    """Return the error of an option that cannot be followed."""
-    return RuntimeError(
-        f"pipeline: p2p_transport=copies cannot be used: {reason.rstrip('.')}. "
-        "Set OVPATCH_PIPELINE_P2P_TRANSPORT=c10d on all ranks."
-    )
+def refuse_copies(reason: str) -> None:
+    """Raise OptionError: the user wants copy engines to carry messages, and they cannot."""
+    refuse_option("pipeline", OPTIONS, "p2p_transport", COPIES, reason)
 
 
 def write_c10d_remark(reason: str) -> str:

@@ -7,14 +7,20 @@ Two operators on local tensors stand alone, for parallel layers of a script::
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import Any, Final
 
-__all__ = ["all_gather_linear", "linear_reduce_scatter"]
+_HOMES: Final = {
+    "all_gather_linear": "functional",
+    "find_fused_objection": "schedules.fused",
+    "linear_reduce_scatter": "functional",
+}
+
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ovpatch_plugins.tp_linear import functional
-
-    return getattr(functional, name)
+    # Loaded at the first use: describing the feature must stay cheap.
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from ovpatch_plugins.tp_linear import tp_group
 from ovpatch_plugins.tp_linear.autograd import OpContext, TPConfig, run_operator
-from ovpatch_plugins.tp_linear.operators import OPERATORS, WeightGrad, multiply_weight_grad
+from ovpatch_plugins.tp_linear.operators import LinearScatterThenBias, WeightGrad, multiply_weight_grad
 from ovpatch_plugins.tp_linear.options import DEFAULT, SCHEDULES
 from ovpatch_plugins.tp_linear.schedules import Schedule, find_schedule
 
 CHUNKS = 4
 
 _DTYPE = operator.attrgetter("dtype")
+_LINEAR_SCATTER = LinearScatterThenBias()
 
 
 def all_gather_linear(
@@ -112,7 +113,7 @@ def linear_reduce_scatter(
             f"dimension {dim} of the input has size {x.shape[dim]}, which does not divide by {ranks.world} ranks: pad "
             "the sequence"
         )
-    call = OpContext(TPConfig(how, weight_grad), ranks, OPERATORS["linear_scatter"], dim)
+    call = OpContext(TPConfig(how, weight_grad), ranks, _LINEAR_SCATTER, dim)
     result: Tensor = run_operator(call, x, weight, bias)
     return result
 

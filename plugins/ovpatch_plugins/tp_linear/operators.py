@@ -165,7 +165,7 @@ class LinearScatter(LocalLinear):
     gathers_grad = True
 
     def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _add_bias(schedule.linear_scatter(ranks, x, weight), bias)
+        return schedule.linear_scatter(ranks, x, weight, _take_share(bias, ranks))
 
     def backward(self, schedule: Schedule, ranks: TPGroup, asked: ColumnGrads, params: ParamGrads) -> Tensor | None:
         (grad,), (weight,) = asked.grads, asked.weights
@@ -182,13 +182,21 @@ class LinearScatter(LocalLinear):
         return schedule.linear_scatter_backward(ranks, grad, weight, take, needs_input)
 
 
+class LinearScatterThenBias(LinearScatter):
+    """Adds this rank's bias to the sum, for callers whose biases are the same on all ranks."""
+
+    def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = schedule.linear_scatter(ranks, x, weight)
+        return rows if bias is None else rows.add_(bias)
+
+
 class LinearReduce(LocalLinear):
     """Applies a linear to ``[M, k]``, and sums over the ranks."""
 
     name = "linear_reduce"
 
     def forward(self, schedule: Schedule, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _add_bias(schedule.linear_reduce(ranks, x, weight), bias)
+        return schedule.linear_reduce(ranks, x, weight, _take_share(bias, ranks))
 
 
 class ReplicatedLinear(LocalLinear):
@@ -224,8 +232,13 @@ def cast_operands(
     return rows.to(dtype), [weight.to(dtype) for weight in weights], cast
 
 
-def _add_bias(rows: Tensor, bias: Tensor | None) -> Tensor:
-    return rows if bias is None else rows.add_(bias)
+def _take_share(bias: Tensor | None, ranks: TPGroup) -> Tensor | None:
+    """Return this rank's term of a bias that every rank has.
+
+    DTensor makes a replicated bias a term of the sum by this division. So the mean of the ranks' biases is added where
+    training has let these copies drift apart, and equal copies give the bits of stock PyTorch.
+    """
+    return None if bias is None else bias / ranks.world
 
 
 # --- for torch.compile ---
@@ -329,10 +342,8 @@ def compute_linear(
     if operator == LocalLinear.name:
         return torch.nn.functional.linear(x, weight, bias)
     rows, (used,), (added,) = cast_operands(x.device.type, to_rows(x, dim), [weight], [bias])
-    last = added if operator == "linear_reduce" else None  # which the compiler can fuse with what follows
-    first = added if last is None else None
-    result = _CUSTOM_OPS[operator](rows, used, first, group.group_name, schedule.name, str(x.dtype)[6:])
-    return from_rows(result if last is None else result + last, x.shape, dim)
+    result = _CUSTOM_OPS[operator](rows, used, added, group.group_name, schedule.name, str(x.dtype)[6:])
+    return from_rows(result, x.shape, dim)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -23,8 +23,8 @@ OPTIONS: Final = (
         "Order of products and collectives. stock: one after the other. bulk: in backward, each collective runs under "
         "the product that does not need it. ring: rows go from rank to rank, under products of rows that are there. "
         "chunk: products are cut into parts, and a part's collective runs under the next part. fused: kernels compute "
-        "and move rows at the same time, on the GPUs of one host; elsewhere as bulk. auto: the fastest of these for "
-        "an operator and its shape; all ranks measure it once and keep it in OVPATCH_CACHE_DIR.",
+        "and move rows at the same time, on the GPUs of one host; elsewhere it is an error. auto: the fastest of these "
+        "for an operator and its shape; all ranks measure it once and keep it in OVPATCH_CACHE_DIR.",
         choices=SCHEDULES,
     ),
     Option(

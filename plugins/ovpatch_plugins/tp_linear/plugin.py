@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
+from ovpatch.hookspecs import Feature, Package, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.tp_linear.options import OPTIONS
 
 _STYLE = "torch.distributed.tensor.parallel.style"
@@ -25,15 +24,9 @@ def ovpatch_feature() -> Feature:
         default=True,
         reorders_products=True,
         distributed=True,
+        packages=(Package("torch.distributed.tensor", "install a build of torch that has it"),),
         work=("calls",),
     )
-
-
-@hookimpl
-def ovpatch_reasons_against() -> Sequence[str]:
-    """Return why the feature cannot run here."""
-    has_tensor = importlib.util.find_spec("torch.distributed.tensor") is not None
-    return [] if has_tensor else ["this build of torch has no torch.distributed.tensor"]
 
 
 @hookimpl

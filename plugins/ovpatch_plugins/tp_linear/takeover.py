@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
+from ovpatch.hookspecs import note_failures
 from ovpatch.overlap.comm.kept_state import find_owners, kept_values
 from ovpatch_plugins.tp_linear import layout, tp_group
 from ovpatch_plugins.tp_linear.report import COUNTERS
@@ -62,7 +63,8 @@ def apply_to_linear(apply: Callable[..., nn.Module], style: Style, module: nn.Mo
     """Call ``ColwiseParallel._apply`` or ``RowwiseParallel._apply``, and take the module over."""
     ours = type(module) is nn.Linear and mesh.ndim == 1 and mesh.get_coordinate() is not None
     if ours:
-        agree_on_terms(mesh.get_group())
+        with note_failures("tp_linear", f"cutting a linear by {type(style).__name__}"):
+            agree_on_terms(mesh)
     before = {*module._forward_pre_hooks, *module._forward_hooks}
     made = apply(style, module, mesh)
     if made is module and isinstance(module, nn.Linear):

@@ -18,13 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
+from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.tensors.linear_ops import autocast_dtype
 from ovpatch_plugins.tp_linear import operators, tp_group
 from ovpatch_plugins.tp_linear.autograd import OpContext, TPConfig, run_operator
 from ovpatch_plugins.tp_linear.layout import PLAIN, find_sequence_dim, get_local, is_traced
 from ovpatch_plugins.tp_linear.operators import OPERATORS, accumulate_weight_grad, multiply_weight_grad
-from ovpatch_plugins.tp_linear.options import DEFAULT
+from ovpatch_plugins.tp_linear.options import DEFAULT, OPTIONS
 from ovpatch_plugins.tp_linear.precomputed import (
     PRECOMPUTED,
     GatherGuard,
@@ -35,6 +36,7 @@ from ovpatch_plugins.tp_linear.precomputed import (
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules import find_schedule
 from ovpatch_plugins.tp_linear.schedules.autotuned import Auto
+from ovpatch_plugins.tp_linear.schedules.fused import Fused, find_fused_objection
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 
 Style = ColwiseParallel | RowwiseParallel
@@ -72,13 +74,18 @@ class State:
 STATE = State()
 
 
-def agree_on_terms(group: dist.ProcessGroup) -> None:
-    """Have the ranks of a group agree on how linears compute, once per :func:`.tp_group.get_generation`.
+def agree_on_terms(mesh: DeviceMesh) -> None:
+    """Have the ranks of a mesh agree on how linears compute, once per :func:`.tp_group.get_generation`.
 
     They do so when ``parallelize_module`` first cuts a linear over the group, where stock, too, needs all ranks; for
-    models that were made parallel before ``ovpatch.apply()``, in the first forward. RankMismatchError if ranks differ.
+    models that were made parallel before ``ovpatch.apply()``, in the first forward. RankMismatchError if ranks differ;
+    OptionError if they cannot use the kernels that the user wants.
     """
+    group = mesh.get_group()
     check_consistent_once(group, "tp_linear", tp_group.get_generation(), lambda: STATE.terms, remedy=_REMEDY)
+    schedule = STATE.terms.get("schedule")
+    if schedule == Fused.name and (reason := find_fused_objection(group, mesh.device_type)):
+        refuse_option("tp_linear", OPTIONS, "schedule", schedule, reason)
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,8 +144,9 @@ class TPLinear:
             # The ranks agree when the linear is cut, or in an eager forward. A graph would write the generation.
             return self.mesh.get_group() if self._group is None else self._group
         if self._group is None or self._era != tp_group.get_generation():
+            with note_failures("tp_linear", "the first forward of a parallel linear"):
+                agree_on_terms(self.mesh)
             group = self.mesh.get_group()
-            agree_on_terms(group)
             self.set_group(group)
             return group
         return self._group

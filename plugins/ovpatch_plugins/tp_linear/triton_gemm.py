@@ -225,7 +225,7 @@ def _row(bias, column, n, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "m"])
 def gemm_scatter_kernel(
-    x0, x1, x2, w0, w1, w2, peers, state, rank, m, n, K0, K1, K2, half_bytes,
+    x0, x1, x2, w0, w1, w2, bias, peers, state, rank, m, n, K0, K1, K2, half_bytes,
     COUNT: tl.constexpr, KN: tl.constexpr, WORLD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -233,6 +233,7 @@ def gemm_scatter_kernel(
 
     - ``x``, ``w``: ``COUNT`` inputs ``[world * m, K]`` and weights ``[n, K]`` (``[K, n]`` if ``KN``),
       whose products are added; the others are None and their ``K`` is 0. K and n are multiples of 8.
+    - ``bias``: this rank's term of a bias, ``[n]``, or None.
     - ``peers``: addresses of all ranks' buffers, of which a half holds ``[world, m, n]``, by the rank it comes from.
     - ``state``, ``half_bytes``: see :mod:`ovpatch.overlap.symm_mem.kernels`.
     - A tile has ``BM`` rows and ``BN`` columns, and multiplies ``BK`` features at a time; ``GROUP`` blocks of rows take
@@ -256,6 +257,8 @@ def gemm_scatter_kernel(
             acc = add_tile(acc, a1_d, b1_d, owner, i * BM, j * BN, K1, KN, BM, BN, BK)
         if COUNT > 2:
             acc = add_tile(acc, a2_d, b2_d, owner, i * BM, j * BN, K2, KN, BM, BN, BK)
+        if bias is not None:
+            acc += _row(bias, j * BN, n, BN)
         slot = half_of(peers, owner, sequence, half_bytes, x0) + tl.cast(rank, tl.int64) * m * n
         slot_d = tl.make_tensor_descriptor(slot, [m, n], [n, 1], [BM, BN // (1 + SPLIT)])
         store_plain(slot_d, acc, i * BM, j * BN, BM, BN, SPLIT)

@@ -121,12 +121,18 @@ def gather_linear(
 
 
 def linear_scatter(
-    workspace: Workspace, xs: Sequence[Tensor], weights: Sequence[Tensor], *, tiles: Tiles | None = None
+    workspace: Workspace,
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    bias: Tensor | None = None,
+    *,
+    tiles: Tiles | None = None,
 ) -> Tensor | None:
     """Multiply, add up over the ranks, and keep this rank's rows, ``[m, n]``; None if there is no workspace now.
 
     There are at most :data:`MOST` inputs ``[world * m, k_i]``, contiguous, whose products with weights ``[n, k_i]``,
-    all contiguous or all transposed, are added up. ValueError if one does not fit the others.
+    all contiguous or all transposed, are added up. ``bias``, ``[n]``, is added on this rank. ValueError if one does not
+    fit the others.
     """
     x, n = xs[0], weights[0].shape[0]
     rows = x.shape[0]
@@ -134,8 +140,10 @@ def linear_scatter(
         if not workspace.begin_operator(rows * n * x.element_size(), 0):
             return None
         given = [(operand.shape, operand.dtype) for operand in (*xs, *weights)]
-        key = ("scatter", *given, _is_transposed(weights[0]), tiles)
-        return _find_launch(workspace, key, lambda: _LinearScatter(workspace, xs, weights, tiles))(xs, weights)
+        biased = None if bias is None else (bias.shape, bias.dtype)
+        key = ("scatter", *given, biased, _is_transposed(weights[0]), tiles)
+        launch = _find_launch(workspace, key, lambda: _LinearScatter(workspace, xs, weights, bias, tiles))
+        return launch(xs, weights, bias)
 
 
 def scatter(workspace: Workspace, x: Tensor) -> Tensor | None:
@@ -220,13 +228,20 @@ class _LinearScatter:
     """Launches of one key; the arguments are those of :func:`linear_scatter`."""
 
     def __init__(
-        self, workspace: Workspace, xs: Sequence[Tensor], weights: Sequence[Tensor], tiles: Tiles | None
+        self,
+        workspace: Workspace,
+        xs: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        bias: Tensor | None,
+        tiles: Tiles | None,
     ) -> None:
         x, n, world = xs[0], len(weights[0]), workspace.world
         m, features = len(x) // world, [given.shape[1] for given in xs]
         for given, weight in zip(xs, weights, strict=True):
             _check_operand(len(given) == world * m and given.dtype == x.dtype, "an input", given, x)
             _check_operand(weight.shape == (n, given.shape[1]) and weight.dtype == x.dtype, "a weight", weight, given)
+        if bias is not None:
+            _check_operand(bias.shape == (n,) and bias.dtype == x.dtype, "a bias", bias, weights[0])
         cut = tiles or scatter_tiles(n, sum(features), x.element_size())
         sizes = (
             workspace.peers, workspace.state, workspace.rank, m, n, *_pad_to_three(features, 0), workspace.half_bytes,
@@ -238,8 +253,9 @@ class _LinearScatter:
         )  # fmt: skip
         self._reduction = _Reduction(workspace, m, n, x.device)
 
-    def __call__(self, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        self._multiply(*_pad_to_three(xs), *_pad_to_three(weights))
+    def __call__(self, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        added = None if bias is None else _align_bias(bias)
+        self._multiply(*_pad_to_three(xs), *_pad_to_three(weights), added)
         return self._reduction(xs[0])
 
 

@@ -110,7 +110,7 @@ def failing_alone(depth: int, good_steps: int = 1) -> str:
         for step in range(good_steps):
             wrapped(data(step, 4, 8)).square().mean().backward()
         Bomb.armed = dist.get_rank() == 1
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         try:
             with pytest.raises(RuntimeError, match="not really") if Bomb.armed else contextlib.nullcontext():
                 wrapped(data(1, 4, 8), depth).square().mean().backward()

@@ -229,7 +229,7 @@ def test_a_second_backward_on_some_ranks_only_names_the_others_and_the_remedy(ra
         assert "no answer from rank 2 within 3 s" in text
         assert "model.module(...)" in text
         assert "OVPATCH_DDP_REDUCE_LATE_GRADIENTS=0" in text
-        assert seconds < 15
+        assert seconds < 50
 
 
 def on_one_rank_later() -> list[Record]:

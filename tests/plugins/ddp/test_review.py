@@ -202,15 +202,15 @@ def loop_wrap_during_backward() -> list[Record]:
 
         def hold(_: torch.Tensor, inside: threading.Event = inside, go: threading.Event = go) -> None:
             inside.set()
-            go.wait(20)
+            go.wait(60)
 
         hook = model.layers[1].weight.register_hook(hold)
         thread = threading.Thread(target=loss.backward)
         thread.start()
-        assert inside.wait(20)
+        assert inside.wait(60)
         DDP(nn.Linear(2, 2), process_group=group)
         go.set()
-        thread.join(20)
+        thread.join(60)
         hook.remove()
         records.append(seen(model))
         wrapped.zero_grad()
@@ -235,7 +235,7 @@ def loop_wrap_during_the_end(group_is_new: bool) -> list[Record]:
 
             def held(*args: Any) -> None:
                 inside.set()
-                go.wait(20)
+                go.wait(60)
                 start_grad_sync(*args)
 
             reducer._sync.start_grad_sync = held
@@ -246,12 +246,12 @@ def loop_wrap_during_the_end(group_is_new: bool) -> list[Record]:
         inside, go = threading.Event(), threading.Event()
         thread = threading.Thread(target=train, args=(step, inside, go))
         thread.start()
-        assert inside.wait(20)
+        assert inside.wait(60)
         threading.Timer(0.5, go.set).start()  # in case that to wrap waits for the other thread
         other = DDP(nn.Linear(2, 2), process_group=dist.new_group() if group_is_new else group)
         other(data(step, 3, 2)).sum().backward()
         go.set()
-        thread.join(20)
+        thread.join(60)
         records += [seen(model), seen(other.module)]
         wrapped.zero_grad()
     return records
@@ -307,4 +307,4 @@ def static_graph_misused(late: bool) -> str:
 def test_a_static_graph_that_comes_late_or_unsynchronised_raises_where_stock_does(ranks, late):
     for stock, patched in ranks(2)(stock_and_patched, static_graph_misused, late):
         assert patched[0] == stock[0] == ("2" if late else "0")
-        assert "before training loop" in patched if late else "Leave no_sync() for the first backward" in patched
+        assert "before training loop" in patched if late else "Run the first backward outside of no_sync()" in patched

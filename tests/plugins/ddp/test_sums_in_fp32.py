@@ -235,7 +235,7 @@ def both_ways() -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         for scene in SCENES:
             ours[scene] = played(scene)
             gc.collect()
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while fp32_accumulation.sums and time.monotonic() < deadline:
                 time.sleep(0.01)  # gloo's thread may still hold what the script has reduced
             assert not fp32_accumulation.sums, scene

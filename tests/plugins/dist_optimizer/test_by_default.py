@@ -196,14 +196,14 @@ def test_two_models_at_once_wait_for_the_patches():
     inside = threading.Barrier(2)
 
     def apply() -> None:
-        inside.wait(20)
+        inside.wait(60)
         time.sleep(0.2)
         applied.append(1)
 
     late = plugin._LatePatches(apply)
     first = threading.Thread(target=late.prepare)
     first.start()
-    inside.wait(20)
+    inside.wait(60)
     assert late.prepare() == ""
     assert applied == [1]
     first.join()

@@ -206,7 +206,7 @@ def watched(steps: int = 20) -> list[Record]:
     for step in range(steps):
         train_step(model, opt, step)
     stop.set()
-    thread.join(20)
+    thread.join(60)
     assert not wrong, wrong[:5]
     assert saves
     return [params(model)]

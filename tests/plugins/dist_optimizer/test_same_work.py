@@ -60,7 +60,7 @@ def test_what_scripts_share_out_by_hand_stays_stock(ranks, smallest):
         compare(result["stock"], result["patched"]).assert_bitwise()
         assert result["counters"]["stock_optimizers"] == 1
         assert result["counters"]["steps"] == result["counters"]["optimizers"] == 0
-        assert took < 30, "somebody waited for an answer that never came"
+        assert took < 50, "somebody waited for an answer that never came"
 
 
 def test_an_optimizer_that_one_rank_alone_steps_stays_stock(ranks):
@@ -181,7 +181,7 @@ def test_a_new_optimizer_that_one_rank_alone_makes_stalls_nobody(ranks, world, k
             compare(stock, patched).assert_bitwise()
         else:
             compare(stock, patched).assert_equal()
-        assert longest < 15
+        assert longest < 50
         is_agreed = by == "all"
         assert counters["steps"] == (8 + bool(beside) if is_agreed else 4 + (beside in ("after", "alone")))
         assert (counters["stock_optimizers"] > 0) == (not is_agreed)
@@ -210,7 +210,7 @@ def beside_accumulation() -> tuple[list[Record], float]:
 def test_a_step_of_one_rank_alone_waits_for_no_step_of_the_others(ranks, world):
     for stock, patched, _, longest in ranks(world)(timed_arms, beside_accumulation):
         compare(stock, patched).assert_equal()
-        assert longest < 15
+        assert longest < 50
 
 
 def one_of_two(which: str) -> tuple[list[Record], float]:
@@ -239,7 +239,7 @@ def test_of_two_optimizers_one_is_made_anew_by_one_rank(ranks, world, which):
     """The new one may have the other one's parameters, too, which then is left to stock as well, on all ranks."""
     for stock, patched, counters, longest in ranks(world)(timed_arms, one_of_two, which):
         compare(stock, patched).assert_equal()
-        assert longest < 15
+        assert longest < 50
         assert counters["steps"] == (12 if which == "its own" else 9)
 
 
@@ -270,7 +270,7 @@ def test_ranks_hear_at_the_first_step_that_one_is_local(ranks, world):
         compare(stock, patched).assert_equal()
         assert counters["steps"] == 0
         assert counters["stock_optimizers"] == 1
-        assert longest < 15
+        assert longest < 50
 
 
 class Zero(ZeroRedundancyOptimizer):

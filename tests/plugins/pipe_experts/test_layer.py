@@ -151,7 +151,7 @@ def test_checkpoints_and_graphs_that_are_kept(ranks, forward):
     check(ranks(2), cases, forward=forward)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tokens=st.lists(st.integers(0, 12), min_size=1, max_size=3),
     local=st.sampled_from([1, 2, 4]),

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ovpatch.hookspecs import OptionError
 from ovpatch.overlap.comm.kept_state import drop_values
 from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.pipe_experts import all_to_all, layer, plugin
@@ -152,22 +153,25 @@ def test_what_is_chosen_between():
         make_plan(2, 4, exchange="nccl")
 
 
-def stood_down(why: str) -> tuple[int, list[str]]:
-    """How many all-to-alls of a layer are over symmetric memory, and what the report says; values are c10d's."""
+def stood_down(why: str, config: MoEConfig) -> tuple[int, str, list[str]]:
+    """How many all-to-alls are over symmetric memory, the error or "", and what the report says; values are c10d's."""
     before, objection, made = COUNTERS.symmetric, memory.unsupported_reason, memory.allocate
     if why:
         memory.unsupported_reason = lambda group, device: ""
         memory.allocate = functools.partial(lacking, why)
-    case = Case(tokens=(5, 3), steps=1, config=MoEConfig("experts", exchange="symmetric"))
+    case, error = Case(tokens=(5, 3), steps=1, config=config), ""
     try:
-        ours, theirs = train(case), train(dataclasses.replace(case, config=MoEConfig("experts")))
+        ours = train(case)
+    except OptionError as refusal:
+        error = str(refusal)
+    else:
+        compare(train(dataclasses.replace(case, config=MoEConfig("experts"))), ours).assert_equal()
     finally:
         memory.unsupported_reason, memory.allocate = objection, made
         drop_values(all_to_all.SymmAllToAll)
-    compare(theirs, ours).assert_bitwise()
     lines = [line for line in plugin.ovpatch_remarks() if "symmetric memory" in line]
     all_to_all._unsupported_reasons.clear()
-    return COUNTERS.symmetric - before, lines
+    return COUNTERS.symmetric - before, error, lines
 
 
 def lacking(why: str, size: int, group: Any, device: torch.device, prepare: Any) -> memory.Memory:
@@ -177,14 +181,23 @@ def lacking(why: str, size: int, group: Any, device: torch.device, prepare: Any)
     raise AssertionError("the others would wait for this rank")
 
 
-def test_without_gpus_or_memory_it_is_c10d_and_says_so(ranks):
+@pytest.mark.parametrize(
+    ("why", "reason"),
+    [
+        ("", "tensors are on cpu, not on CUDA devices (rank 0, 1)"),
+        ("out of memory", "32 MiB of symmetric memory: out of memory (rank 1)"),
+    ],
+)
+def test_without_gpus_or_memory_auto_is_c10d_and_symmetric_an_error(ranks, why, reason):
     start = "rows travel by c10d's all-to-alls, not over symmetric memory: "
-    for count, lines in ranks(2)(stood_down, ""):
+    for count, error, lines in ranks(2)(stood_down, why, MoEConfig("auto", 2, exchange="auto")):
         assert count == 0
-        assert lines == [f"{start}tensors are on cpu, not on CUDA devices (rank 0, 1)"]
-    for count, lines in ranks(2)(stood_down, "out of memory"):
+        assert error == ""
+        assert lines == [f"{start}{reason}"]
+    for count, error, lines in ranks(2)(stood_down, why, MoEConfig("experts", exchange="symmetric")):
         assert count == 0
-        assert lines == [f"{start}32 MiB of symmetric memory: out of memory (rank 1)"]
+        assert f"exchange=symmetric of feature 'pipe_experts' cannot act here: {reason}. Set OVPATCH_PIPE" in error
+        assert lines == [f"{start}{reason}"]
 
 
 def compiled(aligned: bool) -> Any:

@@ -28,7 +28,7 @@ from tests.plugins.pipeline.test_failures import Bomb
 from tests.support import signs
 
 #: What all ranks have to raise within, where torch's receives wait for half an hour.
-SOON_S = 20.0
+SOON_S = 50.0
 
 #: Whether torch infers the shapes of gradients, too, and all shapes anew behind an evaluation.
 INFERS_BACKWARDS = hasattr(PipelineStage, "_recv_meta")

@@ -115,7 +115,7 @@ def problems(draw):
     )
 
 
-@settings(max_examples=60 if ALL_CASES else 25, deadline=None, derandomize=True)
+@settings(max_examples=60 if ALL_CASES else 25, derandomize=True)
 @given(problems())
 def test_every_solution_keeps_the_rules_and_the_memory_and_no_fixed_order_is_faster(problem):
     solution = solve(problem, effort=3_000)

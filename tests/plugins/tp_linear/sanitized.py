@@ -65,14 +65,15 @@ def scattered(space: Workspace, drawn: Numbers, m: int, k: int, features: tuple[
     rows = space.world * m
     xs = [[drawn(rows, n) for n in features] for _ in range(space.world)]
     weights = [[drawn(k, n) if cut.split else drawn(n, k).t() for n in features] for _ in range(space.world)]
+    biases = [drawn(k) for _ in range(space.world)]
     terms = [
-        sum((x.float() @ w.float().t() for x, w in zip(*pair, strict=True)), torch.zeros(())).bfloat16()
-        for pair in zip(xs, weights, strict=True)
+        sum((x.float() @ w.float().t() for x, w in zip(*pair, strict=True)), bias.float()).bfloat16()
+        for *pair, bias in zip(xs, weights, biases, strict=True)
     ]
     if cut.split and space.rank == 0:
         out = launch.scatter(space, terms[0])
     else:
-        out = launch.linear_scatter(space, xs[space.rank], weights[space.rank], tiles=cut)
+        out = launch.linear_scatter(space, xs[space.rank], weights[space.rank], biases[space.rank], tiles=cut)
     wanted = sum((term.float() for term in terms), torch.zeros(())).bfloat16()
     return out is not None and torch.equal(out, wanted[space.rank * m :][:m])
 

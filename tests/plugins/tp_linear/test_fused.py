@@ -15,7 +15,7 @@ from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, plugin
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules import fused
-from tests.plugins.tp_linear import test_llama, test_operators
+from tests.plugins.tp_linear import test_drifted_copies, test_llama, test_operators
 from tests.plugins.tp_linear.arms import both, draw, mesh, seen
 from tests.plugins.tp_linear.models import Llama, parallel_llama
 from tests.support.interpreter import allocate, interpreted
@@ -87,7 +87,8 @@ def blocks() -> list[dict[str, Any]]:
     """Stock and patched, of blocks with a shared gather, with checkpoints and without."""
     allow()
     runs = [both(test_llama.llama, options=FUSED, steps=1, dtype=torch.float32, **case) for case in CASES]
-    return [both(watched, options=FUSED), *runs]
+    drifted = both(lambda: [test_drifted_copies.trained("blocks", "bias", torch.float32)], options=FUSED)
+    return [both(watched, options=FUSED), drifted, *runs]
 
 
 CASES: list[dict[str, Any]] = [{}, {"checkpointing": "not reentrant", "frozen": "attention"}]

@@ -83,10 +83,10 @@ def multiply(
     return outs
 
 
-def send(workspace: Workspace, xs: list[Tensor], weights: list[Tensor], cut: Tiles) -> None:
+def send(workspace: Workspace, xs: list[Tensor], weights: list[Tensor], bias: Tensor | None, cut: Tiles) -> None:
     three, m = launch._pad_to_three, len(xs[0]) // workspace.world
     gemm_scatter_kernel[(4,)](
-        *three(xs), *three(weights), workspace.peers, workspace.state, workspace.rank, m, len(weights[0]),
+        *three(xs), *three(weights), bias, workspace.peers, workspace.state, workspace.rank, m, len(weights[0]),
         *three([x.shape[1] for x in xs], 0), workspace.half_bytes, len(xs), launch._is_transposed(weights[0]),
         workspace.world, cut.rows, cut.columns, cut.depth, cut.group, cut.split,
     )  # fmt: skip
@@ -122,9 +122,13 @@ class Problem:
         self.inputs = [[drawn(world * m, n) for n in features] for _ in range(world)]
         self.backs = [turned([drawn(k, n) for n in features], transposed) for _ in range(world)]
         self.whole = torch.cat(self.xs)
-        every = zip(self.inputs, self.backs, strict=True)
-        self.sum = sum(x.float() @ w.float().t() for xs, ws in every for x, w in zip(xs, ws, strict=True))
+        self.added = [drawn(k) if transposed else None for _ in range(world)]
+        self.sum = sum(self.term(rank) for rank in range(world))
         self.wholes = [nothing(world * m, k) for _ in range(world)]
+
+    def term(self, rank: int) -> Tensor:
+        pairs, bias = zip(self.inputs[rank], self.backs[rank], strict=True), self.added[rank]
+        return sum((x.float() @ w.float().t() for x, w in pairs), torch.zeros(()) if bias is None else bias.float())
 
 
 def is_gathered(problem: Problem, rank: int, outs: list[Tensor]) -> bool:
@@ -165,10 +169,9 @@ def wrong(world: int, shapes: tuple[Shape, ...]) -> list[str]:
                 found.append(f"gathered on rank {rank}: {name}")
         for rank in next(orders):
             if rank == 0 and i % 3 == 0:
-                terms = zip(problem.inputs[rank], problem.backs[rank], strict=True)
-                send_as_is(spaces[rank], sum(x.float() @ w.float().t() for x, w in terms).half())
+                send_as_is(spaces[rank], problem.term(rank).half())
             else:
-                send(spaces[rank], problem.inputs[rank], problem.backs[rank], cut)
+                send(spaces[rank], problem.inputs[rank], problem.backs[rank], problem.added[rank], cut)
         for rank in next(orders):
             if not is_sum(problem, rank, add_up(spaces[rank], m, k)):
                 found.append(f"summed on rank {rank}: {name}")
@@ -192,7 +195,7 @@ def ahead(world: int) -> list[str]:
     for rank in reversed(range(world)):
         outs = multiply(spaces[rank], second.wholes[rank], second.weights[rank], second.biases[rank], SMALL)
         found += [] if is_gathered(second, rank, outs) else [f"second on rank {rank}"]
-        send(spaces[rank], second.inputs[rank], second.backs[rank], SMALL)
+        send(spaces[rank], second.inputs[rank], second.backs[rank], second.added[rank], SMALL)
     for rank in range(world):
         found += [] if is_sum(second, rank, add_up(spaces[rank], 20, 24)) else [f"third on rank {rank}"]
     return found

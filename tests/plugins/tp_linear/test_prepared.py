@@ -120,7 +120,7 @@ def gather(space: Workspace, m: int, k: int, count: int, dtype: torch.dtype, tur
 def scatter(space: Workspace, m: int, k: int, count: int, dtype: torch.dtype, turn: bool, tiles: Tiles | None) -> None:
     xs = [rows(2 * m, 8 * (i + 1), dtype) for i in range(count)]
     weights = [weight(k, x.shape[1], turn, dtype) for x in xs]
-    launch.linear_scatter(space, xs, weights, tiles=tiles)
+    launch.linear_scatter(space, xs, weights, bias(k, count % 3, dtype), tiles=tiles)
     launch.scatter(space, rows(2 * m, k, dtype))
 
 
@@ -239,6 +239,8 @@ def test_products_that_do_not_fit_are_refused(log):
     ):
         with pytest.raises(ValueError, match="does not fit"):
             launch.linear_scatter(workspace(), xs, weights)
+    with pytest.raises(ValueError, match=r"a bias .* does not fit"):
+        launch.linear_scatter(workspace(), [rows(8, 16)], [rows(8, 16)], torch.empty(16, dtype=torch.bfloat16))
     assert not log
 
 

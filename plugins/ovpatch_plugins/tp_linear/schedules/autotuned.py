@@ -148,9 +148,9 @@ class Auto(Bulk):
         shape = Shape("gather_linear", round_rows(rows), weight.shape[1], tuple(map(len, asked.weights)), weight.dtype)
         return self._chosen(ranks, grad.device, shape).backward.gather_linear_backward(ranks, asked)
 
-    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         shape = Shape("linear_scatter", round_rows(len(x) // ranks.world), x.shape[1], (len(weight),), x.dtype)
-        return self._chosen(ranks, x.device, shape).forward.linear_scatter(ranks, x, weight)
+        return self._chosen(ranks, x.device, shape).forward.linear_scatter(ranks, x, weight, bias)
 
     def linear_scatter_backward(
         self, ranks: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
@@ -159,9 +159,9 @@ class Auto(Bulk):
         backward = self._chosen(ranks, grad.device, shape).backward
         return backward.linear_scatter_backward(ranks, grad, weight, weight_grads, needs_input)
 
-    def linear_reduce(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_reduce(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         shape = Shape("linear_reduce", round_rows(len(x)), x.shape[1], (len(weight),), x.dtype)
-        return self._chosen(ranks, x.device, shape).forward.linear_reduce(ranks, x, weight)
+        return self._chosen(ranks, x.device, shape).forward.linear_reduce(ranks, x, weight, bias)
 
     def _chosen(self, ranks: TPGroup, device: torch.device, shape: Shape) -> Pair:
         """Return the schedules of a shape."""

@@ -45,9 +45,9 @@ class Fused(Bulk):
         found = _gathered(ranks, x, weights, biases)
         return super().gather_linear(ranks, x, weights, biases, needs_whole) if found is None else found
 
-    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
-        found = _scattered(ranks, [x], [weight])
-        return super().linear_scatter(ranks, x, weight) if found is None else found
+    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        found = _scattered(ranks, [x], [weight], bias)
+        return super().linear_scatter(ranks, x, weight, bias) if found is None else found
 
     def scattered(self, ranks: TPGroup, asked: ColumnGrads, dtype: torch.dtype) -> tuple[Tensor, WorkGroup]:
         found = _input_scattered(ranks, asked, dtype)
@@ -101,13 +101,16 @@ def _gathered(
     return [outs[i] if i in outs else linear(whole, *params) for i, params in every], whole
 
 
-def _scattered(ranks: TPGroup, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
-    """Return this rank's rows of a sum of products; None where kernels cannot be used."""
+def _scattered(
+    ranks: TPGroup, xs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None = None
+) -> Tensor | None:
+    """Return this rank's rows of a sum of products and biases; None where kernels cannot be used."""
     features = [weights[0].shape[0], *[x.shape[1] for x in xs]]
     workspace = find_workspace(ranks, xs[0].dtype, xs[0].device, features)
     if workspace is None:
         return None
-    found: Tensor | None = _launch().linear_scatter(workspace, [align_rows(x) for x in xs], match_layouts(weights))
+    rows = [align_rows(x) for x in xs]
+    found: Tensor | None = _launch().linear_scatter(workspace, rows, match_layouts(weights), bias)
     COUNTERS.fused += found is not None
     return found
 
@@ -157,6 +160,13 @@ def find_workspace(
 def is_supported(dtype: torch.dtype, features: int) -> bool:
     """Return whether kernels can load rows of a dtype and a number of features."""
     return dtype in DTYPES and features * dtype.itemsize % _ALIGNED == 0
+
+
+def find_fused_objection(group: dist.ProcessGroup, kind: str) -> str:
+    """Return the reason against the kernels for a group on a kind of device, or "", on all ranks; a collective."""
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return ""
+    return _objection(group, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
 
 
 def _objection(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -85,12 +85,12 @@ class Chunk(Bulk):
                 _put(out, linear(gathered, weight, bias), rows, ranks.world)
         return outs, whole
 
-    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         by_rank = x.view(ranks.world, -1, x.shape[1])
         result = x.new_empty((by_rank.shape[1], len(weight)))
         under_way = []
         for rows in self._cut(by_rank.shape[1]):
-            terms = linear(by_rank[:, rows].reshape(-1, x.shape[1]), weight)
+            terms = linear(by_rank[:, rows].reshape(-1, x.shape[1]), weight, bias)
             under_way.append((rows, *ranks.reduce_scatter(terms)))
         for rows, part, pending in under_way:
             pending.wait()
@@ -107,11 +107,11 @@ class Chunk(Bulk):
             weight_grads(whole, ())
         return result
 
-    def linear_reduce(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_reduce(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         result = x.new_empty((len(x), len(weight)))
         under_way = []
         for rows in self._cut(len(x)):
-            linear(x[rows], weight, out=result[rows])
+            linear(x[rows], weight, bias, out=result[rows])
             under_way.append(ranks.all_reduce(result[rows]))
         for pending in under_way:
             pending.wait()
@@ -173,15 +173,15 @@ class Ring(Chunk):
                 pending.wait()
         return outs, whole
 
-    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         world, rank = ranks.world, ranks.rank
         by_rank = x.view(world, -1, x.shape[1])
         terms = x.new_empty((world, by_rank.shape[1], len(weight)))  # by the rank that they come from
         under_way = []
         for step in range(1, world):
             owner, source = (rank + step) % world, (rank - step) % world
-            under_way.append(ranks.exchange(linear(by_rank[owner], weight), owner, terms[source], source))
-        linear(by_rank[rank], weight, out=terms[rank])
+            under_way.append(ranks.exchange(linear(by_rank[owner], weight, bias), owner, terms[source], source))
+        linear(by_rank[rank], weight, bias, out=terms[rank])
         for pending in under_way:
             pending.wait()
         return terms.sum(0)

@@ -76,9 +76,12 @@ class Schedule:
             asked.weight_grads(ranks.gather_rows(asked.kept) if asked.anew else asked.kept, asked.grads)
         return result
 
-    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
-        """Return this rank's rows of a product whose terms are on all ranks: ``[M, k]``, ``[n, k]`` -> ``[m, n]``."""
-        return ranks.scatter_rows(linear(x, weight))
+    def linear_scatter(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return this rank's rows of a product whose terms are on all ranks: ``[M, k]``, ``[n, k]`` -> ``[m, n]``.
+
+        ``bias``, ``[n]``, is this rank's term of the bias; the ranks' terms are summed as well.
+        """
+        return ranks.scatter_rows(linear(x, weight, bias))
 
     def linear_scatter_backward(
         self, ranks: TPGroup, grad: Tensor, weight: Tensor, weight_grads: WeightGrads | None, needs_input: bool
@@ -101,9 +104,12 @@ class Schedule:
             weight_grads(whole, ())
         return result
 
-    def linear_reduce(self, ranks: TPGroup, x: Tensor, weight: Tensor) -> Tensor:
-        """Return a product whose terms are on all ranks, on all ranks: ``[M, k]``, ``[n, k]`` -> ``[M, n]``."""
-        result = linear(x, weight)
+    def linear_reduce(self, ranks: TPGroup, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return a product whose terms are on all ranks, on all ranks: ``[M, k]``, ``[n, k]`` -> ``[M, n]``.
+
+        ``bias`` is as in :meth:`linear_scatter`.
+        """
+        result = linear(x, weight, bias)
         ranks.all_reduce(result).wait()
         return result
 
