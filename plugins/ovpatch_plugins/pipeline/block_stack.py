@@ -394,16 +394,16 @@ def seed_all(torch_seed: int, python_seed: int) -> None:
 
 
 class ForwardState:
-    """What a forward may change of some modules: buffers, generators and counters; for a check also other attributes.
+    """What a forward may change of some modules: buffers, generators, counters and caches.
 
     Args:
         modules: The modules.
-        has_containers: Whether lists, mappings and sets are part of it, as caches are, and attributes that a forward
-            adds or removes.
+        has_objects: Whether all attributes are part of it, those that a forward adds included, or only numbers,
+            strings, and the contents of lists, mappings and sets.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, has_containers: bool = True) -> None:
-        self._has_containers = has_containers
+    def __init__(self, modules: Iterable[nn.Module], *, has_objects: bool = True) -> None:
+        self._has_objects = has_objects
         self._modules = list(modules)
         self._attributes = [
             {key: value for key, value in vars(module).items() if key not in MODULE_STATE} for module in self._modules
@@ -413,9 +413,7 @@ class ForwardState:
         self._generators = {
             id(value): (value, value.get_state()) for value in values if isinstance(value, torch.Generator)
         }
-        self._containers = {
-            id(value): (value, copy.copy(value)) for value in values if has_containers and type(value) in _CONTAINERS
-        }
+        self._containers = {id(value): (value, copy.copy(value)) for value in values if type(value) in _CONTAINERS}
         tensors = [buffer for buffers in self._buffers for buffer in buffers.values()]
         self._tensors = {
             id(buffer): (buffer, buffer.detach().clone())
@@ -428,7 +426,7 @@ class ForwardState:
         """Give the modules back what they had."""
         for module, attributes, buffers in zip(self._modules, self._attributes, self._buffers, strict=True):
             own = vars(module)
-            if self._has_containers:
+            if self._has_objects:
                 for key in own.keys() - attributes.keys() - MODULE_STATE:
                     del own[key]
                 own.update(attributes)
@@ -442,11 +440,11 @@ class ForwardState:
             container.clear()
             (container.update if isinstance(container, (dict, set)) else container.extend)(kept)
         with torch.no_grad():
-            for key, (buffer, value) in self._tensors.items():
+            for number, (buffer, value) in self._tensors.items():
                 # Writing a buffer that is unchanged would invalidate the graphs that have saved it.
-                if buffer._version != self._versions[key]:
+                if buffer._version != self._versions[number]:
                     buffer.copy_(value)
-                    self._versions[key] = buffer._version
+                    self._versions[number] = buffer._version
 
 
 MODULE_STATE: Final = frozenset(nn.Module().__dict__)
@@ -464,10 +462,19 @@ def prepared(model: nn.Module, device: torch.device) -> Iterator[Callable[[], No
     params = list(model.parameters())
     flags = [param.requires_grad for param in params]
     state, restore_random = ForwardState(model.modules()), save_random_states(device)
+    versions = [param._version for param in params]
 
     def restore() -> None:
-        state.restore()
         restore_random()
+        for param, version in zip(params, versions, strict=True):
+            # Attributes stay as they are, because they may tell the forward what it has done to its parameters.
+            if param._version != version:
+                name = next(name for name, named in model.named_parameters() if named is param)
+                raise CutError(
+                    f"the model's forward writes its parameter {name}, and each stage has parameters of its own. Cut a "
+                    "model whose forward only reads them; load the weights again before you use this one."
+                )
+        state.restore()
 
     with torch.enable_grad():
         try:
@@ -480,4 +487,5 @@ def prepared(model: nn.Module, device: torch.device) -> Iterator[Callable[[], No
                 module.training = mode
             for param, flag in zip(params, flags, strict=True):
                 param.requires_grad_(flag)
-            restore()
+            with contextlib.suppress(CutError):  # raised before
+                restore()

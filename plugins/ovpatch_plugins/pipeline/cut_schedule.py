@@ -210,7 +210,8 @@ class _Stage(PipelineStage):
     tree: nn.Module
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        state = ForwardState(self.tree.modules(), has_containers=False)
+        # Wrappers may have left objects of their own in the modules, which this forward initializes.
+        state = ForwardState(self.tree.modules(), has_objects=False)
         try:
             return super()._prepare_forward_infra(*args, **kwargs)
         finally:
@@ -495,9 +496,9 @@ def _describe_difference(plan: StagePlan, index: int, what: str, *, in_training:
     mode = "training" if in_training else "evaluation"
     return (
         f"the stage with {where} computes other {what} than the whole model in {mode} mode, first at {name}. "
-        "Something of the model's forward depends on blocks of other stages, on how often it has run, or on random "
-        "numbers that it draws outside of the blocks, as dropout of a mask for all blocks: move it into the blocks, "
-        "set its dropout to 0, or cut elsewhere with blocks_per_stage=."
+        "The model's forward depends on blocks of other stages, on how often they have run, or on random numbers that "
+        "it draws before them, as for the dropout of an encoder that all blocks read. Move this into the blocks, set "
+        "such dropout to 0, or name an earlier list with blocks=."
     )
 
 
@@ -536,9 +537,9 @@ def compare_grads(tree: nn.Module, plan: StagePlan, trace: Trace, ran: tuple[lis
     owners = {
         id(param): index for index in range(plan.low, plan.high) for param in plan.stack.blocks[index].parameters()
     }
-    for param, one, other in zip([*params, *received], mine, theirs, strict=True):
+    for leaf, one, other in zip([*params, *(leaf for leaf, _ in inputs)], mine, theirs, strict=True):
         if _differ(one, other):
-            raise CutError(_describe_difference(plan, owners.get(id(param), plan.low), "gradients"))
+            raise CutError(_describe_difference(plan, owners.get(id(leaf), plan.low), "gradients"))
 
 
 def _differ_any(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:

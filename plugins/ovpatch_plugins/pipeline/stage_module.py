@@ -132,6 +132,18 @@ def select_output(output: Any) -> Any:
     return first
 
 
+class _ContiguousGrad(torch.autograd.Function):
+    """A received tensor whose gradient is contiguous, as messages are."""
+
+    @staticmethod
+    def forward(_ctx: Any, received: Tensor) -> Tensor:
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
 # --- roles ---
 
 
@@ -141,6 +153,9 @@ class _Root:
     def forward(self, *received: Tensor, **kwargs: Any) -> Any:
         plan: StagePlan = self.__dict__[_ROLE]
         args = [kwargs.pop(f"{ARG}{index}") for index in range(sum(key.startswith(ARG) for key in kwargs))]
+        if torch.is_grad_enabled():
+            make: Any = _ContiguousGrad.apply  # untyped in torch
+            received = tuple(make(one) if one.requires_grad else one for one in received)
         plan.received, plan.due = received, 0
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -207,13 +222,19 @@ class _Blank:
 
 
 class _Absent:
-    """A module that the stage does not call."""
+    """A module that the stage does not call.
+
+    Its role has the stage's plan if the model calls the module behind all blocks, so that the stage ends before.
+    """
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
-        (name,) = self.__dict__[_ROLE]
+        name, plan = self.__dict__[_ROLE]
+        if plan is not None:
+            raise CutError(_describe_skip(plan))
         raise CutError(
             f"the stage has no {name}, which it did not call with the microbatch that the model was cut with. Cut the "
-            "model with a microbatch that takes the same path as those of training."
+            "model with a microbatch that takes the same path as those of training, and have only a module's own "
+            "forward call its parts."
         )
 
 
@@ -253,7 +274,7 @@ def _play(role: type, module: nn.Module, part: Any) -> nn.Module:
                 _set_zeros(made, name, tensor)
     is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     for name, child in module._modules.items():
-        played = None if child is None else _play(_Absent, child, (f"{type(module).__name__}.{name}",))
+        played = None if child is None else _play(_Absent, child, (f"{type(module).__name__}.{name}", None))
         (made._modules if is_container else made.__dict__)[name] = played
     made.__dict__[_ROLE] = part
     return made
@@ -333,10 +354,10 @@ class StageTree:
                 if self._is_blank(module, call, plan):
                     return _play(_Blank, module, (_make_twin(module),))
                 if self._is_behind(call) and not plan.is_last:
-                    return _play(_Absent, module, (self._names[id(module)],))
+                    return _play(_Absent, module, (self._names[id(module)], plan))
                 is_whole = True
             elif not self._has_calls(module) and not self._keeps_any(module, plan):
-                return _play(_Absent, module, (self._names[id(module)],))
+                return _play(_Absent, module, (self._names[id(module)], None))
         copied = _copy_shallow(module)
         if not is_whole:
             for name, param in module._parameters.items():
