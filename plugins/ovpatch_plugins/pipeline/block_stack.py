@@ -420,7 +420,6 @@ class ForwardState:
             for buffer in tensors
             if buffer is not None and not buffer.is_meta
         }
-        self._versions = {key: buffer._version for key, (buffer, _) in self._tensors.items()}
 
     def restore(self) -> None:
         """Give the modules back what they had."""
@@ -440,11 +439,11 @@ class ForwardState:
             container.clear()
             (container.update if isinstance(container, (dict, set)) else container.extend)(kept)
         with torch.no_grad():
-            for number, (buffer, value) in self._tensors.items():
-                # Writing a buffer that is unchanged would invalidate the graphs that have saved it.
-                if buffer._version != self._versions[number]:
-                    buffer.copy_(value)
-                    self._versions[number] = buffer._version
+            for buffer, value in self._tensors.values():
+                # A graph may have saved the buffer, as batch norms save their statistics, which its backward does not
+                # read. A write with a new version would invalidate that graph.
+                if not torch.equal(buffer, value):
+                    buffer.data.copy_(value)
 
 
 MODULE_STATE: Final = frozenset(nn.Module().__dict__)

@@ -117,6 +117,7 @@ class StatefulBlock(DecoderBlock):
         super().__init__(0.0, True)
         self.counter, self.generator, self.calls, self.scale = counter, generator, 0, 1.1
         self.register_buffer("mean", torch.zeros(()))
+        self.batch_norm = nn.BatchNorm1d(16)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         self.calls += 1
@@ -124,7 +125,8 @@ class StatefulBlock(DecoderBlock):
         self.mean.mul_(0.9).add_(0.1 * x.detach()[0, 0, 0])
         noise = torch.randn(x.shape[-1:], generator=self.generator)
         change = self.mean + self.calls % 3 + self.counter[-1] % 5
-        return super().forward(x, mask) + 0.1 * (change * torch.linspace(0, 1, 16) + noise)
+        result = super().forward(x, mask) + 0.1 * (change * torch.linspace(0, 1, 16) + noise)
+        return self.batch_norm(result.flatten(0, -2)).view_as(result)
 
 
 class Training(Decoder):
