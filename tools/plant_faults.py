@@ -32,6 +32,8 @@ _REDUCTION: Final = "ovpatch/overlap/data_parallel/"
 _SHARDING: Final = "plugins/ovpatch_plugins/dist_optimizer/"
 _DDP_TESTS: Final = "tests/plugins/ddp/"
 _SHARDING_TESTS: Final = "tests/plugins/dist_optimizer/"
+_CUTTING: Final = "plugins/ovpatch_plugins/pipeline/"
+_CUTTING_TESTS: Final = "tests/plugins/pipeline/test_cut.py"
 
 
 class FaultNotFoundError(ValueError):
@@ -212,6 +214,34 @@ FAULTS: Final = (
         "raise RuntimeError(text(steps[0]))",
         "return",
         (_DDP_TESTS + "test_failures.py",),
+    ),
+    Fault(
+        "a stage continues where its forward skipped a block of another one",
+        _CUTTING + "stage_module.py",
+        "if index != (plan.due if plan.due < plan.low else plan.high):",
+        "if False:",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "stages are compared in evaluation alone",
+        _CUTTING + "cut_schedule.py",
+        "    model.train()\n",
+        "",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "a stage sends transposed tensors",
+        _CUTTING + "stage_module.py",
+        "path).contiguous() for path",
+        "path) for path",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "the inference of shapes counts in the state of blocks",
+        _CUTTING + "cut_schedule.py",
+        "        finally:\n            state.restore()\n\n",
+        "        finally:\n            pass\n\n",
+        (_CUTTING_TESTS,),
     ),
 )
 

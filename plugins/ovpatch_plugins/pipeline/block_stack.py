@@ -301,7 +301,7 @@ def trace_model(
 
 
 def _describe_order(model: nn.Module, stack: BlockStack, index: int, due: int) -> str:
-    """Return why a forward cannot be cut that calls a block, or ends, where another block was due."""
+    """Return the reason against cutting a forward that calls a block, or ends, where another block was due."""
     if model.training and index > due:
         probabilities = [
             f"{name}.{key}".lstrip(".")
@@ -394,7 +394,7 @@ def seed_all(torch_seed: int, python_seed: int) -> None:
 
 
 class ForwardState:
-    """What a forward may change of some modules: buffers, generators, counters and caches.
+    """The state that a forward may change in some modules: buffers, generators, counters and caches.
 
     Args:
         modules: The modules.
@@ -422,7 +422,7 @@ class ForwardState:
         }
 
     def restore(self) -> None:
-        """Give the modules back what they had."""
+        """Restore the state that the modules had."""
         for module, attributes, buffers in zip(self._modules, self._attributes, self._buffers, strict=True):
             own = vars(module)
             if self._has_objects:
@@ -454,8 +454,8 @@ MODULE_STATE: Final = frozenset(nn.Module().__dict__)
 def prepared(model: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
     """Have a model evaluate with gradients for all parameters, and leave no trace of that.
 
-    Modes, gradients' flags, random numbers, buffers and attributes are given back at the end. The function that it
-    returns gives back the last three between two forwards.
+    Modes, gradients' flags, random numbers, buffers and attributes are restored at the end. The function that it
+    returns restores the last three between two forwards.
     """
     modes = {module: module.training for module in model.modules()}
     params = list(model.parameters())
@@ -466,11 +466,11 @@ def prepared(model: nn.Module, device: torch.device) -> Iterator[Callable[[], No
     def restore() -> None:
         restore_random()
         for param, version in zip(params, versions, strict=True):
-            # Attributes stay as they are, because they may tell the forward what it has done to its parameters.
+            # Attributes stay as they are, because the forward may keep in them how it has changed its parameters.
             if param._version != version:
                 name = next(name for name, named in model.named_parameters() if named is param)
                 raise CutError(
-                    f"the model's forward writes its parameter {name}, and each stage has parameters of its own. Cut a "
+                    f"the model's forward writes its parameter {name}, and each stage has its own parameters. Cut a "
                     "model whose forward only reads them; load the weights again before you use this one."
                 )
         state.restore()

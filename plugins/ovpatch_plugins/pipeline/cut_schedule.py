@@ -62,7 +62,8 @@ _SCHEDULES: Final = {
 _CHUNKS: Final = {"straight": 1, "loop": 2, "vee": 2}
 _TOPIC: Final = "pipeline_cut"
 _LONGEST_REASON: Final = 2000
-_SMALL: Final = 0.01  # below the probabilities with which models skip blocks
+# Models skip blocks with larger probabilities.
+_SMALL: Final = 0.01
 _REMEDY: Final = "Call cut() on all ranks, with the same model, microbatch and arguments."
 
 
@@ -210,7 +211,7 @@ class _Stage(PipelineStage):
     tree: nn.Module
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        # Wrappers may have left objects of their own in the modules, which this forward initializes.
+        # This forward also initializes objects that wrappers have put into the modules.
         state = ForwardState(self.tree.modules(), has_objects=False)
         try:
             return super()._prepare_forward_infra(*args, **kwargs)
@@ -290,7 +291,7 @@ def _find_schedule(schedule: str | type | None, placement: str, chunks: int) -> 
 
 
 def _attempt(compute: Callable[[], Any]) -> tuple[Any, str, Exception | None]:
-    """Return what a function returns, or the reason and the error for which a model cannot be cut."""
+    """Return the result of a function, or the reason and the error for which a model cannot be cut."""
     try:
         return compute(), "", None
     except CutError as error:
@@ -318,8 +319,8 @@ def _share_costs(
 ) -> tuple[BlockCosts | None, str]:
     """Return the costs that all ranks use, and the reason for which any of them cannot cut, or "".
 
-    One rank's costs are those of all: replicas of a pipeline must have the same stages. So ranks of all pipelines
-    exchange them, if they measure.
+    All ranks use the costs of one, because replicas of a pipeline must have the same stages. So ranks of all
+    pipelines exchange them, if they measure.
     """
     world = dist.distributed_c10d._get_default_group() if is_measured else group
     own = costs.as_dict() if costs is not None and world.rank() == 0 else None
@@ -462,7 +463,7 @@ def compare_values(
     received = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in given]
     state, handles = ForwardState(tree.modules()), []
     if plan.low or not restores_random:
-        # Ranks draw numbers of their own. So what a stage computes may depend on none that the model draws before it.
+        # Each rank draws its own numbers, so a stage may not depend on numbers that the model draws before its blocks.
         seed_all(1, 1)
 
     def check(index: int, output: Any) -> None:
@@ -487,7 +488,7 @@ def compare_values(
 
 
 def _list_wanted(plan: StagePlan, trace: Trace) -> list[Tensor]:
-    return [one for _, one in find_tensors(trace.output)] if plan.is_last else trace.boundaries[plan.high].tensors
+    return [tensor for _, tensor in find_tensors(trace.output)] if plan.is_last else trace.boundaries[plan.high].tensors
 
 
 def _describe_difference(plan: StagePlan, index: int, what: str, *, in_training: bool = False) -> str:
@@ -742,7 +743,7 @@ class CutSchedule:
 
 
 def _find_prefix(part: nn.Module, tree: nn.Module) -> str:
-    """Return what wrappers of a stage put before the names of its parameters."""
+    """Return the prefix that wrappers of a stage put before the names of its parameters."""
     return next((f"{name}." for name, module in part.named_modules() if module is tree and name), "")
 
 

@@ -155,7 +155,7 @@ class _Root:
         args = [kwargs.pop(f"{ARG}{index}") for index in range(sum(key.startswith(ARG) for key in kwargs))]
         if torch.is_grad_enabled():
             make: Any = _ContiguousGrad.apply  # untyped in torch
-            received = tuple(make(one) if one.requires_grad else one for one in received)
+            received = tuple(make(tensor) if tensor.requires_grad else tensor for tensor in received)
         plan.received, plan.due = received, 0
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -180,8 +180,8 @@ class _SkippedBlock:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan, index, template = self.__dict__[_ROLE]
-        # [Note: no block is skipped] Received tensors enter as the output of the last block before the own ones. A
-        # forward that skips that block would continue with the zeros that stand in for hidden states.
+        # Received tensors enter as the output of the last block before the own ones. A forward that skips that block
+        # would continue with the zeros that represent hidden states.
         if index != (plan.due if plan.due < plan.low else plan.high):
             raise CutError(_describe_skip(plan))
         if index == plan.high:
@@ -224,7 +224,7 @@ class _Blank:
 class _Absent:
     """A module that the stage does not call.
 
-    Its role has the stage's plan if the model calls the module behind all blocks, so that the stage ends before.
+    Its role has the stage's plan if the model calls the module after all blocks, so that the stage ends before.
     """
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
@@ -259,7 +259,7 @@ def _play(role: type, module: nn.Module, part: Any) -> nn.Module:
     """Return a module without parameters and buffers in the place of another one.
 
     Its children are plain attributes, which the model's forward can read, as for the dtype of a weight. As modules they
-    would be found by what looks for linears to shard or to defer.
+    would be found by features that look for linears to shard or to defer.
     """
     cls = make_subclass(role, type(module))
     made: nn.Module = cls.__new__(cls)
