@@ -206,6 +206,7 @@ class Trace:
     """One forward of the whole model.
 
     Attributes:
+        device: The device of the model's parameters.
         templates: Outputs of the blocks, without their tensors.
         boundaries: By the index of the block behind.
         calls: Calls of the modules outside of the stack, by the module's id.
@@ -214,6 +215,7 @@ class Trace:
         random_states: States of the random generators when a block was entered, by the index of the block.
     """
 
+    device: torch.device
     templates: list[Any] = field(default_factory=list)
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     calls: dict[int, ModuleCall] = field(default_factory=dict)
@@ -244,8 +246,7 @@ def trace_model(
     Raises:
         CutError: Blocks are not called one after the other, or pass on no hidden states unchanged.
     """
-    trace = Trace()
-    device = next(model.parameters()).device
+    trace = Trace(next(model.parameters()).device)
     previous: list[tuple[Path, Tensor, Tensor]] = []
     inside: set[int] = set()
     handles: list[Any] = []
@@ -255,7 +256,7 @@ def trace_model(
             raise CutError(_describe_order(model, stack, index, len(trace.templates)))
         if index in starts:
             trace.boundaries[index] = _find_boundary(stack, index, previous, (args, kwargs))
-            trace.random_states[index] = save_random_states(device)
+            trace.random_states[index] = save_random_states(trace.device)
         inside.add(index)
 
     def leave(index: int, output: Any) -> Any:
@@ -384,9 +385,11 @@ def save_random_states(device: torch.device) -> Callable[[], None]:
     return restore
 
 
-def seed_all(torch_seed: int, python_seed: int) -> None:
-    """Seed the generators that :func:`save_random_states` saves."""
-    torch.manual_seed(torch_seed)
+def seed_all(device: torch.device, torch_seed: int, python_seed: int) -> None:
+    """Seed the generators that :func:`save_random_states` saves, and no other, as ``torch.manual_seed()`` does."""
+    torch.default_generator.manual_seed(torch_seed)
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).manual_seed(torch_seed)
     random.seed(python_seed)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:

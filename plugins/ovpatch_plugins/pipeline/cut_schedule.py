@@ -416,7 +416,9 @@ def _check_training(
     select = stages[0][0].select
     model.train()
     with torch.no_grad():
-        trace_model(model, stack, (), args, kwargs, between=_draw_small_numbers)
+        device = next(model.parameters()).device
+        # Small uniform numbers skip each block that may be skipped.
+        trace_model(model, stack, (), args, kwargs, between=lambda: seed_all(device, *_find_small_seeds()))
         restore()
         trace = trace_model(model, stack, sorted({*starts} - {0}), args, kwargs)
         trace.output = select(trace.output)
@@ -425,11 +427,6 @@ def _check_training(
             restore()
             compare_values(tree, plan, trace, args, kwargs, restores_random=True)
     restore()
-
-
-def _draw_small_numbers() -> None:
-    """Have the next uniform random numbers be small, so that a block that may be skipped is skipped."""
-    seed_all(*_find_small_seeds())
 
 
 @functools.cache
@@ -464,7 +461,7 @@ def compare_values(
     state, handles = ForwardState(tree.modules()), []
     if plan.low or not restores_random:
         # Each rank draws its own numbers, so a stage may not depend on numbers that the model draws before its blocks.
-        seed_all(1, 1)
+        seed_all(trace.device, 1, 1)
 
     def check(index: int, output: Any) -> None:
         if _differ_any([tensor for _, tensor in find_tensors(output)], trace.results[index]):
