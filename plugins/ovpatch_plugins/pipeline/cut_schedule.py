@@ -197,12 +197,13 @@ def cut(
 
 
 class _Stage(PipelineStage):
-    """A stage without four faults of torch.
+    """A stage without five faults of torch.
 
     To connect the ranks, torch 2.11 sends to its own rank, too, which gloo cannot. After an evaluation that comes
     first, what its stages receive has no gradient, so that the first step fails. And to torch 2.15 an evaluation of
     stages in a V fails, which hand gradients to each other that there are none of. The forward in which torch infers
-    shapes before the first step counts in running statistics, own generators and counters.
+    shapes before the first step counts in running statistics, own generators and counters. And it reads uninitialized
+    memory, so that blocks fail that take indices from it.
 
     Attributes:
         tree: The stage's module before it was wrapped.
@@ -217,6 +218,11 @@ class _Stage(PipelineStage):
             return super()._prepare_forward_infra(*args, **kwargs)
         finally:
             state.restore()
+
+    def _to_tensor(self, arg: Any) -> Any:
+        own: Any = super()  # untyped in torch
+        made = own._to_tensor(arg)
+        return made if isinstance(arg, Tensor) else made.detach().zero_().requires_grad_(made.requires_grad)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]

@@ -89,6 +89,29 @@ class Skewed(Decoder):
         return result
 
 
+class Indexed(Decoder):
+    """Its blocks also pass on indices, as of the positions that a sparse attention reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(IndexedBlock(0.0, True) for _ in range(5))
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        x, indices = self.embed(ids), ids.argsort(1)
+        for layer in self.layers:
+            x, indices = layer(x, indices)
+        result: Tensor = self.head(self.norm(x))
+        return result
+
+
+class IndexedBlock(DecoderBlock):
+    """A block that reads its input at indices."""
+
+    def forward(self, x: Tensor, indices: Tensor) -> Any:
+        read = x.gather(1, indices.unsqueeze(-1).expand_as(x))
+        return super().forward(x + read, None), indices.flip(1)
+
+
 class Stateful(Decoder):
     """Its blocks have counters, caches, running statistics, generators and hooks.
 
