@@ -1,6 +1,7 @@
-"""Which families of transformers ``cut()`` takes: the table of docs/cut-families.md.
+"""The families of transformers that ``cut()`` divides: the table of docs/cut-families.md.
 
-python -m tests.plugins.pipeline.cut_families docs/cut-families.md
+python -m tests.plugins.pipeline.cut_families docs/cut-families.md              # all, in half an hour
+python -m tests.plugins.pipeline.cut_families docs/cut-families.md "not tried"  # with such outcomes
 """
 
 from __future__ import annotations
@@ -43,16 +44,21 @@ def _quiet() -> Iterator[None]:
 
 
 def try_family(task: str, family: str) -> str:
-    """Return what becomes of a family: "cut", possibly without some probabilities, or why not."""
+    """Return the outcome for a family: "cut", possibly without some probabilities, or the reason against it."""
     outcome = ""
     for without in _VARIANTS:
         try:
             model = make_model(family, task, without).eval()
-            if sum(param.numel() for param in model.parameters()) > _MOST_PARAMS:
-                return "not tried: no small configuration"
+        except ImportError as error:
+            return f"not tried: needs {' '.join(re.findall(r'pip install ([-a-z0-9]+)', str(error))[:1]) or 'scipy'}"
+        except Exception:  # noqa: BLE001 - of a configuration whose sizes do not fit
+            return "not tried: needs other sizes"
+        if sum(param.numel() for param in model.parameters()) > _MOST_PARAMS:
+            return "not tried: needs other sizes"
+        try:
             inputs = _find_inputs(model)
-        except Exception as error:  # noqa: BLE001 - of a configuration that does not fit
-            return f"not tried: {_shorten(f'{type(error).__name__}: {error}')}"
+        except Exception:  # noqa: BLE001 - of inputs or sizes that do not fit
+            return "not tried: needs other inputs or sizes"
         try:
             differences = _compare(model, inputs)
         except CutError as error:
@@ -117,12 +123,13 @@ def _compare(model: nn.Module, inputs: dict[str, Tensor]) -> list[str]:
     return found
 
 
-def _differ(one: Tensor | None, other: Tensor | None) -> bool:
+def _differ(found: Tensor | None, wanted: Tensor | None) -> bool:
     """Return whether tensors differ by more than rounding; None is zeros."""
-    if one is None or other is None:
-        left = one if other is None else other
+    if found is None or wanted is None:
+        left = found if wanted is None else wanted
         return left is not None and bool(left.any())
-    return not torch.allclose(one, other, rtol=1e-4, atol=1e-5 * max(1e-3, other.abs().max().item()), equal_nan=True)
+    limit = 1e-5 * max(1e-3, wanted.abs().max().item())
+    return not torch.allclose(found, wanted, rtol=1e-4, atol=limit, equal_nan=True)
 
 
 def _shorten(text: str) -> str:
@@ -150,7 +157,7 @@ def make_table(outcomes: Mapping[tuple[str, str], str]) -> str:
         for (own, family), outcome in outcomes.items():
             if own == task:
                 rows.setdefault(outcome, []).append(family)
-        for outcome in sorted(rows, key=lambda one: (not one.startswith("cut"), one)):
+        for outcome in sorted(rows, key=lambda text: (not text.startswith("cut"), text)):
             cell = outcome.replace("|", "\\|")
             lines.append(f"| {task} | {cell} | {', '.join(rows[outcome])} |\n")
     return "".join(lines)
@@ -167,24 +174,25 @@ def read_table(page: str) -> dict[tuple[str, str], str]:
 
 
 def join_outcomes(by_rank: Iterable[list[str]]) -> list[str]:
-    """Return what ranks agree on, or that they do not."""
+    """Return the outcomes, with those of all ranks if these differ."""
     return [own[0] if len(set(own)) == 1 else " / ".join(own) for own in zip(*by_rank, strict=True)]
 
 
-def main(path: str) -> None:
-    """Renew the table in a page."""
+def main(path: str, kind: str = "") -> None:
+    """Renew the table in a page, or its rows whose outcome matches a pattern."""
     from tests.plugins.pipeline.cut_families import try_all as job  # ranks find no function of __main__
     from tests.support.pool import Pool
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    pool, families = Pool(), list(list_families())
-    outcomes: dict[tuple[str, str], str] = {}
-    size = 10
+    page, pool, size = Path(path), Pool(), 10
+    outcomes = read_table(page.read_text(encoding="utf-8"))
+    families = [family for family in list_families() if re.match(kind, outcomes.get(family, ""))]
+    outcomes = {family: outcomes.get(family, "") for family in list_families()}
     for low in range(0, len(families), size):
         part = families[low : low + size]
         try:
             found = join_outcomes(pool(2)(job, part, timeout=240))
-        except Exception as error:  # noqa: BLE001 - one after the other, then
+        except Exception as error:  # noqa: BLE001 - the families follow sequentially
             print(f"{part}: {error}"[:300], flush=True)
             found = []
             for family in part:
@@ -195,11 +203,10 @@ def main(path: str) -> None:
         outcomes |= dict(zip(part, found, strict=True))
         print(low, *zip(part, found, strict=True), sep="\n", flush=True)
     pool.close()
-    page = Path(path)
     text = page.read_text(encoding="utf-8")
     before, after = text.partition(_BEGIN)[0], text.partition(_END)[2]
     page.write_text(f"{before}{_BEGIN}{make_table(outcomes)}{_END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 WORDS, CONTEXT, LAYERS = 160, 8, 4
-_FIRST_WORD: Final = 100  # smaller ids are those of special tokens
+# Special tokens have smaller ids.
+_FIRST_WORD: Final = 100
 
 TASKS: Final = {
     "causal language model": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -46,7 +47,7 @@ _SIZES: Final[list[tuple[str, int | None]]] = [
     (r"dim|width|emb_dim|d_embed|embed_dim|hidden|d_inner|hidden_size.*|out_hidden_size|output_dim|d_latents", 16),
 ]
 
-# What a family needs beyond that.
+# Some families also need these arguments.
 _NEEDED: Final[dict[str, dict[str, Any]]] = {
     "mamba2": {"head_dim": 16},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -115,9 +116,11 @@ def make_model(family: str, task: str, without: str = "") -> nn.Module:
     if "classification" in task:
         sizes["num_labels"] = 3
     torch.manual_seed(0)
-    made: nn.Module = cls(config_cls(**sizes))
-    with contextlib.suppress(AttributeError):
-        del nn.Module.smart_apply  # type: ignore[attr-defined]  # transformers leaves it there
+    try:
+        made: nn.Module = cls(config_cls(**sizes))
+    finally:
+        with contextlib.suppress(AttributeError):
+            del nn.Module.smart_apply  # type: ignore[attr-defined]  # transformers leaves it there
     return made
 
 
@@ -131,7 +134,7 @@ def make_inputs(model: Any, rows: int) -> Iterator[dict[str, Tensor]]:
     takes = inspect.signature(model.forward).parameters
     known = vars(model.config)
     nested = [vars(value) for value in known.values() if hasattr(value, "model_type")]
-    size = next((one["image_size"] for one in [known, *nested] if one.get("image_size")), 32)
+    size = next((config["image_size"] for config in [known, *nested] if config.get("image_size")), 32)
     height, width = (size, size) if isinstance(size, int) else size
     picture = torch.randn(rows, known.get("num_channels", 3), height, width, generator=draw)
     text = {"input_ids": ids} if "input_ids" in takes else {}
