@@ -50,7 +50,8 @@ def try_family(task: str, family: str) -> str:
         try:
             model = make_model(family, task, without).eval()
         except ImportError as error:
-            return f"not tried: needs {' '.join(re.findall(r'pip install ([-a-z0-9]+)', str(error))[:1]) or 'scipy'}"
+            named = re.search(r"requires the ([-\w]+) library|No module named '(\w+)'", str(error))
+            return f"not tried: needs {(named[1] or named[2]) if named else 'another package'}"
         except Exception:  # noqa: BLE001 - of a configuration whose sizes do not fit
             return "not tried: needs other sizes"
         if sum(param.numel() for param in model.parameters()) > _MOST_PARAMS:
