@@ -36,6 +36,8 @@ _RECOMPUTE: Final = "plugins/ovpatch_plugins/recompute/"
 _REPEATED_TESTS: Final = "tests/plugins/recompute/test_repeated.py::"
 _DDP_TESTS: Final = "tests/plugins/ddp/"
 _SHARDING_TESTS: Final = "tests/plugins/dist_optimizer/"
+_CUTTING: Final = "plugins/ovpatch_plugins/pipeline/"
+_CUTTING_TESTS: Final = "tests/plugins/pipeline/test_cut.py"
 
 
 class FaultNotFoundError(ValueError):
@@ -360,6 +362,32 @@ FAULTS: Final = (
         "if problem.fits(solution.schedule))], key=_read_step)",
         "if not problem)], key=_read_step)",
         ("tests/test_cli_pipeline.py::test_more_memory_never_makes_a_solved_step_longer",),
+        "a stage continues where its forward skipped a block of another one",
+        _CUTTING + "stage_module.py",
+        "if index != (plan.due if plan.due < plan.low else plan.high):",
+        "if False:",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "stages are compared in evaluation alone",
+        _CUTTING + "cut_schedule.py",
+        "    model.train()\n",
+        "",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "a stage sends transposed tensors",
+        _CUTTING + "stage_module.py",
+        "path).contiguous() for path",
+        "path) for path",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "the inference of shapes counts in the state of blocks",
+        _CUTTING + "cut_schedule.py",
+        "        finally:\n            state.restore()\n\n",
+        "        finally:\n            pass\n\n",
+        (_CUTTING_TESTS,),
     ),
 )
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -89,12 +93,15 @@ class BlockStack:
         return f"{self.path}.{self.keys[index]}" if self.path else self.keys[index]
 
 
-def find_blocks(model: nn.Module, path: str | None = None) -> BlockStack:
-    """Return the list of blocks with the most parameters whose members are of one class.
+def find_blocks(model: nn.Module, path: str | None = None, run: Callable[[], object] | None = None) -> BlockStack:
+    """Return the list of blocks with the most parameters that the model's forward goes through.
+
+    Lists whose members are of one class come before those of mixed classes.
 
     Args:
         model: The model.
         path: Name of the list, where another one is meant; its members may differ in class.
+        run: Runs the model once. Without it the largest list counts, even if the forward does not go through it.
 
     Raises:
         CutError: There is no such list.
@@ -110,21 +117,41 @@ def find_blocks(model: nn.Module, path: str | None = None) -> BlockStack:
                 "ModuleList, ModuleDict or Sequential, as model.named_modules() shows it."
             )
         return _make_stack(path, found)
-    best, most = None, 0
+    candidates = []
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) or len(module) < 2:
             continue
-        if len({type(child) for child in module.children()}) != 1:
-            continue
+        is_uniform = len({type(child) for child in module.children()}) == 1
         size = sum(param.numel() for param in module.parameters())
-        if size > most:
-            best, most = _make_stack(name, module), size
-    if best is None:
+        if size and (is_uniform or isinstance(module, nn.ModuleList)):
+            candidates.append((is_uniform, size, name, module))
+    if not candidates:
         raise CutError(
             f"{type(model).__name__} has no list of blocks of one class. Name the list that its forward goes through, "
             'as in cut(..., blocks="model.layers"), or put the blocks into a ModuleList.'
         )
-    return best
+    candidates.sort(key=lambda candidate: candidate[:2], reverse=True)
+    lists = {name: module for _, _, name, module in candidates}
+    called = _list_called(lists, run) if run is not None and len(lists) > 1 else []
+    best = next((name for name in lists if name in called), candidates[0][2])
+    return _make_stack(best, lists[best])
+
+
+def _list_called(lists: Mapping[str, nn.Module], run: Callable[[], object]) -> list[str]:
+    """Return the names of the lists whose members a forward calls once each, in order."""
+    calls: dict[str, list[int]] = {name: [] for name in lists}
+    handles = [
+        block.register_forward_pre_hook(lambda *_, name=name, index=index: calls[name].append(index))
+        for name, module in lists.items()
+        for index, block in enumerate(module.children())
+    ]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name, module in lists.items() if calls[name] == list(range(len(module)))]  # type: ignore[arg-type]
 
 
 def _make_stack(path: str, module: nn.Module) -> BlockStack:
@@ -179,52 +206,65 @@ class Trace:
     """One forward of the whole model.
 
     Attributes:
+        device: The device of the model's parameters.
         templates: Outputs of the blocks, without their tensors.
         boundaries: By the index of the block behind.
         calls: Calls of the modules outside of the stack, by the module's id.
         output: What the model returned.
+        results: Detached tensors that each block returned.
+        random_states: States of the random generators when a block was entered, by the index of the block.
     """
 
+    device: torch.device
     templates: list[Any] = field(default_factory=list)
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     calls: dict[int, ModuleCall] = field(default_factory=dict)
     output: Any = None
+    results: list[list[Tensor]] = field(default_factory=list)
+    random_states: dict[int, Callable[[], None]] = field(default_factory=dict)
 
 
 def trace_model(
-    model: nn.Module, stack: BlockStack, starts: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module,
+    stack: BlockStack,
+    starts: Sequence[int],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    between: Callable[[], object] | None = None,
 ) -> Trace:
     """Run the whole model once and look at what passes between its blocks.
 
     Args:
-        model: The model, in evaluation mode, with parameters that all require gradients.
+        model: The model, with parameters that all require gradients.
         stack: Its blocks.
         starts: Blocks with which stages begin, without the first.
         args: Arguments of one microbatch.
         kwargs: Keyword arguments of one microbatch.
+        between: Called after each block.
 
     Raises:
         CutError: Blocks are not called one after the other, or pass on no hidden states unchanged.
     """
-    trace = Trace()
+    trace = Trace(next(model.parameters()).device)
     previous: list[tuple[Path, Tensor, Tensor]] = []
     inside: set[int] = set()
     handles: list[Any] = []
 
     def enter(index: int, args: Any, kwargs: Any) -> None:
         if index != len(trace.templates) or inside:
-            raise CutError(
-                f"the model calls {stack.name(index)} where {stack.name(len(trace.templates) % len(stack.blocks))} "
-                "was due: its forward does not go through the blocks once, in order. Cut a model whose forward does, "
-                "or name another list with blocks=."
-            )
+            raise CutError(_describe_order(model, stack, index, len(trace.templates)))
         if index in starts:
             trace.boundaries[index] = _find_boundary(stack, index, previous, (args, kwargs))
+            trace.random_states[index] = save_random_states(trace.device)
         inside.add(index)
 
     def leave(index: int, output: Any) -> Any:
         inside.discard(index)
         trace.templates.append(_without_tensors(output))
+        trace.results.append([tensor.detach() for _, tensor in find_tensors(output)])
+        if between is not None:
+            between()
         if index + 1 not in starts:
             return output
         detached = map_leaves(output, lambda _, leaf: _detach(leaf))
@@ -251,12 +291,38 @@ def trace_model(
     finally:
         for handle in handles:
             handle.remove()
+    if model.training and 0 < len(trace.templates) < len(stack.blocks):
+        raise CutError(_describe_order(model, stack, len(stack.blocks), len(trace.templates)))
     if len(trace.templates) < len(stack.blocks):
         raise CutError(
             f"the model's forward calls {len(trace.templates)} of the {len(stack.blocks)} blocks of {stack.path}. Name "
             "the list that it goes through with blocks=, and have it call blocks, not their forward() or their parts."
         )
     return trace
+
+
+def _describe_order(model: nn.Module, stack: BlockStack, index: int, due: int) -> str:
+    """Return the reason against cutting a forward that calls a block, or ends, where another block was due."""
+    if model.training and index > due:
+        probabilities = [
+            f"{name}.{key}".lstrip(".")
+            for name, module in model.named_modules()
+            for key, value in vars(module).items()
+            if "layerdrop" in key.lower() and isinstance(value, float) and value > 0
+        ]
+        remedy = "".join(f"{name} = " for name in probabilities) + "0.0" if probabilities else "its probability to 0"
+        return (
+            f"the model's forward skips {stack.name(due)} in training, as LayerDrop does, and stages cannot decide "
+            f"together which blocks to skip. Have the forward call all blocks: before cut(), set {remedy}."
+        )
+    if index < due:
+        how = f"calls {stack.name(index)} again, or out of order"
+    else:
+        how = f"calls {stack.name(index)} where {stack.name(due)} was due"
+    return (
+        f"the model {how}: its forward does not go through the blocks once, in order. Cut a model whose forward does, "
+        "or name another list with blocks=."
+    )
 
 
 def _detach(leaf: Any) -> Any:
@@ -294,28 +360,134 @@ def list_outside(model: nn.Module, stack: BlockStack) -> list[nn.Module]:
     return [module for module in model.modules() if id(module) not in around | inside]
 
 
+# --- what a forward changes ---
+
+_CONTAINERS: Final = (list, dict, set, OrderedDict, deque)
+
+
+def save_random_states(device: torch.device) -> Callable[[], None]:
+    """Return a function that gives the generators of Python, NumPy and torch the states that they have now."""
+    restores: list[Callable[[], object]] = [
+        functools.partial(random.setstate, random.getstate()),
+        functools.partial(torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if device.type not in ("cpu", "meta"):
+        backend = torch.get_device_module(device)
+        restores.append(functools.partial(backend.set_rng_state, backend.get_rng_state(device), device))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        restores.append(functools.partial(numpy.random.set_state, numpy.random.get_state()))
+
+    def restore() -> None:
+        for function in restores:
+            function()
+
+    return restore
+
+
+def seed_all(device: torch.device, torch_seed: int, python_seed: int) -> None:
+    """Seed the generators that :func:`save_random_states` saves, and no other, as ``torch.manual_seed()`` does."""
+    torch.default_generator.manual_seed(torch_seed)
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).manual_seed(torch_seed)
+    random.seed(python_seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(python_seed)
+
+
+class ForwardState:
+    """The state that a forward may change in some modules: buffers, generators, counters and caches.
+
+    Args:
+        modules: The modules.
+        has_objects: Whether all attributes are part of it, those that a forward adds included, or only numbers,
+            strings, and the contents of lists, mappings and sets.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, has_objects: bool = True) -> None:
+        self._has_objects = has_objects
+        self._modules = list(modules)
+        self._attributes = [
+            {key: value for key, value in vars(module).items() if key not in MODULE_STATE} for module in self._modules
+        ]
+        self._buffers = [dict(module._buffers) for module in self._modules]
+        values = [value for attributes in self._attributes for value in attributes.values()]
+        self._generators = {
+            id(value): (value, value.get_state()) for value in values if isinstance(value, torch.Generator)
+        }
+        self._containers = {id(value): (value, copy.copy(value)) for value in values if type(value) in _CONTAINERS}
+        tensors = [buffer for buffers in self._buffers for buffer in buffers.values()]
+        self._tensors = {
+            id(buffer): (buffer, buffer.detach().clone())
+            for buffer in tensors
+            if buffer is not None and not buffer.is_meta
+        }
+
+    def restore(self) -> None:
+        """Restore the state that the modules had."""
+        for module, attributes, buffers in zip(self._modules, self._attributes, self._buffers, strict=True):
+            own = vars(module)
+            if self._has_objects:
+                for key in own.keys() - attributes.keys() - MODULE_STATE:
+                    del own[key]
+                own.update(attributes)
+            else:
+                own.update((key, value) for key, value in attributes.items() if isinstance(value, (int, float, str)))
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+        for container, kept in self._containers.values():
+            container.clear()
+            (container.update if isinstance(container, (dict, set)) else container.extend)(kept)
+        with torch.no_grad():
+            for buffer, value in self._tensors.values():
+                # A graph may have saved the buffer, as batch norms save their statistics, which its backward does not
+                # read. A write with a new version would invalidate that graph.
+                if not torch.equal(buffer, value):
+                    buffer.data.copy_(value)
+
+
+MODULE_STATE: Final = frozenset(nn.Module().__dict__)
+"""Attributes in which torch keeps the parts of a module."""
+
+
 @contextlib.contextmanager
-def prepared(model: nn.Module, device: torch.device) -> Iterator[None]:
+def prepared(model: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
     """Have a model evaluate with gradients for all parameters, and leave no trace of that.
 
-    Modes, gradients' flags, buffers and the random numbers of the script are given back.
+    Modes, gradients' flags, random numbers, buffers and attributes are restored at the end. The function that it
+    returns restores the last three between two forwards.
     """
     modes = {module: module.training for module in model.modules()}
     params = list(model.parameters())
     flags = [param.requires_grad for param in params]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
-    devices = [] if device.type in ("cpu", "meta") else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.enable_grad():
+    state, restore_random = ForwardState(model.modules()), save_random_states(device)
+    versions = [param._version for param in params]
+
+    def restore() -> None:
+        restore_random()
+        for param, version in zip(params, versions, strict=True):
+            # Attributes stay as they are, because the forward may keep in them how it has changed its parameters.
+            if param._version != version:
+                name = next(name for name, named in model.named_parameters() if named is param)
+                raise CutError(
+                    f"the model's forward writes its parameter {name}, and each stage has its own parameters. Cut a "
+                    "model whose forward only reads them; load the weights again before you use this one."
+                )
+        state.restore()
+
+    with torch.enable_grad():
         try:
             model.eval()
             for param in params:
                 param.requires_grad_(param.is_floating_point() or param.is_complex())
-            yield
+            yield restore
         finally:
             for module, mode in modes.items():
                 module.training = mode
             for param, flag in zip(params, flags, strict=True):
                 param.requires_grad_(flag)
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+            with contextlib.suppress(CutError):  # raised before
+                restore()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
+import os
+import random
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,16 +18,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values, wait_limit_s
+from ovpatch.overlap.comm.consensus import (
+    LATE_START_S,
+    check_consistent,
+    gather_values,
+    join_texts,
+    wait_limit_s,
+)
 from ovpatch_plugins.pipeline.balance import BlockCosts, check_count, measure_costs, split_blocks, split_evenly
 from ovpatch_plugins.pipeline.block_stack import (
     BlockStack,
     CutError,
+    ForwardState,
     Trace,
     find_blocks,
     find_tensors,
     map_leaves,
     prepared,
+    seed_all,
     trace_model,
 )
 from ovpatch_plugins.pipeline.orders import Placement, build_placement, count_stages
@@ -49,6 +61,9 @@ _SCHEDULES: Final = {
 }
 _CHUNKS: Final = {"straight": 1, "loop": 2, "vee": 2}
 _TOPIC: Final = "pipeline_cut"
+_LONGEST_REASON: Final = 2000
+# Models skip blocks with larger probabilities.
+_SMALL: Final = 0.01
 _REMEDY: Final = "Call cut() on all ranks, with the same model, microbatch and arguments."
 
 
@@ -77,7 +92,8 @@ def cut(
     stages are skipped. All ranks call ``schedule.step()`` with the whole model's inputs. A stage's modules, parameters
     and names are the model's; the model itself stays as it is, and can be dropped.
 
-    The stages are compared with the whole model on the given microbatch, in evaluation mode, values and gradients.
+    The stages are compared with the whole model on the given microbatch: values and gradients in evaluation mode, and
+    values in training mode, with the same random numbers. Models that skip blocks in training are refused.
 
     Args:
         model: The whole model, the same on all ranks, not wrapped for data parallelism. On the meta device it is cut
@@ -124,60 +140,89 @@ def cut(
     own = sorted({stage % len(ranks) for stage, rank in enumerate(placed) if rank == group.rank()})
     if placement == BIDIRECTIONAL:
         _check_buffers(model)
-    stack = find_blocks(model, blocks)
     home = next(model.parameters()).device
     args, kwargs = (
         map_leaves(value, lambda _, leaf: leaf.to(home) if isinstance(leaf, Tensor) else leaf)
         for value in (tuple(mb_args), kwargs)
     )
-    check_count(len(stack.blocks), len(ranks))
-    with prepared(model, home):
-        starts = _choose_starts(model, stack, args, kwargs, ranks, balance, blocks_per_stage)
-        reason = "cut() failed there with another error"
-        try:
-            builder, trees, held = _make_trees(model, stack, starts, args, kwargs, output, own)
-            reason = ""
-        except CutError as error:
-            reason = str(error)
-        finally:
-            reason = _agree(group, model, stack, starts, reason)
+
+    def prepare() -> tuple[BlockStack, BlockCosts | None]:
+        stack = find_blocks(model, blocks, lambda: model(*args, **kwargs))
+        check_count(len(stack.blocks), len(ranks))
+        restore()
+        return stack, measure_costs(model, stack, args, kwargs, home) if has_costs else None
+
+    has_costs = _is_measured(balance, blocks_per_stage, home) and len(ranks) > 1
+    with prepared(model, home) as restore:
+        prepared_here, reason, cause = _attempt(prepare)
+        costs, reason = _share_costs(group, has_costs, prepared_here and prepared_here[1], reason)
+        if reason:
+            raise CutError(reason) from cause
+        stack = prepared_here[0]
+        starts = _choose_starts(len(stack.blocks), ranks, costs, blocks_per_stage)
+        restore()
+        made, reason, cause = _attempt(lambda: _make_trees(model, stack, starts, args, kwargs, output, own, restore))
+        reason = _agree(group, model, stack, starts, reason)
     if reason:
-        raise CutError(reason)
+        raise CutError(reason) from cause
+    builder, trees, held = made
     builder.copy_modes()
     shared = find_shared_params(model, trees, held)
     where = _find_device(mesh, home) if device is None else torch.device(device)
-    parts, stages = [], []
+    parts, stages, prefixes = [], [], []
     for stage, tree in trees.items():
         part: nn.Module = tree if home.type == "meta" else tree.to(where)
         move_zeros(part, where)
         part = part if wrap is None else wrap(part)
         parts.append(part)
+        prefixes.append(_find_prefix(part, tree))
         stages.append(_Stage(part, stage, len(ranks), where, group=group))
+        stages[-1].tree = tree
     is_single = issubclass(cls, schedules.PipelineScheduleSingle)
     if placement == BIDIRECTIONAL and stages[0].stage_index != group.rank():
         stages.reverse()  # the one of the pipeline that runs down is first
     owned = stages[0] if is_single else stages
-    made = make_subclass(CutSchedule, cls)(owned, n_microbatches, loss_fn=loss_fn, **schedule_options)
-    made.model_parts = parts
-    made.block_ranges = _list_ranges(starts, len(stack.blocks))
-    made._shared_grads = [SharedGrads(one, placed, group) for one in shared]
+    schedule_made = make_subclass(CutSchedule, cls)(owned, n_microbatches, loss_fn=loss_fn, **schedule_options)
+    schedule_made.model_parts, schedule_made._prefixes = parts, prefixes
+    schedule_made.block_ranges = _list_ranges(starts, len(stack.blocks))
+    schedule_made._shared_grads = [SharedGrads(one, placed, group) for one in shared]
     if placement == BIDIRECTIONAL:
         from ovpatch_plugins.pipeline.bidirectional import ReplicaGrads
 
         def find_shared() -> list[nn.Parameter]:
             return [param for one in shared for param in one.find_params()]
 
-        made._shared_grads.append(ReplicaGrads(parts, made.replicas, group, find_shared))
-    return made
+        schedule_made._shared_grads.append(ReplicaGrads(parts, schedule_made.replicas, group, find_shared))
+    return schedule_made
 
 
 class _Stage(PipelineStage):
-    """A stage without three faults of torch.
+    """A stage without five faults of torch.
 
     To connect the ranks, torch 2.11 sends to its own rank, too, which gloo cannot. After an evaluation that comes
     first, what its stages receive has no gradient, so that the first step fails. And to torch 2.15 an evaluation of
-    stages in a V fails, which hand gradients to each other that there are none of.
+    stages in a V fails, which hand gradients to each other that there are none of. The forward in which torch infers
+    shapes before the first step counts in running statistics, own generators and counters. And it reads uninitialized
+    memory, so that blocks fail that take indices from it.
+
+    Attributes:
+        tree: The stage's module before it was wrapped.
     """
+
+    tree: nn.Module
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        # This forward also initializes objects that wrappers have put into the modules.
+        state = ForwardState(self.tree.modules(), has_objects=False)
+        try:
+            return super()._prepare_forward_infra(*args, **kwargs)
+        finally:
+            state.restore()
+
+    def _to_tensor(self, arg: Any) -> Any:
+        own: Any = super()  # untyped in torch
+        made = own._to_tensor(arg)
+        return made if isinstance(arg, Tensor) else made.detach().zero_().requires_grad_(made.requires_grad)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
@@ -251,19 +296,51 @@ def _find_schedule(schedule: str | type | None, placement: str, chunks: int) -> 
     return cls
 
 
-def _choose_starts(
-    model: nn.Module,
-    stack: BlockStack,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    ranks: Sequence[int],
-    balance: str,
-    blocks_per_stage: Sequence[int] | None,
-) -> list[int]:
-    """Return the first block of each stage, the same on all ranks."""
-    count = len(stack.blocks)
+def _attempt(compute: Callable[[], Any]) -> tuple[Any, str, Exception | None]:
+    """Return the result of a function, or the reason and the error for which a model cannot be cut."""
+    try:
+        return compute(), "", None
+    except CutError as error:
+        return None, str(error), None
+    except Exception as error:  # noqa: BLE001 - of the user's forward, and raised once all ranks know it
+        frames = traceback.extract_tb(error.__traceback__)
+        last = next((frame for frame in reversed(frames) if "/torch/" not in frame.filename), frames[-1])
+        place = f"{last.name}(), {os.path.basename(last.filename)}:{last.lineno}"
+        text = (
+            f"a forward of the model or of one of its stages failed with {type(error).__name__}: {error} (in {place}). "
+            "Pass a microbatch that the model accepts in evaluation and in training. If the whole model accepts it, "
+            "keep reads of other modules' parts out of its forward, or name another list with blocks=."
+        )
+        return None, text, error
+
+
+def _is_measured(balance: str, blocks_per_stage: Sequence[int] | None, home: torch.device) -> bool:
     if balance not in ("measured", "count"):
         raise CutError(f"balance={balance!r} is unknown. Use 'measured' or 'count'.")
+    return balance == "measured" and blocks_per_stage is None and home.type != "meta"
+
+
+def _share_costs(
+    group: dist.ProcessGroup, is_measured: bool, costs: BlockCosts | None, reason: str
+) -> tuple[BlockCosts | None, str]:
+    """Return the costs that all ranks use, and the reason for which any of them cannot cut, or "".
+
+    All ranks use the costs of one, because replicas of a pipeline must have the same stages. So ranks of all
+    pipelines exchange them, if they measure.
+    """
+    world = dist.distributed_c10d._get_default_group() if is_measured else group
+    own = costs.as_dict() if costs is not None and world.rank() == 0 else None
+    found = gather_values(world, _TOPIC, {"reason": reason[:_LONGEST_REASON], "costs": own})
+    numbers = [dist.get_global_rank(world, rank) for rank in range(world.size())]
+    reason = join_texts((rank, value["reason"]) for rank, value in zip(numbers, found, strict=True))
+    first = found[0]["costs"]
+    return (None if first is None else BlockCosts(**first)), reason
+
+
+def _choose_starts(
+    count: int, ranks: Sequence[int], costs: BlockCosts | None, blocks_per_stage: Sequence[int] | None
+) -> list[int]:
+    """Return the first block of each stage."""
     if blocks_per_stage is not None:
         sizes = list(blocks_per_stage)
         if len(sizes) != len(ranks) or sum(sizes) != count or min(sizes) < 1:
@@ -272,14 +349,7 @@ def _choose_starts(
                 "numbers, each at least 1, with that sum."
             )
         return [sum(sizes[:stage]) for stage in range(len(sizes))]
-    home = next(model.parameters()).device
-    if balance == "count" or home.type == "meta" or len(ranks) == 1:
-        return split_evenly(count, len(ranks))
-    costs = measure_costs(model, stack, args, kwargs, home)
-    world = dist.distributed_c10d._get_default_group()
-    # One rank's costs for all: replicas of a pipeline must have the same stages.
-    first = gather_values(world, _TOPIC, costs.as_dict() if world.rank() == 0 else 0)[0]
-    return split_blocks(BlockCosts(**first), ranks)
+    return split_evenly(count, len(ranks)) if costs is None else split_blocks(costs, ranks)
 
 
 def _make_trees(
@@ -290,13 +360,17 @@ def _make_trees(
     kwargs: Mapping[str, Any],
     output: Callable[[Any], Any],
     own: Sequence[int],
+    restore: Callable[[], None],
 ) -> tuple[StageTree, dict[int, nn.Module], list[list[int]]]:
     """Return this rank's stages, compared with the whole model, and the ids of each stage's parameters."""
     trace = trace_model(model, stack, starts[1:], args, kwargs)
+    restore()
     trace.output = output(trace.output)
+    _check_output(trace.output)
     plans = make_plans(trace, stack, starts, output)
     builder = StageTree(model, stack, trace, plans)
     trees, held = {}, []
+    is_meta = next(model.parameters()).device.type == "meta"
     for plan in plans:
         tree = builder.build(plan)
         params = [id(param) for param in tree.parameters()]
@@ -309,38 +383,149 @@ def _make_trees(
                 "own module."
             )
         if plan.index in own:
-            if next(model.parameters()).device.type != "meta":
-                compare_stage(tree, plan, trace, args, kwargs)
             trees[plan.index] = tree
+    if not is_meta:
+        for index, tree in trees.items():
+            compare_grads(tree, plans[index], trace, compare_values(tree, plans[index], trace, args, kwargs))
+    for plan in plans:
         plan.nodes.clear()  # they keep the traced graph alive
+    if not is_meta:
+        del trace
+        _check_training(model, stack, [(plans[index], tree) for index, tree in trees.items()], args, kwargs, restore)
     return builder, trees, held
 
 
-def compare_stage(
-    tree: nn.Module, plan: StagePlan, trace: Trace, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Run a stage on what the whole model's blocks were given, and compare values and gradients.
+def _check_output(output: Any) -> None:
+    if any(tensor.dim() == 0 for _, tensor in find_tensors(output)):
+        raise CutError(
+            "the model returns a scalar, such as its own loss, and schedules concatenate what the last stage returns. "
+            "Leave labels out of the inputs and pass loss_fn, or select another value: "
+            "cut(..., output=lambda result: result.logits)."
+        )
 
-    Equal values of all stages and equal gradients of each, with no other way between stages, are equal gradients of the
-    whole.
+
+def _check_training(
+    model: nn.Module,
+    stack: BlockStack,
+    stages: Sequence[tuple[StagePlan, nn.Module]],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    restore: Callable[[], None],
+) -> None:
+    """Compare the values of stages with the whole model's in training mode, with the same random numbers.
+
+    Raises:
+        CutError: They differ, or the model skips blocks in training.
+    """
+    # Stages other than the first begin where their first block does, with the random numbers that it has there.
+    starts = [plan.low for plan, _ in stages] + [plan.high for plan, _ in stages if not plan.is_last]
+    select = stages[0][0].select
+    model.train()
+    with torch.no_grad():
+        device = next(model.parameters()).device
+        # Small uniform numbers skip each block that may be skipped.
+        trace_model(model, stack, (), args, kwargs, between=lambda: seed_all(device, *_find_small_seeds()))
+        restore()
+        trace = trace_model(model, stack, sorted({*starts} - {0}), args, kwargs)
+        trace.output = select(trace.output)
+        for plan, tree in stages:
+            tree.train()
+            restore()
+            compare_values(tree, plan, trace, args, kwargs, restores_random=True)
+    restore()
+
+
+@functools.cache
+def _find_small_seeds() -> tuple[int, int]:
+    """Return seeds after which the first uniform number of torch, and of Python, is below a hundredth."""
+    generator = torch.Generator()
+    return (
+        next(seed for seed in itertools.count() if torch.rand([], generator=generator.manual_seed(seed)) < _SMALL),
+        next(seed for seed in itertools.count() if random.Random(seed).random() < _SMALL),
+    )
+
+
+def compare_values(
+    tree: nn.Module,
+    plan: StagePlan,
+    trace: Trace,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    restores_random: bool = False,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a stage on what the whole model's blocks were given, and compare values, block by block.
+
+    Returns:
+        What the stage received, with gradients, and what it returned.
 
     Raises:
         CutError: They differ.
     """
-    before, behind = trace.boundaries.get(plan.low), trace.boundaries.get(plan.high)
-    given = [] if before is None else before.leaves
-    received = [one.detach().requires_grad_(one.requires_grad) for one in given]
-    result = tree(*received, **name_args(args, kwargs))
-    values = [one for _, one in find_tensors(result)]
-    wanted = [one for _, one in find_tensors(trace.output)] if behind is None else behind.tensors
+    given = [] if not plan.low else trace.boundaries[plan.low].leaves
+    received = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in given]
+    state, handles = ForwardState(tree.modules()), []
+    if plan.low or not restores_random:
+        # Each rank draws its own numbers, so a stage may not depend on numbers that the model draws before its blocks.
+        seed_all(trace.device, 1, 1)
+
+    def check(index: int, output: Any) -> None:
+        if _differ_any([tensor for _, tensor in find_tensors(output)], trace.results[index]):
+            raise CutError(_describe_difference(plan, index, "values", in_training=restores_random))
+
+    for index in range(plan.low, plan.high):
+        hook: Any = lambda _, __, output, index=index: check(index, output)  # noqa: E731
+        handles.append(plan.stack.blocks[index].register_forward_hook(hook))
+    if restores_random and plan.low:
+        begin = trace.random_states[plan.low]
+        handles.append(plan.stack.blocks[plan.low].register_forward_pre_hook(lambda *_: begin()))
+    try:
+        values = [tensor for _, tensor in find_tensors(tree(*received, **name_args(args, kwargs)))]
+    finally:
+        for handle in handles:
+            handle.remove()
+        state.restore()
+    if _differ_any(values, _list_wanted(plan, trace)):
+        raise CutError(_describe_difference(plan, plan.high - 1, "values", in_training=restores_random))
+    return received, values
+
+
+def _list_wanted(plan: StagePlan, trace: Trace) -> list[Tensor]:
+    return [tensor for _, tensor in find_tensors(trace.output)] if plan.is_last else trace.boundaries[plan.high].tensors
+
+
+def _describe_difference(plan: StagePlan, index: int, what: str, *, in_training: bool = False) -> str:
+    name = plan.stack.name(index)
     where = f"{plan.stack.name(plan.low)} to {plan.stack.name(plan.high - 1)}"
-    remedy = (
-        "Something of the model's forward depends on blocks of other stages, or draws random numbers in evaluation "
-        "mode: move it into the blocks, or cut elsewhere with blocks_per_stage=."
+    mode = "training" if in_training else "evaluation"
+    return (
+        f"the stage with {where} computes other {what} than the whole model in {mode} mode, first at {name}. "
+        "The model's forward depends on blocks of other stages, on how often they have run, or on random numbers that "
+        "it draws before them, as for the dropout of an encoder that all blocks read. Move this into the blocks, set "
+        "such dropout to 0, or name an earlier list with blocks=."
     )
-    if len(values) != len(wanted) or any(_differ(a, b) for a, b in zip(values, wanted, strict=True)):
-        raise CutError(f"the stage with {where} computes other values than the whole model. {remedy}")
-    pairs = [(a, b) for a, b in zip(values, wanted, strict=True) if a.requires_grad and b.requires_grad]
+
+
+def compare_grads(tree: nn.Module, plan: StagePlan, trace: Trace, ran: tuple[list[Tensor], list[Tensor]]) -> None:
+    """Compare a stage's gradients with the whole model's.
+
+    Equal values of all stages and equal gradients of each, with no other way between stages, are equal gradients of the
+    whole.
+
+    Args:
+        tree: The stage.
+        plan: Its plan.
+        trace: The forward of the whole model.
+        ran: What the stage received and returned in :func:`compare_values`.
+
+    Raises:
+        CutError: They differ.
+    """
+    received, values = ran
+    given = [] if not plan.low else trace.boundaries[plan.low].leaves
+    pairs = [
+        (a, b) for a, b in zip(values, _list_wanted(plan, trace), strict=True) if a.requires_grad and b.requires_grad
+    ]
     params = [param for param in tree.parameters() if param.requires_grad]
     inputs = [(mine, one) for mine, one in zip(received, given, strict=True) if one.requires_grad]
     if not pairs or not (params or inputs):
@@ -353,9 +538,16 @@ def compare_stage(
     theirs = torch.autograd.grad(
         [b for _, b in pairs], [*params, *(one for _, one in inputs)], seeds, allow_unused=True, retain_graph=True
     )
-    for one, other in zip(mine, theirs, strict=True):
+    owners = {
+        id(param): index for index in range(plan.low, plan.high) for param in plan.stack.blocks[index].parameters()
+    }
+    for leaf, one, other in zip([*params, *(leaf for leaf, _ in inputs)], mine, theirs, strict=True):
         if _differ(one, other):
-            raise CutError(f"the stage with {where} computes other gradients than the whole model. {remedy}")
+            raise CutError(_describe_difference(plan, owners.get(id(leaf), plan.low), "gradients"))
+
+
+def _differ_any(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    return len(values) != len(wanted) or any(_differ(a, b) for a, b in zip(values, wanted, strict=True))
 
 
 def _differ(one: Tensor | None, other: Tensor | None) -> bool:
@@ -475,6 +667,7 @@ class CutSchedule:
 
     model_parts: list[nn.Module]
     block_ranges: list[range]
+    _prefixes: list[str]
     _shared_grads: list[Any]
 
     def _step_microbatches(self, arg_mbs: Any = None, kwarg_mbs: Any = None, *rest: Any, **options: Any) -> None:
@@ -492,12 +685,14 @@ class CutSchedule:
             finally:
                 schedule.scale_grads = scale
             return
-        for shared in self._shared_grads:
-            shared.start_step()
+        started: list[Any] = []
         try:
+            for shared in self._shared_grads:
+                shared.start_step()
+                started.append(shared)
             run([()] * count, named, *rest, **options)
         except BaseException:
-            for shared in self._shared_grads:
+            for shared in started:
                 shared.restore()
             raise
         for shared in self._shared_grads:
@@ -515,7 +710,11 @@ class CutSchedule:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's parameters with their names in the whole model."""
-        return [(_plain_name(name), param) for part in self.model_parts for name, param in part.named_parameters()]
+        return [
+            (_plain_name(name, prefix), param)
+            for part, prefix in zip(self.model_parts, self._prefixes, strict=True)
+            for name, param in part.named_parameters()
+        ]
 
     def parameters(self) -> list[nn.Parameter]:
         """Return this rank's parameters, for an optimizer."""
@@ -523,7 +722,11 @@ class CutSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the whole model's ``state_dict()``, as it is saved by DCP."""
-        return {_plain_name(key): value for part in self.model_parts for key, value in part.state_dict().items()}
+        return {
+            _plain_name(key, prefix): value
+            for part, prefix in zip(self.model_parts, self._prefixes, strict=True)
+            for key, value in part.state_dict().items()
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of a ``state_dict()``, which may be the whole model's.
@@ -536,13 +739,20 @@ class CutSchedule:
             raise CutError(
                 f"the state dict lacks {', '.join(missing[:5])}. Load the same model's, or set strict=False."
             )
-        for part in self.model_parts:
-            own = {key: state_dict[name] for key in part.state_dict() if (name := _plain_name(key)) in state_dict}
+        for part, prefix in zip(self.model_parts, self._prefixes, strict=True):
+            names = {key: _plain_name(key, prefix) for key in part.state_dict()}
+            own = {key: state_dict[name] for key, name in names.items() if name in state_dict}
             part.load_state_dict(own, strict=strict)
 
 
-def _plain_name(name: str) -> str:
-    """Return a name without what wrappers put in front of it."""
-    for prefix in ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
-        name = name.removeprefix(prefix) if prefix == "module." else name.replace(prefix, "")
+def _find_prefix(part: nn.Module, tree: nn.Module) -> str:
+    """Return the prefix that wrappers of a stage put before the names of its parameters."""
+    return next((f"{name}." for name, module in part.named_modules() if module is tree and name), "")
+
+
+def _plain_name(name: str, prefix: str) -> str:
+    """Return a name without what wrappers of the stage, and of modules in it, put into it."""
+    name = name.removeprefix(prefix)
+    for inner in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
+        name = name.replace(inner, "")
     return name

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ovpatch_plugins.pipeline.block_stack import (
+    MODULE_STATE,
     BlockStack,
     CutError,
     ModuleCall,
@@ -58,6 +59,7 @@ class StagePlan:
         nodes: The nodes of the traced graph that belong to the stage.
         params: Ids of the parameters that the stage's outputs depend on.
         received: What the previous stage sent, while the forward runs.
+        due: The block of another stage that the forward has to call next.
     """
 
     index: int
@@ -70,6 +72,7 @@ class StagePlan:
     nodes: set[Any] = field(default_factory=set)
     params: set[int] = field(default_factory=set)
     received: tuple[Tensor, ...] = ()
+    due: int = 0
 
     @property
     def is_last(self) -> bool:
@@ -129,6 +132,18 @@ def select_output(output: Any) -> Any:
     return first
 
 
+class _ContiguousGrad(torch.autograd.Function):
+    """A received tensor whose gradient is contiguous, as messages are."""
+
+    @staticmethod
+    def forward(_ctx: Any, received: Tensor) -> Tensor:
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
 # --- roles ---
 
 
@@ -138,13 +153,18 @@ class _Root:
     def forward(self, *received: Tensor, **kwargs: Any) -> Any:
         plan: StagePlan = self.__dict__[_ROLE]
         args = [kwargs.pop(f"{ARG}{index}") for index in range(sum(key.startswith(ARG) for key in kwargs))]
-        plan.received = received
+        if torch.is_grad_enabled():
+            make: Any = _ContiguousGrad.apply  # untyped in torch
+            received = tuple(make(tensor) if tensor.requires_grad else tensor for tensor in received)
+        plan.received, plan.due = received, 0
         try:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
         except _StageEnd as end:
             return end.tensors[0] if len(end.tensors) == 1 else end.tensors
         finally:
             plan.received = ()
+        if plan.due < plan.low:
+            raise CutError(_describe_skip(plan))
         if not plan.is_last:
             raise CutError(
                 f"the model's forward ended before {plan.stack.name(plan.high)}, unlike with the microbatch that it "
@@ -160,10 +180,25 @@ class _SkippedBlock:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan, index, template = self.__dict__[_ROLE]
-        if index >= plan.high:
-            raise _StageEnd(tuple(read_path((args, kwargs), path) for path in plan.sent))
+        # Received tensors enter as the output of the last block before the own ones. A forward that skips that block
+        # would continue with the zeros that represent hidden states.
+        if index != (plan.due if plan.due < plan.low else plan.high):
+            raise CutError(_describe_skip(plan))
+        if index == plan.high:
+            # Senders and receivers of all transports expect contiguous messages, and T5 passes transposed tensors.
+            raise _StageEnd(tuple(read_path((args, kwargs), path).contiguous() for path in plan.sent))
+        plan.due += 1
         given = dict(zip(plan.outputs, plan.received, strict=True))
         return map_leaves(template, lambda path, leaf: given.get(path, leaf))
+
+
+def _describe_skip(plan: StagePlan) -> str:
+    name = plan.stack.name(plan.due if plan.due < plan.low else plan.high)
+    return (
+        f"the model's forward skipped {name}, or did not call the blocks in order, so a stage did not get the hidden "
+        "states of the stage before. Have the forward call all blocks in order, also in training: turn LayerDrop off, "
+        "as by layerdrop=0.0."
+    )
 
 
 class _Blank:
@@ -187,13 +222,19 @@ class _Blank:
 
 
 class _Absent:
-    """A module that the stage does not call."""
+    """A module that the stage does not call.
+
+    Its role has the stage's plan if the model calls the module after all blocks, so that the stage ends before.
+    """
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
-        (name,) = self.__dict__[_ROLE]
+        name, plan = self.__dict__[_ROLE]
+        if plan is not None:
+            raise CutError(_describe_skip(plan))
         raise CutError(
             f"the stage has no {name}, which it did not call with the microbatch that the model was cut with. Cut the "
-            "model with a microbatch that takes the same path as those of training."
+            "model with a microbatch that takes the same path as those of training, and have only a module's own "
+            "forward call its parts."
         )
 
 
@@ -211,11 +252,15 @@ def make_subclass(role: type, cls: type) -> Any:
 _ZEROS: Final = "_ovpatch_zeros"
 """Attribute of a module: names of what it has zeros for."""
 
-_FRESH: Final = frozenset(nn.Module().__dict__) - {"training"}
+_FRESH: Final = MODULE_STATE - {"training"}
 
 
 def _play(role: type, module: nn.Module, part: Any) -> nn.Module:
-    """Return a module without parameters, buffers and children in the place of another one."""
+    """Return a module without parameters and buffers in the place of another one.
+
+    Its children are plain attributes, which the model's forward can read, as for the dtype of a weight. As modules they
+    would be found by features that look for linears to shard or to defer.
+    """
     cls = make_subclass(role, type(module))
     made: nn.Module = cls.__new__(cls)
     nn.Module.__init__(made)
@@ -227,6 +272,10 @@ def _play(role: type, module: nn.Module, part: Any) -> nn.Module:
             made.__dict__[name] = None
             if tensor is not None:
                 _set_zeros(made, name, tensor)
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    for name, child in module._modules.items():
+        played = None if child is None else _play(_Absent, child, (f"{type(module).__name__}.{name}", None))
+        (made._modules if is_container else made.__dict__)[name] = played
     made.__dict__[_ROLE] = part
     return made
 
@@ -243,6 +292,10 @@ def move_zeros(tree: nn.Module, device: torch.device) -> None:
     for module in tree.modules():
         for name in tuple(module.__dict__.get(_ZEROS, ())):
             _set_zeros(module, name, module.__dict__[name], device)
+        if _ROLE in module.__dict__:
+            for value in module.__dict__.values():
+                if isinstance(value, nn.Module) and isinstance(value, _Absent):
+                    move_zeros(value, device)
 
 
 # --- the tree of a stage ---
@@ -301,10 +354,10 @@ class StageTree:
                 if self._is_blank(module, call, plan):
                     return _play(_Blank, module, (_make_twin(module),))
                 if self._is_behind(call) and not plan.is_last:
-                    return _play(_Absent, module, (self._names[id(module)],))
+                    return _play(_Absent, module, (self._names[id(module)], plan))
                 is_whole = True
             elif not self._has_calls(module) and not self._keeps_any(module, plan):
-                return _play(_Absent, module, (self._names[id(module)],))
+                return _play(_Absent, module, (self._names[id(module)], None))
         copied = _copy_shallow(module)
         if not is_whole:
             for name, param in module._parameters.items():

@@ -78,6 +78,121 @@ class Reused(Decoder):
         return result
 
 
+class Skewed(Decoder):
+    """Its blocks pass on transposed tensors, and it reads a weight of its embedding in all stages."""
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.drop(self.embed(ids) + self.positions[: ids.shape[1]]).to(self.embed.weight.dtype).transpose(0, 1)
+        for layer in self.layers:
+            x = layer(x, mask)
+        result: Tensor = self.head(self.norm(x.transpose(0, 1)))
+        return result
+
+
+class Indexed(Decoder):
+    """Its blocks also pass on indices, as of the positions that a sparse attention reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(IndexedBlock(0.0, True) for _ in range(5))
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        x, indices = self.embed(ids), ids.argsort(1)
+        for layer in self.layers:
+            x, indices = layer(x, indices)
+        result: Tensor = self.head(self.norm(x))
+        return result
+
+
+class IndexedBlock(DecoderBlock):
+    """A block that reads its input at indices."""
+
+    def forward(self, x: Tensor, indices: Tensor) -> Any:
+        read = x.gather(1, indices.unsqueeze(-1).expand_as(x))
+        return super().forward(x + read, None), indices.flip(1)
+
+
+class Stateful(Decoder):
+    """Its blocks have counters, caches, running statistics, generators and hooks.
+
+    Args:
+        shared: ``counter`` or ``generator``, which all blocks have in common.
+    """
+
+    def __init__(self, shared: str = "") -> None:
+        super().__init__()
+        counter, generator = [0], torch.Generator().manual_seed(7)
+        self.layers = nn.ModuleList(
+            StatefulBlock(
+                counter if shared == "counter" else [0],
+                generator if shared == "generator" else torch.Generator().manual_seed(index),
+            )
+            for index in range(5)
+        )
+        for layer in self.layers:
+            layer.register_forward_hook(lambda module, _, output: output * module.scale)
+
+
+class StatefulBlock(DecoderBlock):
+    """A block whose output depends on how often it has run."""
+
+    def __init__(self, counter: list[int], generator: torch.Generator) -> None:
+        super().__init__(0.0, True)
+        self.counter, self.generator, self.calls, self.scale = counter, generator, 0, 1.1
+        self.register_buffer("mean", torch.zeros(()))
+        self.batch_norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        self.calls += 1
+        self.counter.append(self.counter[-1] + 1)
+        self.mean.mul_(0.9).add_(0.1 * x.detach()[0, 0, 0])
+        noise = torch.randn(x.shape[-1:], generator=self.generator)
+        change = self.mean + self.calls % 3 + self.counter[-1] % 5
+        result = super().forward(x, mask) + 0.1 * (change * torch.linspace(0, 1, 16) + noise)
+        return self.batch_norm(result.flatten(0, -2)).view_as(result)
+
+
+class Training(Decoder):
+    """Differs in training from what it computes in evaluation.
+
+    Args:
+        way: ``noise``: all blocks get noise of the model's. ``reads``: the later blocks read what the first one
+            returned. ``writes``: the forward writes a parameter, in evaluation too.
+        layerdrop: The probability with which it skips a block.
+    """
+
+    def __init__(self, way: str = "", layerdrop: float = 0.0) -> None:
+        super().__init__()
+        self.way, self.layerdrop = way, layerdrop
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        if self.way == "writes":
+            self.positions.data.mul_(1.0), self.positions.detach().mul_(0.5)
+        if self.training and self.way == "noise":
+            mask = torch.rand(ids.shape)
+        for index, layer in enumerate(self.layers):
+            if self.training and torch.rand([]) < self.layerdrop:
+                continue
+            x = layer(x, mask)
+            if self.training and self.way == "reads" and not index:
+                mask = x.detach().mean(-1)
+        result: Tensor = self.head(self.norm(x + self.positions[: ids.shape[1]]))
+        return result
+
+
+class Named(nn.Module):
+    """A model in an attribute named ``module``, as of a wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Decoder()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.module(ids)
+        return result
+
+
 def make_hf(kind: str, dropout: float = 0.0, tied: bool = False, layers: int = 4) -> nn.Module:
     """Return a tiny model of transformers."""
     import transformers

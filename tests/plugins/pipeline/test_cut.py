@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import tempfile
 from collections.abc import Callable
@@ -25,8 +26,13 @@ from tests.plugins.pipeline.plain_models import (
     CONTEXT,
     WORDS,
     Decoder,
+    Indexed,
+    Named,
     Reused,
+    Skewed,
     Skipping,
+    Stateful,
+    Training,
     differ,
     language_loss,
     make_hf,
@@ -81,6 +87,13 @@ PLAIN = {
     "plain, vee, tied": Cut(lambda: Decoder(tied=True, layers=8), ("embed.weight",), placement="vee"),
     "plain, measured": Cut(Decoder, options={"balance": "measured"}),
     "reused": Cut(Reused, ("embed.weight", "positions")),
+    "transposed": Cut(Skewed),
+    "transposed, patched": Cut(Skewed, patched="zb-h1"),
+    "transposed, vee": Cut(lambda: Skewed(layers=8), placement="vee"),
+    "indices": Cut(Indexed),
+    "stateful": Cut(Stateful),
+    "stateful, patched": Cut(Stateful, patched="as-given"),
+    "named module": Cut(Named),
 }
 HF = {
     "Llama": Cut(lambda: make_hf("Llama"), inputs=_mask),
@@ -181,6 +194,10 @@ def _compare(case: Cut) -> list[str]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    state_dict = whole.state_dict()
+    for name, value in made.state_dict().items():
+        if name not in reference:
+            found += _differ(f"buffer {name}", value, state_dict[name], False)
     if case.patched:
         after = counters()
         if after["steps"] - before["steps"] < 2 or after["stock_steps"] != before["stock_steps"]:
@@ -241,6 +258,15 @@ def _refuse() -> dict[str, str]:
         "schedule": lambda: _cut(Cut(Decoder), Decoder(), schedule="ScheduleDualPipeV"),
         "draws": lambda: _cut(Cut(Decoder), _Drawing()),
         "one rank": lambda: _cut(Cut(Decoder), Decoder(residuals="outside" if dist.get_rank() else "inside")),
+        "fails": lambda: _cut(Cut(Decoder), _Failing(dist.get_rank() == 1)),
+        "fails, measured": lambda: _cut(Cut(Decoder), _Failing(dist.get_rank() == 1), balance="measured"),
+        "scalar": lambda: _cut(Cut(Decoder), _Losing()),
+        "layerdrop": lambda: _cut(Cut(Decoder), Training(layerdrop=0.02)),
+        "noise in training": lambda: _cut(Cut(Decoder), Training("noise")),
+        "reads in training": lambda: _cut(Cut(Decoder), Training("reads")),
+        "writes": lambda: _cut(Cut(Decoder), Training("writes")),
+        "shared counter": lambda: _cut(Cut(Decoder), Stateful("counter")),
+        "shared generator": lambda: _cut(Cut(Decoder), Stateful("generator")),
     }
     found = {}
     for name, attempt in tries.items():
@@ -258,6 +284,27 @@ class _Drawing(Decoder):
         return result + torch.rand_like(result)
 
 
+class _Failing(Decoder):
+    """Fails in its forward, on one rank."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.fails:
+            raise IndexError("no such thing")
+        return super().forward(ids, mask)
+
+
+class _Losing(Decoder):
+    """Returns its own loss before the logits."""
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Any:
+        logits = super().forward(ids, mask)
+        return {"loss": language_loss(logits, ids), "logits": logits}
+
+
 REASONS = {
     "residuals outside": "what layers.1 returns is not what layers.2 is given",
     "skips blocks": "layers.2 to layers.4 depend on layers.0 by more than",
@@ -269,6 +316,16 @@ REASONS = {
     "schedule": "placement='vee', chunks=2",
     "draws": "computes other values than the whole model",
     "one rank": "(rank 1)",
+    "fails": "IndexError: no such thing (in forward(), test_cut.py:",
+    "fails, measured": "IndexError: no such thing (in forward(), test_cut.py:",
+    "scalar": "cut(..., output=lambda result: result.logits)",
+    "layerdrop": "skips layers.1 in training, as LayerDrop does, and stages cannot decide together which blocks to "
+    "skip. Have the forward call all blocks: before cut(), set layerdrop = 0.0.",
+    "noise in training": "whole model in training mode, first at layers.2",
+    "reads in training": "whole model in training mode, first at layers.2",
+    "writes": "the model's forward writes its parameter positions",
+    "shared counter": "whole model in evaluation mode, first at layers.2",
+    "shared generator": "whole model in evaluation mode, first at layers.2",
 }
 
 
@@ -302,7 +359,87 @@ def test_another_way_through_the_model_is_an_error(ranks: Any) -> None:
     assert "ended before layers.2, unlike with the microbatch that it was cut with" in first
 
 
+def _skip_later() -> list[str]:
+    """Return the errors of stages whose model begins to skip blocks after the cut."""
+    made = _cut(Cut(Decoder), Training())
+    (part,), found = made.model_parts, []
+    part.train()
+    inputs = [] if made.has_first_stage else [torch.ones(ROWS, CONTEXT, 16, requires_grad=True)]
+    for probability in (1.0, 0.5, 0.5, 0.5, 0.5):
+        part.layerdrop = probability
+        # Every forward skips some block, and own blocks may be skipped.
+        torch.manual_seed(3)
+        try:
+            part(*inputs, **name_args((torch.zeros(ROWS, CONTEXT, dtype=torch.long),), {}))
+        except CutError as error:
+            found.append(str(error))
+    return found
+
+
+def test_blocks_skipped_after_the_cut_are_an_error(ranks: Any) -> None:
+    for found, name in zip(ranks(2)(_skip_later), ("layers.2", "layers.0"), strict=True):
+        assert f"the model's forward skipped {name}" in found[0]
+        assert "layerdrop=0.0" in found[0]
+
+
+def _leaves_a_trace() -> list[str]:
+    torch.manual_seed(0)
+    model = Stateful()
+    model.layers[0](torch.zeros(1, 2, 16), None)
+    before, twin = copy.deepcopy(model.state_dict()), [(layer.calls, list(layer.counter)) for layer in model.layers]
+    numbers = [layer.generator.get_state() for layer in model.layers]
+    _cut(Cut(Decoder), model, balance="measured")
+    found = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+    for layer, (calls, counter), state in zip(model.layers, twin, numbers, strict=True):
+        if (layer.calls, layer.counter) != (calls, counter) or not torch.equal(layer.generator.get_state(), state):
+            found.append(f"{layer.calls} calls and {layer.counter}, not {calls} and {counter}")
+    return found
+
+
+def test_a_cut_leaves_the_model_as_it_was(ranks: Any) -> None:
+    assert ranks(2)(_leaves_a_trace) == [[], []]
+
+
+def _fail_before_a_step() -> tuple[str, list[bool]]:
+    """Return the error of a step before which replicas differ, and whether gradients are as they were."""
+    torch.manual_seed(0)
+    made = _cut(Cut(Decoder), Decoder(tied=True), placement="bidirectional")
+    with torch.no_grad():
+        for param in made.model_parts[0].parameters():
+            param.add_(dist.get_rank())
+    for param in made.parameters():
+        param.grad = torch.ones_like(param)
+    ids, target, _ = _batch(Cut(Decoder), 0)
+    with pytest.raises(RuntimeError) as caught:
+        made.step(ids, target=target)
+    return str(caught.value), [param.grad is not None and bool((param.grad == 1).all()) for param in made.parameters()]
+
+
+def test_a_failed_check_of_replicas_keeps_earlier_gradients(ranks: Any) -> None:
+    for text, kept in ranks(2)(_fail_before_a_step):
+        assert "do not have the same weights" in text
+        assert all(kept)
+
+
 # --- checkpoints ---
+
+
+def _load_named(wraps: bool) -> list[str]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    whole = Named()
+    pairs = [dist.new_group([rank]) for rank in range(2)]
+    wrap = functools.partial(DistributedDataParallel, process_group=pairs[dist.get_rank()]) if wraps else None
+    made = _cut(Cut(Named), Named(), wrap=wrap)
+    made.load_state_dict(whole.state_dict())
+    wanted = whole.state_dict()
+    return [name for name, value in made.state_dict().items() if not torch.equal(value, wanted[name])]
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_an_attribute_named_module_keeps_its_name(ranks: Any, wraps: bool) -> None:
+    assert ranks(2)(_load_named, wraps) == [[], []]
 
 
 def _save(folder: str) -> None:

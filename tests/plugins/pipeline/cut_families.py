@@ -1,0 +1,213 @@
+"""The families of transformers that ``cut()`` divides: the table of docs/cut-families.md.
+
+python -m tests.plugins.pipeline.cut_families docs/cut-families.md              # all, in half an hour
+python -m tests.plugins.pipeline.cut_families docs/cut-families.md "not tried"  # with such outcomes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ovpatch_plugins.pipeline import CutError, cut
+from ovpatch_plugins.pipeline.block_stack import find_tensors
+from ovpatch_plugins.pipeline.stage_module import select_output
+from tests.plugins.pipeline.tiny_models import TASKS, list_families, make_inputs, make_model
+
+ROWS, MICROBATCHES = 2, 3
+_MOST_PARAMS: Final = 30_000_000
+_VARIANTS: Final = ("", "dropout", "dropout and layerdrop")
+_BEGIN, _END = "<!-- begin: families -->\n", "<!-- end: families -->"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+def try_family(task: str, family: str) -> str:
+    """Return the outcome for a family: "cut", possibly without some probabilities, or the reason against it."""
+    outcome = ""
+    for without in _VARIANTS:
+        try:
+            model = make_model(family, task, without).eval()
+        except ImportError as error:
+            named = re.search(r"requires the ([-\w]+) library|No module named '(\w+)'", str(error))
+            return f"not tried: needs {(named[1] or named[2]) if named else 'another package'}"
+        except Exception:  # noqa: BLE001 - of a configuration whose sizes do not fit
+            return "not tried: needs other sizes"
+        if sum(param.numel() for param in model.parameters()) > _MOST_PARAMS:
+            return "not tried: needs other sizes"
+        try:
+            inputs = _find_inputs(model)
+        except Exception:  # noqa: BLE001 - of inputs or sizes that do not fit
+            return "not tried: needs other inputs or sizes"
+        try:
+            differences = _compare(model, inputs)
+        except CutError as error:
+            outcome = outcome or f"refused: {_shorten(str(error))}"
+            if "training" not in str(error):
+                return outcome
+            continue
+        if differences:
+            return f"differs: {differences[0]}"
+        return f"cut with {without} = 0" if without else "cut"
+    return outcome
+
+
+def _find_inputs(model: nn.Module) -> dict[str, Tensor]:
+    failure = None
+    for inputs in make_inputs(model, ROWS * MICROBATCHES):
+        try:
+            with torch.no_grad():
+                model(**{name: value[:ROWS] for name, value in inputs.items()})
+            return inputs
+        except Exception as error:  # noqa: BLE001 - the next inputs may do
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def _loss(output: Any, _target: Any = None) -> Tensor:
+    tensors = [tensor for _, tensor in find_tensors(output) if tensor.is_floating_point()]
+    return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
+
+
+def _compare(model: nn.Module, inputs: dict[str, Tensor]) -> list[str]:
+    """Make a step cut and whole, without dropout; return what differs."""
+    whole = copy.deepcopy(model)
+    model.train()
+    example = {name: value[:ROWS] for name, value in inputs.items()}
+    made = cut(
+        model,
+        dist.group.WORLD,  # type: ignore[arg-type]
+        (),
+        example,
+        n_microbatches=MICROBATCHES,
+        loss_fn=_loss,
+        balance="count",
+    )
+    for part in made.model_parts:
+        part.eval()
+    losses: list[Tensor] = []
+    made.step(target=torch.zeros(ROWS * MICROBATCHES), losses=losses, **inputs)
+    expected = []
+    for index in range(MICROBATCHES):
+        rows = slice(index * ROWS, (index + 1) * ROWS)
+        expected.append(_loss(select_output(whole(**{name: value[rows] for name, value in inputs.items()}))))
+        (expected[-1] / MICROBATCHES).backward()
+    found = []
+    if made.has_last_stage and _differ(torch.stack(losses), torch.stack(expected)):
+        found.append("losses")
+    wanted = dict(whole.named_parameters(remove_duplicate=False))
+    for name, param in made.named_parameters():
+        if _differ(param.grad, wanted[name].grad):
+            found.append(f"the gradient of {name}")
+    return found
+
+
+def _differ(found: Tensor | None, wanted: Tensor | None) -> bool:
+    """Return whether tensors differ by more than rounding; None is zeros."""
+    if found is None or wanted is None:
+        left = found if wanted is None else wanted
+        return left is not None and bool(left.any())
+    limit = 1e-5 * max(1e-3, wanted.abs().max().item())
+    return not torch.allclose(found, wanted, rtol=1e-4, atol=limit, equal_nan=True)
+
+
+def _shorten(text: str) -> str:
+    """Return a reason without names of one model, so that families with the same reason share a row."""
+    text = re.sub(r" \(rank [\d, ]+\)$", "", text)
+    text = re.split(r"(?<=\w)[:.;] |, first at | \(in |\n", text.removeprefix("ovpatch: "))[0]
+    text = re.sub(r"\b[\w]+(\.\w+){1,}\b", "…", text)
+    return text if len(text) <= 120 else f"{text[:119]}…"
+
+
+def try_all(families: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the outcomes of families, as a job of the ranks."""
+    with _quiet():
+        return [try_family(*family) for family in families]
+
+
+# --- the table ---
+
+
+def make_table(outcomes: Mapping[tuple[str, str], str]) -> str:
+    """Return the Markdown of all outcomes."""
+    lines = ["| Task | Outcome | Families |\n", "| --- | --- | --- |\n"]
+    for task in TASKS:
+        rows: dict[str, list[str]] = {}
+        for (own, family), outcome in outcomes.items():
+            if own == task:
+                rows.setdefault(outcome, []).append(family)
+        for outcome in sorted(rows, key=lambda text: (not text.startswith("cut"), text)):
+            cell = outcome.replace("|", "\\|")
+            lines.append(f"| {task} | {cell} | {', '.join(rows[outcome])} |\n")
+    return "".join(lines)
+
+
+def read_table(page: str) -> dict[tuple[str, str], str]:
+    """Return the outcomes in a page."""
+    table = page.partition(_BEGIN)[2].partition(_END)[0]
+    found = {}
+    for line in table.splitlines()[2:]:
+        task, outcome, families = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:4])
+        found |= {(task, family): outcome.replace("\\|", "|") for family in families.split(", ")}
+    return found
+
+
+def join_outcomes(by_rank: Iterable[list[str]]) -> list[str]:
+    """Return the outcomes, with those of all ranks if these differ."""
+    return [own[0] if len(set(own)) == 1 else " / ".join(own) for own in zip(*by_rank, strict=True)]
+
+
+def main(path: str, kind: str = "") -> None:
+    """Renew the table in a page, or its rows whose outcome matches a pattern."""
+    from tests.plugins.pipeline.cut_families import try_all as job  # ranks find no function of __main__
+    from tests.support.pool import Pool
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    page, pool, size = Path(path), Pool(), 10
+    outcomes = read_table(page.read_text(encoding="utf-8"))
+    families = [family for family in list_families() if re.match(kind, outcomes.get(family, ""))]
+    outcomes = {family: outcomes.get(family, "") for family in list_families()}
+    for low in range(0, len(families), size):
+        part = families[low : low + size]
+        try:
+            found = join_outcomes(pool(2)(job, part, timeout=240))
+        except Exception as error:  # noqa: BLE001 - the families follow sequentially
+            print(f"{part}: {error}"[:300], flush=True)
+            found = []
+            for family in part:
+                try:
+                    found += join_outcomes(pool(2)(job, [family], timeout=100))
+                except Exception as inner:  # noqa: BLE001 - a row of the table
+                    found.append(f"fails: {_shorten(str(inner))}")
+        outcomes |= dict(zip(part, found, strict=True))
+        print(low, *zip(part, found, strict=True), sep="\n", flush=True)
+    pool.close()
+    text = page.read_text(encoding="utf-8")
+    before, after = text.partition(_BEGIN)[0], text.partition(_END)[2]
+    page.write_text(f"{before}{_BEGIN}{make_table(outcomes)}{_END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
