@@ -22,6 +22,7 @@ from ovpatch.overlap.data_parallel.bucket import SMALL, get_layer
 from ovpatch.overlap.tensors.memory import shard_range, shard_view
 from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_ready, without_modes
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch_plugins.dist_optimizer.sharded_grads import sort_models
 from ovpatch_plugins.dist_optimizer.sharded_state import ShardedParam, read_versions
 
 MIB = 1024 * 1024
@@ -462,9 +463,12 @@ def _overlap(addresses: Sequence[int], sizes: Sequence[int]) -> bool:
 def group_alike(
     params: Sequence[ShardedParam], kind: Callable[[ShardedParam], Hashable]
 ) -> Iterable[list[ShardedParam]]:
-    """Return the parameters of each model and kind, in registration order, each kind where its first one stands."""
+    """Return the parameters of each model and kind, in registration order, each kind where its first one stands.
+
+    An optimizer may have its parameters in another order on other ranks.
+    """
     found: dict[Hashable, list[ShardedParam]] = {}
-    models = list(dict.fromkeys(one.shards for one in params))
+    models = sort_models(one.shards for one in params)
     for one in sorted(params, key=lambda one: (models.index(one.shards), one.index)):
         found.setdefault((one.shards, kind(one)), []).append(one)
     return found.values()

@@ -6,6 +6,7 @@ import functools
 import operator
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import NoneType
@@ -40,6 +41,11 @@ Inner = Callable[..., Any]
 LOCAL = (
     "a rank stepped it with gradients that DistributedDataParallel had not reduced (no_sync(), or a forward around the "
     "wrapper), or stepped another optimizer over its parameters alone, so ranks may want to differ"
+)
+
+OTHER_ORDER = (
+    "ranks stepped, clipped or unscaled optimizers in orders that differ, or with gradients of different parameters, "
+    "after which no optimizer of the process group is sharded. Use the same order on every rank; a set has none"
 )
 
 LEFT = (
@@ -143,6 +149,7 @@ class ShardedOptimizer:
         self._stepped: list[ShardedParam] = []  # those that had a gradient then
         self._by_model: dict[ShardedGrads, list[ShardedParam]] = {}
         self._of_groups: list[ShardedGrads] = []  # one model for each process group
+        self._tags: dict[ShardedGrads, int] = {}  # name the votes on these steps
         self._states: dict[ShardedGrads, ShardedState] = {}
         self._thread = 0  # which steps
         self._state_dicts: weakref.WeakSet[StateDictSource] = weakref.WeakSet()
@@ -214,9 +221,10 @@ class ShardedOptimizer:
         if self._lazy_grads and sharded_grads.materialize_moved([(one.param, one.shards, one.index) for one in params]):
             params = self.params_to_step(optimizer)
         if params != self._stepped:
-            self._stepped, self._by_model = params, {}
+            self._stepped, self._tags = params, {}
+            self._by_model = {shards: [] for shards in sharded_grads.sort_models(p.shards for p in params)}
             for one in params:
-                self._by_model.setdefault(one.shards, []).append(one)
+                self._by_model[one.shards].append(one)
             self._of_groups = _one_per_group(self._by_model)
         models = self._by_model if params else {}
         for shards in models:
@@ -265,16 +273,33 @@ class ShardedOptimizer:
         for shards in models:
             state = self._states.get(shards)
             if state is not None:
-                shards.step_log.record(shards.backwards, state.next_turn())
-        is_local = False
+                log = shards.step_log
+                log.record(shards.backwards, state.next_turn())
+                if log.refused:
+                    # A peer that has made a new optimizer takes its first step as torch does, and this rank must, too.
+                    shards.local |= log.is_refused()
+        is_local, tags = False, self._tags or self._tag_votes()
         for shards in models:
             shards.local |= self._apart or self._has_drifted(shards)
-            shards.agree_if_local()
+            shards.agree_if_local(tags[shards])
             is_local |= shards.local
         if is_local:
             self._stay_away(models)
-            return LOCAL
+            return self._say_local(models)
         return ""
+
+    def _tag_votes(self) -> dict[ShardedGrads, int]:
+        subjects: dict[ShardedGrads, tuple[int, ...]] = {}
+        for shards, params in self._by_model.items():
+            turn = self._turns.get(shards)
+            number = zlib.crc32(turn.name.encode()) if turn is not None else 0
+            subjects[shards] = (number, *sorted(sharded.index for sharded in params))
+        self._tags = sharded_grads.tag_votes("step", subjects)
+        return self._tags
+
+    @staticmethod
+    def _say_local(models: Iterable[ShardedGrads]) -> str:
+        return OTHER_ORDER if any(shards.has_diverged for shards in models) else LOCAL
 
     def _has_drifted(self, shards: ShardedGrads) -> bool:
         return bool(shards.drifted) and any(one.index in shards.drifted for one in self._by_model.get(shards, ()))
@@ -290,18 +315,20 @@ class ShardedOptimizer:
 
         Every rank does so at the optimizer's first step, also one that has nothing to divide.
         """
-        names: dict[ShardedGrads, list[str]] = {}
+        found: dict[ShardedGrads, list[str]] = {}
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             entry = sharded_grads.find(param)
             if entry is not None and entry[0].group.size() > 1:
-                names.setdefault(entry[0], []).append(entry[0].names[entry[1]])
+                found.setdefault(entry[0], []).append(entry[0].names[entry[1]])
+        names = {shards: found[shards] for shards in sharded_grads.sort_models(found)}
         terms = {shards: step_log.list_terms(optimizer, of_model) for shards, of_model in names.items()}
         self._turns = {shards: shards.step_log.propose(terms[shards]) for shards in names}
-        if any(shards.local or self._has_drifted(shards) for shards in names):  # it waits for no other rank
+        if any(shards.local or shards.has_diverged or self._has_drifted(shards) for shards in names):
+            reason = self._say_local(names)  # it waits for no other rank
             for shards in names:
-                shards.step_log.record(shards.backwards, Turn("", LOCAL))
+                shards.step_log.record(shards.backwards, Turn("", reason))
             self._leave_together({shards: self._older(shards) for shards in names}, told=any(map(self._older, names)))
-            return LOCAL
+            return reason
         logs = {shards.step_log: (shards.backwards, turn) for shards, turn in self._turns.items()}
         reason, agreed, is_older = step_log.agree(optimizer, logs, adopts=not all(shards.tells for shards in names))
         older = {shards: self._older(shards) for shards in names}
@@ -326,17 +353,17 @@ class ShardedOptimizer:
             for one in older[shards]:
                 one._replaced |= one._is(shards, turn)
         COUNTERS.optimizers += 1
-        if is_older:  # whose ranks tell each other in every step
-            for shards in names:
-                shards.agree_if_local()
-        return LOCAL if any(shards.local for shards in names) else ""
+        if is_older:  # whose ranks vote in this step, and know the optimizer by the turn that is adopted
+            for shards, tag in self._tag_votes().items():
+                shards.agree_if_local(tag)
+        return self._say_local(names) if any(shards.local for shards in names) else ""
 
     def _leave_together(self, older: Mapping[ShardedGrads, Sequence[ShardedOptimizer]], *, told: bool) -> None:
         """Leave older optimizers stock here and, if they can be told, on the ranks that go on with them."""
         for shards, of_model in older.items() if told else ():
             self._stay_away([shards])
             shards.local = True
-            shards.agree_if_local()
+            shards.agree_if_local(None)
             for one in of_model:
                 one.stand_down(LOCAL)
 
@@ -418,9 +445,11 @@ class ShardedOptimizer:
         turn = self._turns.get(shards)
         if turn is None:  # the model is wrapped again
             turn = log.propose(step_log.list_terms(optimizer, [shards.names[one.index] for one in params]))
+            self._turns[shards] = turn
         log.adopt(turn)
         shards.optimizers.add(self)
         state = self._states[shards] = self._state_type(shards, turn)
+        self._tags = {}  # they name the turns
         # A slower peer may still ask when the script has dropped the optimizer here. Ranks that go on with it ask, too,
         # once they hear of a new one that this rank alone has made, at its first step.
         weakref.finalize(optimizer, rpc.keep_until_backward, shards.group, state, _ACCUMULATED).atexit = False
@@ -524,7 +553,7 @@ def _tell_local(models: Collection[ShardedGrads]) -> None:
     """Tell other ranks in their step that this one goes on by itself."""
     for shards in models:
         shards.local = True
-        shards.agree_if_local()
+        shards.agree_if_local(None)
     ShardedOptimizer._stay_away(models)
     _keep_no_longer(models, read=True)
 
