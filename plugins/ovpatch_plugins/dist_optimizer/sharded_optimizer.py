@@ -243,11 +243,21 @@ class ShardedOptimizer:
                 if other is not self:
                     other._sync.finish_param_sync()
         COUNTERS.grads_sharded += self._lazy_grads
-        for state in self._states.values():
-            state.wait_for_readers()
+        was_read = False
         for shards, of_model in models.items():
-            if shards not in self._states:
+            state = self._states.get(shards)
+            if state is None:
                 self._add_model(optimizer, shards, of_model)
+            else:
+                was_read |= state.was_read
+        if was_read:
+            # Not of other models: nothing of them changes, and peers may come to no step over them. A rank may have
+            # read another model's state than its peer, so all models are announced before the first wait.
+            states = [self._states[shards] for shards in models]
+            for state in states:
+                state.announce_step()
+            for state in states:
+                state.wait_for_readers()
         if self._quiet:
             for shards in self._of_groups:
                 shards.arrive_at_hosts()
@@ -401,8 +411,8 @@ class ShardedOptimizer:
             for shards in self._of_groups:
                 (shards.start_host_barrier if self._quiet else shards.wait_for_hosts)()
             self._sync.start_param_sync(params)
-        for state in self._states.values():
-            state.refill_held()
+        for shards in self._by_model:
+            self._states[shards].refill_held()
 
     def params_to_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters with a gradient whose update is divided."""

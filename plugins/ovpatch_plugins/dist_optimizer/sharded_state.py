@@ -261,13 +261,21 @@ class ShardedState(abc.ABC):
     def can_divide(shards: ShardedGrads, index: int) -> bool:
         """Return whether a parameter's update can be divided, and ask for what that takes of its gradient."""
 
+    @property
+    def was_read(self) -> bool:
+        """True if this rank has read state since its last step and the last backward."""
+        return self._read_after == self._shards.backwards
+
+    def announce_step(self) -> None:
+        """Let peers that have read begin their steps: this rank has reached its own, and reads no more before it."""
+        with self._changed:
+            self._next_step = self._steps + 1
+            self._changed.notify_all()
+
     def wait_for_readers(self) -> None:
         """Wait for the peers' steps if this rank has read since the last one; see [Note: versions of state]."""
-        if self._read_after == self._shards.backwards:
+        if self.was_read:
             self._read_after = -1
-            with self._changed:
-                self._next_step = self._steps + 1
-                self._changed.notify_all()
             PeerRpc.for_group(self.group).call(self._topic, {"next step": self._next_step})
 
     @contextmanager

@@ -225,6 +225,32 @@ class Saves(Script):
             copy.deepcopy(opt.state_dict())
 
 
+class SaveBeforeOneModel(Script):
+    """One rank saves one optimizer over both models, and the next losses are of the first one alone."""
+
+    def make(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.AdamW([p for model in self.models for p in model.parameters()], 0.01)]
+
+    def backward(self, step: int) -> None:
+        for number, model in enumerate(self.models[: 1 if step in (3, 4) else 2]):
+            model(data(step, 5, 6, micro=number)).square().mean().backward()
+
+    def stepped(self, step: int) -> None:
+        if step in (2, 3) and dist.get_rank() == 0:
+            copy.deepcopy(self.opts[0].state_dict())
+
+
+class ReadsOfState(SaveBeforeOneModel):
+    """Each rank reads the state of another model before the step of one optimizer over both."""
+
+    def backward(self, step: int) -> None:
+        Script.backward(self, step)
+
+    def reduced(self, step: int) -> None:
+        if step in (2, 3):
+            self.opts[0].state[self.models[dist.get_rank() % 2].module[0].weight]["exp_avg"].sum()
+
+
 class NoGradient(Script):
     """A parameter of one rank has no gradient in one step."""
 
@@ -256,7 +282,8 @@ class LaterInterleaved(Interleaved):
 
 CASES: dict[str, type[Script]] = {cls.__name__: cls for cls in (
     Steps, LaterSteps, NewOptimizers, OneNewOptimizer, ThreeOptimizers, Constructions, Params, Groups, Clips,
-    ClipOfBoth, ClipOfOne, ClipByOne, ClipByHand, ClipOfSome, Unscales, Reads, Saves, NoGradient, Interleaved,
+    ClipOfBoth, ClipOfOne, ClipByOne, ClipByHand, ClipOfSome, Unscales, Reads, Saves, SaveBeforeOneModel,
+    ReadsOfState, NoGradient, Interleaved,
 )}  # fmt: skip
 
 
