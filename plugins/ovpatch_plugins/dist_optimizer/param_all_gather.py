@@ -495,9 +495,11 @@ def split_by_size(params: Iterable[ShardedParam], capacities: Iterator[float]) -
 orphans: list[ParamAllGather] = []
 
 
-def finish_when_dropped(optimizer: Optimizer, gather: ParamAllGather) -> None:
+def finish_when_dropped(optimizer: Optimizer, gather: ParamAllGather) -> weakref.finalize[..., Optimizer]:
     """Have the next step of any optimizer wait for an all-gather once its own optimizer is gone."""
-    weakref.finalize(optimizer, _keep_until_arrival, gather).atexit = False
+    finalizer = weakref.finalize(optimizer, _keep_until_arrival, gather)
+    finalizer.atexit = False
+    return finalizer
 
 
 def _keep_until_arrival(gather: ParamAllGather) -> None:

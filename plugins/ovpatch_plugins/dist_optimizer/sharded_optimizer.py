@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ovpatch.overlap.comm.kept_state import kept_values, renew_in_children, weak_method
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.peer_rpc import rpc
-from ovpatch.overlap.peer_rpc.rpc import PeerError
+from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer import sharded_grads, step_log
@@ -122,6 +122,10 @@ class ShardedOptimizer:
         stand_down: Called with the optimizer and the reason when it has to go on as stock.
         quiet: The class is known to ask other ranks for nothing in its step, so that hosts can meet for the
             parameters' collective while it computes.
+
+    Attributes:
+        is_sharded: Whether it still shards steps.
+        finalizers: These run once the optimizer is freed, unless it has fallen back to torch before.
     """
 
     def __init__(
@@ -151,9 +155,11 @@ class ShardedOptimizer:
         self._of_groups: list[ShardedGrads] = []  # one model for each process group
         self._tags: dict[ShardedGrads, int] = {}  # name the votes on these steps
         self._states: dict[ShardedGrads, ShardedState] = {}
+        self._keepers: dict[ShardedGrads, weakref.finalize[..., Any]] = {}  # keep these for peers
         self._thread = 0  # which steps
         self._state_dicts: weakref.WeakSet[StateDictSource] = weakref.WeakSet()
-        weakref.finalize(optimizer, _complete_soon, self._state_dicts).atexit = False
+        self.finalizers = [weakref.finalize(optimizer, _complete_soon, self._state_dicts)]
+        self.finalizers[0].atexit = False
         self._hooks = (
             optimizer.register_state_dict_post_hook(weak_method(self._show_lazily), prepend=True),
             optimizer.register_load_state_dict_post_hook(weak_method(self._shard_loaded)),
@@ -462,7 +468,25 @@ class ShardedOptimizer:
         self._tags = {}  # they name the turns
         # A slower peer may still ask when the script has dropped the optimizer here. Ranks that go on with it ask, too,
         # once they hear of a new one that this rank alone has made, at its first step.
-        weakref.finalize(optimizer, rpc.keep_until_backward, shards.group, state, _ACCUMULATED).atexit = False
+        keeper = weakref.finalize(optimizer, rpc.keep_until_backward, shards.group, state, _ACCUMULATED)
+        keeper.atexit = False
+        self._keepers[shards] = keeper
+        current = {sharded.shards for sharded in self._params}
+        for former in [model for model in self._states if model not in current]:
+            self._drop_model(optimizer, former)
+
+    def _drop_model(self, optimizer: Optimizer, shards: ShardedGrads) -> None:
+        """Stop keeping state for a model whose parameters have other shards, as it was wrapped again."""
+        state = self._states.pop(shards)
+        self._keepers.pop(shards).detach()
+        self._turns.pop(shards, None)
+        shards.optimizers.discard(self)
+        if not PeerRpc.is_destroyed(shards.group):
+            # Parameters that this step leaves out still have lazy state.
+            values = [value for values in optimizer.state.values() for value in values.values()]
+            lazy_tensor.materialize(v for v in values if isinstance(v, LazyTensor) and v.source is state)
+        state.discount()
+        rpc.keep_until_backward(shards.group, state)  # slower peers still fetch
 
     def _show_lazily(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Show lazy tensors on the CPU in a state dict whose state is sharded; ``optimizer.state`` keeps its own."""
@@ -512,6 +536,9 @@ class ShardedOptimizer:
         optimizer = self._optimizer()
         if optimizer is None:
             return
+        # They keep what peers read of an optimizer that is freed. This one lives, and keeps its shards for final calls.
+        for finalizer in (*self.finalizers, *self._keepers.values()):
+            finalizer.detach()
         in_fp32 = issubclass(self._state_type, MainParamsState)
         for state_dict in list(self._state_dicts):
             (state_dict.complete if in_fp32 else state_dict.complete_read)()  # else it shows what is whole below

@@ -427,6 +427,12 @@ class ShardedState(abc.ABC):
         COUNTERS.state_bytes_whole += max(0, whole - self._counted[1])
         self._counted = max(kept, self._counted[0]), max(whole, self._counted[1])
 
+    def discount(self) -> None:
+        """Take what was counted back: the optimizer's state is kept elsewhere now."""
+        COUNTERS.state_bytes -= self._counted[0]
+        COUNTERS.state_bytes_whole -= self._counted[1]
+        self._counted = 0, 0
+
     # ---------------------------------------------------------------- reading
 
     def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
