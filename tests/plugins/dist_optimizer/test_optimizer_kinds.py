@@ -249,16 +249,16 @@ def test_an_optimizer_that_has_nothing_to_divide_is_reported(ranks):
 
 def exchanged() -> list[Record]:
     """An optimizer over another model steps, then gets as many parameters of a model that was wrapped before."""
-    model, other = DistributedDataParallel(even()), even()
+    model, other = ddp(net()), net()
     opt = torch.optim.AdamW(other.parameters(), lr=0.01)
-    other(data(9, 4, 8)).square().mean().backward()
+    other(data(9, 5, 6)).square().mean().backward()
     opt.step()
     opt.state.clear()
     opt.param_groups[0]["params"] = list(model.parameters())
     records = []
     for step in range(3):
         opt.zero_grad()
-        model(data(step, 4, 8)).square().mean().backward()
+        model(data(step, 5, 6)).square().mean().backward()
         opt.step()
         records.append(params(model))
     return records
