@@ -250,9 +250,9 @@ FAULTS: Final = (
     ),
     Fault(
         "a step waits for readers one model after the other",
-        _SHARDING + "sharded_optimizer.py",
-        "                state.announce_step()",
-        "                pass",
+        _SHARDING + "sharded_state.py",
+        "self._next_step = self._steps + 1",
+        "self._next_step = self._steps + self.was_read",
         (_SHARDING_TESTS + "test_orders_by_rank.py",),
     ),
     Fault(
