@@ -173,7 +173,7 @@ class _Round:
         return verdict
 
     def _delete(self, prefix: str) -> None:
-        """Delete the keys of the round before the last one: all ranks have joined that, so each has read this verdict."""
+        """Delete the keys of the round before the last one, which all ranks have joined after they read its verdict."""
         for name in (*range(self._group.size()), "verdict"):
             self._store.delete_key(f"{prefix}/{name}")
 
