@@ -101,7 +101,7 @@ class StepFlags:
 class StepVotes:
     """The votes of one process group in steps: ranks wait for each other before they change what is sharded.
 
-    [Note: votes name their subject] Votes pair by position. A script may step two optimizers in an order that differs
+    Votes pair by position. A script may step two optimizers in an order that differs
     by rank, as that of a set, and PyTorch does not mind. So the tag of each vote names the rank's next action, with
     all collectives until the next vote. If two tags differ, ranks do not run the same steps. Every
     rank that waits finds that in the same vote, and no rank of the group votes again: all steps are torch's own.

@@ -449,7 +449,7 @@ class ShardedGrads(GradSharder):
 
     @property
     def has_diverged(self) -> bool:
-        """True if ranks have voted on different subjects; see [Note: votes name their subject]."""
+        """True if ranks have voted on different subjects; see :class:`.StepVotes`."""
         return StepVotes.have_diverged(self.group, self.versions.device)
 
     def agree_if_local(self, tag: int | None) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, wait_limit_s
-from ovpatch.overlap.comm.kept_state import renew_in_children, weak_method
+from ovpatch.overlap.comm.kept_state import group_state, group_values, renew_in_children, weak_method
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 
 #: How long a rank waits for the others at most, in seconds; one may save a checkpoint first.
@@ -41,8 +41,6 @@ _ANEW: Final = (
     "one on every rank."
 )
 
-# All logs of this process, by group and model.
-_logs: weakref.WeakValueDictionary[str, StepLog] = weakref.WeakValueDictionary()
 # All logs share it: a step over one model may decide about a turn over another.
 _changed = threading.Condition()
 renew_in_children(sys.modules[__name__], "_changed", threading.Condition)
@@ -83,7 +81,7 @@ class StepLog:
     where ranks tell each other before each step (:meth:`ShardedGrads.agree_if_local`); elsewhere a new one on the same
     terms goes on in the older one's place, which must not step any more.
 
-    [Note: crossing steps] Two ranks may step two optimizers for the first time in orders that differ. Each would wait
+    Two ranks may step two optimizers for the first time in orders that differ. Each would wait
     for a turn that its peer reaches only after the reply to its own question. So a question has the steps of all logs
     that the rank has taken by then. If a peer has taken another step over another model, and not that one, it refuses
     the turn to all ranks, itself included. Refused turns are stock on all of them. A backward of another model does
@@ -97,7 +95,7 @@ class StepLog:
 
     def __init__(self, group: dist.ProcessGroup, identity: str, *, is_blocking: bool) -> None:
         self._turns: list[Turn] = []
-        # Positions after a number of backwards that this rank has refused; see [Note: crossing steps].
+        # Positions after a number of backwards that this rank has refused, since its own steps come in another order.
         self.refused: set[tuple[int, int]] = set()
         self._after = 0  # how many backwards were reduced before those turns
         self._left = -1  # a further backward has begun after so many
@@ -105,7 +103,7 @@ class StepLog:
         self._is_blocking = is_blocking
         self._group, self._topic = group, f"steps over {identity}"
         self._key = f"{group.group_name}: {identity}"
-        _logs[self._key] = self
+        group_state(group).get_or_create(_Logs, _Logs).add(self)
         weakref.finalize(self, PeerRpc.for_group(group).register(self._topic, weak_method(self._answer)))
 
     def begin_backward(self, backwards: int) -> None:
@@ -151,7 +149,7 @@ class StepLog:
         if dist.get_backend(self._group) == "fake":
             return {self._group.rank(): self._wait(backwards, position)}
         with _changed:
-            taken = {key: log._list_taken() for key, log in list(_logs.items()) if log is not self}
+            taken = {key: log._list_taken() for key, log in _find_logs().items() if log is not self}
         question = {"backwards": backwards, "position": position, "taken": taken}
         limit_s = wait_limit_s(self._group, PATIENCE_S)
         answers = PeerRpc.for_group(self._group).call(self._topic, question, timeout_s=limit_s)
@@ -178,8 +176,9 @@ class StepLog:
     @staticmethod
     def _crosses(taken: Mapping[str, Sequence[int]]) -> bool:
         """Return whether this rank has taken a step, or is in a backward, that a rank which waits for it has not."""
+        logs = _find_logs() if taken else {}
         for key, (after, steps, left) in taken.items():
-            log = _logs.get(key)
+            log = logs.get(key)
             if log is not None:
                 own_after, own_steps, own_left = log._list_taken()
                 if (own_after, own_steps) > (after, steps) or own_left > left:
@@ -192,6 +191,15 @@ class StepLog:
         if self._after == backwards and position < len(self._turns):
             return self._turns[position]
         return Turn("", "it has no such step") if self._left >= backwards or self._after > backwards else None
+
+
+class _Logs(weakref.WeakSet[StepLog]):
+    """The logs of one process group."""
+
+
+def _find_logs() -> dict[str, StepLog]:
+    """Return all logs of this process by group and model."""
+    return {log._key: log for _, logs in group_values(_Logs) for log in list(logs)}
 
 
 def list_terms(optimizer: Optimizer, names: Iterable[str]) -> str:
