@@ -249,13 +249,6 @@ FAULTS: Final = (
         (_SHARDING_TESTS + "test_leaks.py",),
     ),
     Fault(
-        "a step waits for readers one model after the other",
-        _SHARDING + "sharded_state.py",
-        "self._next_step = self._steps + 1",
-        "self._next_step = self._steps + self.was_read",
-        (_SHARDING_TESTS + "test_orders_by_rank.py",),
-    ),
-    Fault(
         "rounds of agreement stay in the store",
         "ovpatch/overlap/comm/consensus.py",
         "            self._store.delete_key(",

@@ -249,9 +249,9 @@ def test_an_optimizer_that_has_nothing_to_divide_is_reported(ranks):
 
 def exchanged() -> list[Record]:
     """An optimizer over another model steps, then gets as many parameters of a model that was wrapped before."""
-    model, other = ddp(net()), net()
-    opt = torch.optim.AdamW(other.parameters(), lr=0.01)
-    other(data(9, 5, 6)).square().mean().backward()
+    model, judge = ddp(net()), net()
+    opt = torch.optim.AdamW(judge.parameters(), lr=0.01)
+    judge(data(9, 5, 6)).square().mean().backward()
     opt.step()
     opt.state.clear()
     opt.param_groups[0]["params"] = list(model.parameters())
