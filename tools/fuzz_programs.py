@@ -100,6 +100,7 @@ _FOR_ONE: Final = frozenset({"APPLY", "EARLY", "PARAMS", "OPTIMIZER", "START", "
 _FLOORS: Final = {
     "habit clip norm": 1e-4,
     "habit clip one by one": 1e-4,
+    "habit clips in any order": 1e-4,
     "habit total norm": 1e-4,
     "habit expanded gradient": 1e-6,
     "optimizer fused": 1e-4,

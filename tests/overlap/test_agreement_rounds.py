@@ -116,3 +116,14 @@ def test_a_verdict_that_came_first_counts_for_a_rank_that_has_just_run_out_of_ti
         late = pool.submit(ended, 1, 2, -4.5)
         assert ended(0, 2, 10) == ""
         assert late.result() == ""
+
+
+def test_rounds_leave_no_keys_behind(stores):
+    _, store = stores
+    counts = []
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(4):
+            agreed = pool.map(lambda rank: consensus.check_consistent(Group(rank), "topic", {}), (0, 1))
+            assert list(agreed) == ["", ""]
+            counts.append(store.num_keys())
+    assert counts[1:] == counts[:1] * 3

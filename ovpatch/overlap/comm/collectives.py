@@ -12,14 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.consensus import agree_on_name
-from ovpatch.overlap.comm.kept_state import group_state, group_store, group_timeout_s, group_values, is_exiting_by_error
+from ovpatch.overlap.comm.kept_state import (
+    drop_values,
+    group_state,
+    group_store,
+    group_timeout_s,
+    group_values,
+    is_exiting_by_error,
+)
 
 
 class Work(Protocol):
@@ -488,6 +495,9 @@ def _as_reals(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(tensors)
 
 
+#: The first part of the keys by which groups keep what uses their step communicators, and goes with these.
+STEP_VOTES: Final = "step votes"
+
 _TUNED = ("cga_cluster_size", "min_ctas", "max_ctas")  # fields of NCCL's configuration that users set
 
 
@@ -525,6 +535,7 @@ def close_step_communicators(group: dist.ProcessGroup | None = None) -> None:
                 # Gloo cannot abort, and has no collective that waits on a device.
                 (communicator.abort if made.is_abandoned and device == "cuda" else communicator.shutdown)()
         made.clear()
+    drop_values(STEP_VOTES, group)
 
 
 def abandon_step_communicators(group: dist.ProcessGroup) -> None:
@@ -558,7 +569,9 @@ def _make_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.P
     store = group_store(group)
     if group.size() == 1 or not is_known or store is None:
         return None
-    name = f"ovpatch/communicator/{agree_on_name(group, 'communicator', timeout_s=group_timeout_s(group))}"
+    # Ranks may use the communicators of two devices for the first time in orders that differ.
+    topic = f"communicator of {device.type}"
+    name = f"ovpatch/communicator/{agree_on_name(group, topic, timeout_s=group_timeout_s(group))}"
     own_store = dist.PrefixStore(name, store)
     rank, size = group.rank(), group.size()
     if is_nccl:

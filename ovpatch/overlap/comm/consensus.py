@@ -136,9 +136,12 @@ class _Round:
         mark = uuid.uuid4().hex
         own = json.dumps({"mark": mark, "terms": terms, "objection": objection, "value": value}, sort_keys=True)
         if self._group.rank() == 0:
-            prefix = f"{self._base}/{self._store.add(f'{self._base}/rounds', 1)}"
+            number = self._store.add(f"{self._base}/rounds", 1)
+            prefix = f"{self._base}/{number}"
             self._store.set(f"{prefix}/0", own)
             verdict = self._publish(prefix, self._collect(prefix))
+            if len(verdict["marks"]) == self._group.size():
+                self._delete(f"{self._base}/{number - 1}")
         else:
             verdict = self._answer(mark, own) or self._missing([0])
         if "error" in verdict:
@@ -168,6 +171,11 @@ class _Round:
             verdict = {"marks": verdict["marks"]} | self._gone(first["gone"])
         self._store.set(key, json.dumps(verdict))
         return verdict
+
+    def _delete(self, prefix: str) -> None:
+        """Delete the keys of the round before the last one, which all ranks have joined after they read its verdict."""
+        for name in (*range(self._group.size()), "verdict"):
+            self._store.delete_key(f"{prefix}/{name}")
 
     def _judge(self, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ranks = [dist.get_global_rank(self._group, rank) for rank in range(len(answers))]

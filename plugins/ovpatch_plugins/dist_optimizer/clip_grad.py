@@ -116,7 +116,7 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         by_hand = _clipping.params is None  # otherwise the sum of the norms has made all ranks meet
         if by_hand:
-            _tell_if_local(given)
+            _agree_on_clip("scale", given)
         places = _sharded_places(given)
         if not places:
             original(given, max_norm, total_norm, foreach)
@@ -125,7 +125,7 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
         holders = [_GradHolder(shards.reduced_shard(index)) for shards, index in lazy.values()]
         whole = [param for param in given if id(param) not in lazy]
         if by_hand:
-            _meet(total_norm, dict.fromkeys(shards.group for shards, _ in places.values()))
+            _meet(total_norm, dict.fromkeys(s.group for s in sharded_grads.sort_models(s for s, _ in places.values())))
         with updating_shards(list(places.values())):
             original([*whole, *holders], max_norm, total_norm, foreach)
 
@@ -158,12 +158,11 @@ class _GradHolder:
         self.grad = grad
 
 
-def _tell_if_local(params: Iterable[Tensor]) -> None:
-    """Have ranks tell each other whether gradients are local by now, so that all take the same way."""
+def _agree_on_clip(kind: str, params: Iterable[Tensor]) -> None:
+    """Have ranks agree whether gradients are local by now and which ones change, so that all take the same way."""
     places = [(param, *place) for param in params if (place := sharded_grads.find(param)) is not None]
     sharded_grads.materialize_moved(places)  # while peers may be called
-    for shards in dict.fromkeys(shards for _, shards, index in places if shards.was_sharded(index)):
-        shards.agree_if_local()
+    sharded_grads.vote(kind, [(shards, index) for _, shards, index in places if shards.was_sharded(index)])
 
 
 def _sharded_places(params: Iterable[Tensor]) -> dict[int, Place]:
@@ -186,7 +185,7 @@ def _norms_by_all_reduce(
     given: Sequence[Tensor], params: Sequence[Tensor], order: float, foreach: bool | None
 ) -> list[Tensor] | None:
     """Return the norm of each gradient, summed over the shards of all ranks; None if there are no shards."""
-    _tell_if_local(params)
+    _agree_on_clip("clip", params)
     places = _sharded_places(params)
     if not places:
         return None
@@ -194,7 +193,8 @@ def _norms_by_all_reduce(
     for shards, index in places.values():
         by_model.setdefault(shards, []).append(index)
     norms: dict[Place, Tensor] = {}
-    for shards, indices in by_model.items():
+    for shards in sharded_grads.sort_models(by_model):
+        indices = sorted(by_model[shards])
         shards.wait_for_hosts()
         local = [
             shards.local_shard(index) if _is_whole((shards, index)) else shards.reduced_shard(index)
@@ -294,14 +294,14 @@ def wrap_unscale(original: Unscale) -> Unscale:
         sharded = optimizers.find_sharded(optimizer)
         stepped = sharded.params_to_step(optimizer) if sharded is not None else ()
         sharded_grads.materialize_moved([(one.param, one.shards, one.index) for one in stepped])
-        for shards in dict.fromkeys(one.shards for one in stepped if one.shards.was_sharded(one.index)):
-            shards.agree_if_local()
+        places = [(one.shards, one.index) for one in stepped]
+        sharded_grads.vote("unscale", [place for place in places if place[0].was_sharded(place[1])])
         params = [one for one in stepped if one.shards.is_sharded(one.index)]
         if not params:
             return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         with _lazy_as_shards(optimizer, params):
             looked = original(scaler, optimizer, torch.ones_like(inv_scale), found_inf.clone(), allow_fp16)
-        for group in dict.fromkeys(one.shards.group for one in params):
+        for group in dict.fromkeys(s.group for s in sharded_grads.sort_models(one.shards for one in params)):
             for seen in looked.values():
                 dist.all_reduce(seen, dist.ReduceOp.MAX, group=step_communicator(group, seen.device))
         with updating_shards([(one.shards, one.index) for one in params]), _lazy_as_shards(optimizer, params):

@@ -169,7 +169,7 @@ class Optimizers:
         """Return what divides an optimizer's steps, made at the first call; None if it is stock."""
         kept = kept_values(optimizer)
         if _SHARDED not in kept:
-            seen = sharded_grads.get_generation(), [len(group["params"]) for group in optimizer.param_groups]
+            seen = sharded_grads.get_generation(), [list(map(id, group["params"])) for group in optimizer.param_groups]
             if kept.get(_SEEN) == seen:  # no parameter has got shards since
                 return None
             if not _has_sharded_grads(optimizer):
@@ -207,9 +207,11 @@ class Optimizers:
                 bucket_mb=bucket_mb,
                 copy_engines=options["copy_engines"],
             )
-            finish_when_dropped(optimizer, gather)
             state_type = MainParamsState if options["main_params_in_fp32"] else ElementwiseState
-            return ShardedOptimizer(optimizer, gather, state_type, _leave_stock, quiet=kind is Kind.ELEMENT_WISE)
+            quiet = kind is Kind.ELEMENT_WISE
+            sharded = ShardedOptimizer(optimizer, gather, state_type, _leave_stock, quiet=quiet)
+            sharded.finalizers.append(finish_when_dropped(optimizer, gather))
+            return sharded
         broadcast = ParamBroadcast(min(bucket_mb, _BROADCAST_MB))
         owned = OwnedState if kind is Kind.PER_PARAMETER else NamedOwnedState
         return ShardedOptimizer(optimizer, broadcast, owned, _leave_stock)

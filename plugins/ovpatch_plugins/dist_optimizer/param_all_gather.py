@@ -23,6 +23,7 @@ from ovpatch.overlap.tensors.memory import shard_range, shard_view
 from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_ready, without_modes
 from ovpatch_plugins.dist_optimizer.options import OPTIONS
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch_plugins.dist_optimizer.sharded_grads import sort_models
 from ovpatch_plugins.dist_optimizer.sharded_state import ShardedParam, read_versions
 
 MIB = 1024 * 1024
@@ -468,9 +469,12 @@ def _overlap(addresses: Sequence[int], sizes: Sequence[int]) -> bool:
 def group_alike(
     params: Sequence[ShardedParam], kind: Callable[[ShardedParam], Hashable]
 ) -> Iterable[list[ShardedParam]]:
-    """Return the parameters of each model and kind, in registration order, each kind where its first one stands."""
+    """Return the parameters of each model and kind, in registration order, each kind where its first one stands.
+
+    An optimizer may have its parameters in another order on other ranks.
+    """
     found: dict[Hashable, list[ShardedParam]] = {}
-    models = list(dict.fromkeys(one.shards for one in params))
+    models = sort_models(one.shards for one in params)
     for one in sorted(params, key=lambda one: (models.index(one.shards), one.index)):
         found.setdefault((one.shards, kind(one)), []).append(one)
     return found.values()
@@ -497,9 +501,11 @@ def split_by_size(params: Iterable[ShardedParam], capacities: Iterator[float]) -
 orphans: list[ParamAllGather] = []
 
 
-def finish_when_dropped(optimizer: Optimizer, gather: ParamAllGather) -> None:
+def finish_when_dropped(optimizer: Optimizer, gather: ParamAllGather) -> weakref.finalize[..., Optimizer]:
     """Have the next step of any optimizer wait for an all-gather once its own optimizer is gone."""
-    weakref.finalize(optimizer, _keep_until_arrival, gather).atexit = False
+    finalizer = weakref.finalize(optimizer, _keep_until_arrival, gather)
+    finalizer.atexit = False
+    return finalizer
 
 
 def _keep_until_arrival(gather: ParamAllGather) -> None:

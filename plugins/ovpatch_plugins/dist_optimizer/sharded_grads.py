@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -17,7 +18,6 @@ from ovpatch.overlap.comm.collectives import (
     abandon_step_communicators,
     abort_transport,
     reduce_scatter_transport,
-    step_communicator,
 )
 from ovpatch.overlap.comm.kept_state import (
     WeakParams,
@@ -27,7 +27,7 @@ from ovpatch.overlap.comm.kept_state import (
     is_destroyed,
     param_state,
 )
-from ovpatch.overlap.comm.step_flags import is_raised_anywhere
+from ovpatch.overlap.comm.step_flags import StepVotes
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.bucket import GradBucket, get_grad
@@ -51,6 +51,15 @@ _OTHER_LAYOUT: Final = (
     "its gradient and of its optimizer's state are in the old order. Change the layout before "
     "DistributedDataParallel, or turn dist_optimizer off."
 )
+
+_OTHER_ORDER: Final = (
+    "ovpatch: ranks have stepped, clipped or unscaled optimizers over {} in orders that differ, or over different "
+    "parameters, so its parameters may be wrong since one of the last steps. Use the same order on every rank (a set "
+    "has none), or turn dist_optimizer off."
+)
+
+#: More than a rank's digest of its votes, so that the sum of its squares over 2,047 ranks is an int32.
+_VOTED: Final = 1021
 
 _TOO_EARLY: Final = (
     "ovpatch: the gradient of parameter '{}' was read, or added to, during a backward that has already reduced it "
@@ -137,6 +146,7 @@ class ShardedGrads(GradSharder):
         self._halves = [i for i, param in enumerate(params) if in_fp32 and param.dtype in HALVES]
         self._sums_in_fp32, self._must_send_fp32 = sums_in_fp32, False
         self._communicator = group
+        self._order, self._voted = group_state(group).get_or_create(_VoteOrder, _VoteOrder), 0
         self._kept = group_state(group).values
         # Once: in a step the optimizer's parameters are shards, and peers call at any time.
         self._numels = [param.numel() for param in params]
@@ -179,18 +189,27 @@ class ShardedGrads(GradSharder):
         return self._can_be_sharded[index]
 
     def get_flags(self) -> list[int]:
-        """Return which gradients this rank requests sharded, and which it has read; two flags per parameter."""
+        """Return which gradients this rank requests sharded, and which it has read; two flags per parameter.
+
+        Two more let ranks compare a number: all have the same if their count times the sum of squares is the sum's.
+        """
         flags = [0] * (2 * len(self.params))
         for index in self._requested:
             flags[index] = 1
         for index in self._read:
             flags[len(self.params) + index] = 1
-        return flags
+        return [*flags, self._voted, self._voted**2]
 
     def update_sharded(self, sums: Sequence[int]) -> bool:
-        """Shard what all ranks request and none has read; see :class:`GradSharder`."""
+        """Shard what all ranks request and none has read; see :class:`GradSharder`.
+
+        Raises:
+            RuntimeError: Ranks have done different things in a step, or in another order.
+        """
         if sums:
             count = len(self.params)
+            if self._world * sums[-1] != sums[-2] ** 2:
+                raise RuntimeError(_OTHER_ORDER.format(self.identity))
             self._agreed = frozenset(i for i in range(count) if sums[i] == self._world and sums[count + i] == 0)
             if self._agreed and not self._peers.is_serving:
                 self._peers.start_serving(self.identity, self._examples())
@@ -415,7 +434,7 @@ class ShardedGrads(GradSharder):
     @functools.cached_property
     def step_log(self) -> StepLog:
         """What this rank steps; from the first backward on peers may ask."""
-        return StepLog(self.group, self.identity)
+        return StepLog(self.group, self.identity, is_blocking=not self.versions.asynchronous)
 
     @property
     def tells(self) -> bool:
@@ -428,17 +447,29 @@ class ShardedGrads(GradSharder):
             self._barrier.stay_away()
             abandon_step_communicators(self.group)
 
-    def agree_if_local(self) -> None:
+    @property
+    def has_diverged(self) -> bool:
+        """True if ranks have voted on different subjects; see :class:`.StepVotes`."""
+        return StepVotes.have_diverged(self.group, self.versions.device)
+
+    def agree_if_local(self, tag: int | None) -> None:
         """Make :attr:`local` the same on all ranks, which all call this.
 
         A rank with local gradients waits for no other: it goes on by itself, perhaps for ever. The others hear of it by
-        the sum that they wait for. Not on devices whose hosts run ahead: there it would stall them.
+        the sum that they wait for. A vote would stall hosts that run ahead of their devices. There the step flags show
+        whether ranks have done the same in the same order, so an error follows within a period.
+
+        Args:
+            tag: What this rank is about to do (:func:`tag_votes`); None in a vote of its peers that this rank leaves.
         """
         shards = self._watch is not None and not (self.restored or self.retired)  # also once the reducer is gone
-        if not (shards and self.tells and self.backwards) or is_destroyed(self.group):
+        if not (shards and self.backwards) or self._world == 1 or is_destroyed(self.group):
             return
-        device = self.versions.device
-        self.local = is_raised_anywhere(step_communicator(self.group, device), device, self.local)
+        if self.tells:
+            self.local = not StepVotes.for_group(self.group, self.versions.device).agree(tag, leaves=self.local)
+        elif tag is not None:
+            self._order.votes += 1
+            self._voted = (self._voted * 31 + self._order.votes + tag) % _VOTED
 
     # ---------------------------------------------------------------- reading
 
@@ -514,6 +545,12 @@ class _Generation:
     number = 0
 
 
+class _VoteOrder:
+    """The number of votes in one group whose ranks do not exchange them."""
+
+    votes = 0
+
+
 class _Models(weakref.WeakSet[ShardedGrads]):
     """The sharded gradients of one process group."""
 
@@ -539,6 +576,46 @@ def find_by_grad(grads: Sequence[Tensor]) -> list[tuple[ShardedGrads, int] | Non
         for model in models:
             places |= {id(grad): (model, index) for index, grad in model.last_grads()}
     return [places.get(id(grad)) for grad in grads]
+
+
+def sort_models(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
+    """Return models, each once, in an order that is the same on all ranks: a script's may differ."""
+    return sorted(dict.fromkeys(models), key=lambda shards: (shards.group.group_name, shards.identity))
+
+
+def tag_votes(kind: str, subjects: Mapping[ShardedGrads, Hashable]) -> dict[ShardedGrads, int]:
+    """Return the tag of each model's vote; the models are in the order of :func:`sort_models`.
+
+    The first vote of a group decides on all collectives until the last one, so each tag is of all the group's models.
+
+    Args:
+        kind: What ranks are about to do.
+        subjects: The parameters and other facts by model, as integers or tuples of these.
+    """
+    # The hash of integers is the same in all processes, that of a string is not.
+    names = {shards: zlib.crc32(f"{kind} {shards.identity}".encode()) for shards in subjects}
+    digests: dict[dist.ProcessGroup, int] = {}
+    for shards, subject in subjects.items():
+        digests[shards.group] = hash((digests.get(shards.group, 0), names[shards], subject))
+    return {shards: hash((digests[shards.group], name)) & _TAG_MASK for shards, name in names.items()}
+
+
+def vote(kind: str, places: Iterable[tuple[ShardedGrads, int]]) -> None:
+    """Have ranks agree on what they do with some parameters' gradients next; see :meth:`ShardedGrads.agree_if_local`.
+
+    Args:
+        kind: What that is.
+        places: Where the gradients belong.
+    """
+    indices: dict[ShardedGrads, list[int]] = {}
+    for shards, index in places:
+        indices.setdefault(shards, []).append(index)
+    subjects = {shards: tuple(sorted(indices[shards])) for shards in sort_models(indices)}
+    for shards, tag in tag_votes(kind, subjects).items():
+        shards.agree_if_local(tag)
+
+
+_TAG_MASK: Final = (1 << 30) - 1
 
 
 def materialize_moved(places: Iterable[tuple[Tensor, ShardedGrads, int]]) -> bool:

@@ -6,6 +6,7 @@ import functools
 import operator
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import NoneType
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from ovpatch.overlap.comm.kept_state import kept_values, renew_in_children, weak_method
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.peer_rpc import rpc
-from ovpatch.overlap.peer_rpc.rpc import PeerError
+from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer import sharded_grads, step_log
@@ -40,6 +41,11 @@ Inner = Callable[..., Any]
 LOCAL = (
     "a rank stepped it with gradients that DistributedDataParallel had not reduced (no_sync(), or a forward around the "
     "wrapper), or stepped another optimizer over its parameters alone, so ranks may want to differ"
+)
+
+OTHER_ORDER = (
+    "ranks stepped, clipped or unscaled optimizers in orders that differ, or with gradients of different parameters, "
+    "after which no optimizer of the process group is sharded. Use the same order on every rank; a set has none"
 )
 
 LEFT = (
@@ -116,6 +122,10 @@ class ShardedOptimizer:
         stand_down: Called with the optimizer and the reason when it has to go on as stock.
         quiet: The class is known to ask other ranks for nothing in its step, so that hosts can meet for the
             parameters' collective while it computes.
+
+    Attributes:
+        is_sharded: Whether it still shards steps.
+        finalizers: These run once the optimizer is freed, unless it has fallen back to torch before.
     """
 
     def __init__(
@@ -143,10 +153,13 @@ class ShardedOptimizer:
         self._stepped: list[ShardedParam] = []  # those that had a gradient then
         self._by_model: dict[ShardedGrads, list[ShardedParam]] = {}
         self._of_groups: list[ShardedGrads] = []  # one model for each process group
+        self._tags: dict[ShardedGrads, int] = {}  # name the votes on these steps
         self._states: dict[ShardedGrads, ShardedState] = {}
+        self._keepers: dict[ShardedGrads, weakref.finalize[..., Any]] = {}  # keep these for peers
         self._thread = 0  # which steps
         self._state_dicts: weakref.WeakSet[StateDictSource] = weakref.WeakSet()
-        weakref.finalize(optimizer, _complete_soon, self._state_dicts).atexit = False
+        self.finalizers = [weakref.finalize(optimizer, _complete_soon, self._state_dicts)]
+        self.finalizers[0].atexit = False
         self._hooks = (
             optimizer.register_state_dict_post_hook(weak_method(self._show_lazily), prepend=True),
             optimizer.register_load_state_dict_post_hook(weak_method(self._shard_loaded)),
@@ -214,9 +227,10 @@ class ShardedOptimizer:
         if self._lazy_grads and sharded_grads.materialize_moved([(one.param, one.shards, one.index) for one in params]):
             params = self.params_to_step(optimizer)
         if params != self._stepped:
-            self._stepped, self._by_model = params, {}
+            self._stepped, self._tags = params, {}
+            self._by_model = {shards: [] for shards in sharded_grads.sort_models(p.shards for p in params)}
             for one in params:
-                self._by_model.setdefault(one.shards, []).append(one)
+                self._by_model[one.shards].append(one)
             self._of_groups = _one_per_group(self._by_model)
         models = self._by_model if params else {}
         for shards in models:
@@ -235,11 +249,21 @@ class ShardedOptimizer:
                 if other is not self:
                     other._sync.finish_param_sync()
         COUNTERS.grads_sharded += self._lazy_grads
-        for state in self._states.values():
-            state.wait_for_readers()
+        was_read = False
         for shards, of_model in models.items():
-            if shards not in self._states:
+            state = self._states.get(shards)
+            if state is None:
                 self._add_model(optimizer, shards, of_model)
+            else:
+                was_read |= state.was_read
+        if was_read:
+            # Not of other models: nothing of them changes, and peers may come to no step over them. A rank may have
+            # read another model's state than its peer, so all models are announced before the first wait.
+            states = [self._states[shards] for shards in models]
+            for state in states:
+                state.announce_step()
+            for state in states:
+                state.wait_for_readers()
         if self._quiet:
             for shards in self._of_groups:
                 shards.arrive_at_hosts()
@@ -265,16 +289,33 @@ class ShardedOptimizer:
         for shards in models:
             state = self._states.get(shards)
             if state is not None:
-                shards.step_log.record(shards.backwards, state.next_turn())
-        is_local = False
+                log = shards.step_log
+                log.record(shards.backwards, state.next_turn())
+                if log.refused:
+                    # A peer that has made a new optimizer takes its first step as torch does, and this rank must, too.
+                    shards.local |= log.is_refused()
+        is_local, tags = False, self._tags or self._tag_votes()
         for shards in models:
             shards.local |= self._apart or self._has_drifted(shards)
-            shards.agree_if_local()
+            shards.agree_if_local(tags[shards])
             is_local |= shards.local
         if is_local:
             self._stay_away(models)
-            return LOCAL
+            return self._say_local(models)
         return ""
+
+    def _tag_votes(self) -> dict[ShardedGrads, int]:
+        subjects: dict[ShardedGrads, tuple[int, ...]] = {}
+        for shards, params in self._by_model.items():
+            turn = self._turns.get(shards)
+            number = zlib.crc32(turn.name.encode()) if turn is not None else 0
+            subjects[shards] = (number, *sorted(sharded.index for sharded in params))
+        self._tags = sharded_grads.tag_votes("step", subjects)
+        return self._tags
+
+    @staticmethod
+    def _say_local(models: Iterable[ShardedGrads]) -> str:
+        return OTHER_ORDER if any(shards.has_diverged for shards in models) else LOCAL
 
     def _has_drifted(self, shards: ShardedGrads) -> bool:
         return bool(shards.drifted) and any(one.index in shards.drifted for one in self._by_model.get(shards, ()))
@@ -290,18 +331,20 @@ class ShardedOptimizer:
 
         Every rank does so at the optimizer's first step, also one that has nothing to divide.
         """
-        names: dict[ShardedGrads, list[str]] = {}
+        found: dict[ShardedGrads, list[str]] = {}
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             entry = sharded_grads.find(param)
             if entry is not None and entry[0].group.size() > 1:
-                names.setdefault(entry[0], []).append(entry[0].names[entry[1]])
+                found.setdefault(entry[0], []).append(entry[0].names[entry[1]])
+        names = {shards: found[shards] for shards in sharded_grads.sort_models(found)}
         terms = {shards: step_log.list_terms(optimizer, of_model) for shards, of_model in names.items()}
         self._turns = {shards: shards.step_log.propose(terms[shards]) for shards in names}
-        if any(shards.local or self._has_drifted(shards) for shards in names):  # it waits for no other rank
+        if any(shards.local or shards.has_diverged or self._has_drifted(shards) for shards in names):
+            reason = self._say_local(names)  # it waits for no other rank
             for shards in names:
-                shards.step_log.record(shards.backwards, Turn("", LOCAL))
+                shards.step_log.record(shards.backwards, Turn("", reason))
             self._leave_together({shards: self._older(shards) for shards in names}, told=any(map(self._older, names)))
-            return LOCAL
+            return reason
         logs = {shards.step_log: (shards.backwards, turn) for shards, turn in self._turns.items()}
         reason, agreed, is_older = step_log.agree(optimizer, logs, adopts=not all(shards.tells for shards in names))
         older = {shards: self._older(shards) for shards in names}
@@ -326,17 +369,17 @@ class ShardedOptimizer:
             for one in older[shards]:
                 one._replaced |= one._is(shards, turn)
         COUNTERS.optimizers += 1
-        if is_older:  # whose ranks tell each other in every step
-            for shards in names:
-                shards.agree_if_local()
-        return LOCAL if any(shards.local for shards in names) else ""
+        if is_older:  # whose ranks vote in this step, and know the optimizer by the turn that is adopted
+            for shards, tag in self._tag_votes().items():
+                shards.agree_if_local(tag)
+        return self._say_local(names) if any(shards.local for shards in names) else ""
 
     def _leave_together(self, older: Mapping[ShardedGrads, Sequence[ShardedOptimizer]], *, told: bool) -> None:
         """Leave older optimizers stock here and, if they can be told, on the ranks that go on with them."""
         for shards, of_model in older.items() if told else ():
             self._stay_away([shards])
             shards.local = True
-            shards.agree_if_local()
+            shards.agree_if_local(None)
             for one in of_model:
                 one.stand_down(LOCAL)
 
@@ -374,8 +417,8 @@ class ShardedOptimizer:
             for shards in self._of_groups:
                 (shards.start_host_barrier if self._quiet else shards.wait_for_hosts)()
             self._sync.start_param_sync(params)
-        for state in self._states.values():
-            state.refill_held()
+        for shards in self._by_model:
+            self._states[shards].refill_held()
 
     def params_to_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters with a gradient whose update is divided."""
@@ -418,12 +461,32 @@ class ShardedOptimizer:
         turn = self._turns.get(shards)
         if turn is None:  # the model is wrapped again
             turn = log.propose(step_log.list_terms(optimizer, [shards.names[one.index] for one in params]))
+            self._turns[shards] = turn
         log.adopt(turn)
         shards.optimizers.add(self)
         state = self._states[shards] = self._state_type(shards, turn)
+        self._tags = {}  # they name the turns
         # A slower peer may still ask when the script has dropped the optimizer here. Ranks that go on with it ask, too,
         # once they hear of a new one that this rank alone has made, at its first step.
-        weakref.finalize(optimizer, rpc.keep_until_backward, shards.group, state, _ACCUMULATED).atexit = False
+        keeper = weakref.finalize(optimizer, rpc.keep_until_backward, shards.group, state, _ACCUMULATED)
+        keeper.atexit = False
+        self._keepers[shards] = keeper
+        current = {sharded.shards for sharded in self._params}
+        for former in [model for model in self._states if model not in current]:
+            self._drop_model(optimizer, former)
+
+    def _drop_model(self, optimizer: Optimizer, shards: ShardedGrads) -> None:
+        """Stop keeping state for a model whose parameters have other shards, as it was wrapped again."""
+        state = self._states.pop(shards)
+        self._keepers.pop(shards).detach()
+        self._turns.pop(shards, None)
+        shards.optimizers.discard(self)
+        if not PeerRpc.is_destroyed(shards.group):
+            # Parameters that this step leaves out still have lazy state.
+            values = [value for values in optimizer.state.values() for value in values.values()]
+            lazy_tensor.materialize(v for v in values if isinstance(v, LazyTensor) and v.source is state)
+        state.discount()
+        rpc.keep_until_backward(shards.group, state)  # slower peers still fetch
 
     def _show_lazily(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Show lazy tensors on the CPU in a state dict whose state is sharded; ``optimizer.state`` keeps its own."""
@@ -473,6 +536,9 @@ class ShardedOptimizer:
         optimizer = self._optimizer()
         if optimizer is None:
             return
+        # They keep what peers read of an optimizer that is freed. This one lives, and keeps its shards for final calls.
+        for finalizer in (*self.finalizers, *self._keepers.values()):
+            finalizer.detach()
         in_fp32 = issubclass(self._state_type, MainParamsState)
         for state_dict in list(self._state_dicts):
             (state_dict.complete if in_fp32 else state_dict.complete_read)()  # else it shows what is whole below
@@ -524,7 +590,7 @@ def _tell_local(models: Collection[ShardedGrads]) -> None:
     """Tell other ranks in their step that this one goes on by itself."""
     for shards in models:
         shards.local = True
-        shards.agree_if_local()
+        shards.agree_if_local(None)
     ShardedOptimizer._stay_away(models)
     _keep_no_longer(models, read=True)
 

@@ -261,13 +261,21 @@ class ShardedState(abc.ABC):
     def can_divide(shards: ShardedGrads, index: int) -> bool:
         """Return whether a parameter's update can be divided, and ask for what that takes of its gradient."""
 
+    @property
+    def was_read(self) -> bool:
+        """True if this rank has read state since its last step and the last backward."""
+        return self._read_after == self._shards.backwards
+
+    def announce_step(self) -> None:
+        """Let peers that have read begin their steps: this rank has reached its own, and reads no more before it."""
+        with self._changed:
+            self._next_step = self._steps + 1
+            self._changed.notify_all()
+
     def wait_for_readers(self) -> None:
         """Wait for the peers' steps if this rank has read since the last one; see [Note: versions of state]."""
-        if self._read_after == self._shards.backwards:
+        if self.was_read:
             self._read_after = -1
-            with self._changed:
-                self._next_step = self._steps + 1
-                self._changed.notify_all()
             PeerRpc.for_group(self.group).call(self._topic, {"next step": self._next_step})
 
     @contextmanager
@@ -418,6 +426,12 @@ class ShardedState(abc.ABC):
         COUNTERS.state_bytes += max(0, kept - self._counted[0])
         COUNTERS.state_bytes_whole += max(0, whole - self._counted[1])
         self._counted = max(kept, self._counted[0]), max(whole, self._counted[1])
+
+    def discount(self) -> None:
+        """Take what was counted back: the optimizer's state is kept elsewhere now."""
+        COUNTERS.state_bytes -= self._counted[0]
+        COUNTERS.state_bytes_whole -= self._counted[1]
+        self._counted = 0, 0
 
     # ---------------------------------------------------------------- reading
 

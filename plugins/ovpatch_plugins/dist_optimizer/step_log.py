@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, wait_limit_s
-from ovpatch.overlap.comm.kept_state import weak_method
+from ovpatch.overlap.comm.kept_state import group_state, group_values, renew_in_children, weak_method
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 
 #: How long a rank waits for the others at most, in seconds; one may save a checkpoint first.
@@ -33,10 +34,16 @@ _REMEDY: Final = (
 )
 
 
+_CROSSING: Final = "a step in another order than on other ranks"
+
 _ANEW: Final = (
     "ovpatch: some ranks have made a new {}, and the others go on with the old one, whose state differs. Make a new "
     "one on every rank."
 )
+
+# All logs share it: a step over one model may decide about a turn over another.
+_changed = threading.Condition()
+renew_in_children(sys.modules[__name__], "_changed", threading.Condition)
 
 
 @dataclass(frozen=True)
@@ -74,34 +81,52 @@ class StepLog:
     where ranks tell each other before each step (:meth:`ShardedGrads.agree_if_local`); elsewhere a new one on the same
     terms goes on in the older one's place, which must not step any more.
 
+    Two ranks may step two optimizers for the first time in orders that differ. Each would wait
+    for a turn that its peer reaches only after the reply to its own question. So a question has the steps of all logs
+    that the rank has taken by then. If a peer has taken another step over another model, and not that one, it refuses
+    the turn to all ranks, itself included. Refused turns are stock on all of them. A backward of another model does
+    the same where it blocks the host until all ranks have joined it.
+
     Args:
         group: The process group of the model.
         identity: The model's name, the same on all ranks.
+        is_blocking: Whether the host waits in a backward of the model until all ranks have joined it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, identity: str) -> None:
-        self._changed = threading.Condition()
+    def __init__(self, group: dist.ProcessGroup, identity: str, *, is_blocking: bool) -> None:
         self._turns: list[Turn] = []
+        # Positions after a number of backwards that this rank has refused, since its own steps come in another order.
+        self.refused: set[tuple[int, int]] = set()
         self._after = 0  # how many backwards were reduced before those turns
         self._left = -1  # a further backward has begun after so many
         self._counts: Counter[str] = Counter()  # the highest number under some terms
+        self._is_blocking = is_blocking
         self._group, self._topic = group, f"steps over {identity}"
+        self._key = f"{group.group_name}: {identity}"
+        group_state(group).get_or_create(_Logs, _Logs).add(self)
         weakref.finalize(self, PeerRpc.for_group(group).register(self._topic, weak_method(self._answer)))
 
     def begin_backward(self, backwards: int) -> None:
         """Note that a backward begins, after so many were reduced."""
-        with self._changed:
+        with _changed:
             self._left = backwards
-            self._changed.notify_all()
+            _changed.notify_all()
 
     def record(self, backwards: int, turn: Turn) -> int:
         """Note a step after so many backwards; return which one after the same backward it is."""
-        with self._changed:
+        with _changed:
             if backwards != self._after:
                 self._turns, self._after = [], backwards
-            self._turns.append(turn)
-            self._changed.notify_all()
-            return len(self._turns) - 1
+                if self.refused:
+                    self.refused = {place for place in self.refused if place[0] >= backwards}
+            position = len(self._turns)
+            self._turns.append(turn if (backwards, position) not in self.refused else Turn("", _CROSSING))
+            _changed.notify_all()
+            return position
+
+    def is_refused(self) -> bool:
+        """Return whether the newest step is one that this rank has refused."""
+        return (self._after, len(self._turns) - 1) in self.refused
 
     def has_agreed(self, backwards: int) -> bool:
         """Return whether a step after so many backwards was one on which ranks had agreed before."""
@@ -123,25 +148,58 @@ class StepLog:
         """
         if dist.get_backend(self._group) == "fake":
             return {self._group.rank(): self._wait(backwards, position)}
-        question = {"backwards": backwards, "position": position}
+        with _changed:
+            taken = {key: log._list_taken() for key, log in _find_logs().items() if log is not self}
+        question = {"backwards": backwards, "position": position, "taken": taken}
         limit_s = wait_limit_s(self._group, PATIENCE_S)
         answers = PeerRpc.for_group(self._group).call(self._topic, question, timeout_s=limit_s)
         turns = {rank: Turn(**header) for rank, (header, _) in answers.items()}
         return turns | {self._group.rank(): self._wait(backwards, position)}
 
     def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-        return asdict(self._wait(question["backwards"], question["position"])), []
+        return asdict(self._wait(question["backwards"], question["position"], question["taken"])), []
 
-    def _wait(self, backwards: int, position: int) -> Turn:
-        with self._changed:
-            is_known = self._changed.wait_for(lambda: self._find(backwards, position) is not None, 2 * PATIENCE_S)
-            found = self._find(backwards, position) if is_known else None
+    def _wait(self, backwards: int, position: int, taken: Mapping[str, Sequence[int]] | None = None) -> Turn:
+        def is_known() -> bool:
+            if self._find(backwards, position) is None and self._crosses(taken or {}):
+                self.refused.add((backwards, position))
+            return self._find(backwards, position) is not None
+
+        with _changed:
+            found = self._find(backwards, position) if _changed.wait_for(is_known, 2 * PATIENCE_S) else None
             return found or Turn("", "it came to no step")
 
+    def _list_taken(self) -> tuple[int, int, int]:
+        """Return where this rank is: backwards before its newest step, steps since, and its newest backward."""
+        return self._after, len(self._turns), self._left if self._is_blocking else -1
+
+    @staticmethod
+    def _crosses(taken: Mapping[str, Sequence[int]]) -> bool:
+        """Return whether this rank has taken a step, or is in a backward, that a rank which waits for it has not."""
+        logs = _find_logs() if taken else {}
+        for key, (after, steps, left) in taken.items():
+            log = logs.get(key)
+            if log is not None:
+                own_after, own_steps, own_left = log._list_taken()
+                if (own_after, own_steps) > (after, steps) or own_left > left:
+                    return True
+        return False
+
     def _find(self, backwards: int, position: int) -> Turn | None:
+        if (backwards, position) in self.refused:
+            return Turn("", _CROSSING)
         if self._after == backwards and position < len(self._turns):
             return self._turns[position]
         return Turn("", "it has no such step") if self._left >= backwards or self._after > backwards else None
+
+
+class _Logs(weakref.WeakSet[StepLog]):
+    """The logs of one process group."""
+
+
+def _find_logs() -> dict[str, StepLog]:
+    """Return all logs of this process by group and model."""
+    return {log._key: log for _, logs in group_values(_Logs) for log in list(logs)}
 
 
 def list_terms(optimizer: Optimizer, names: Iterable[str]) -> str:
@@ -191,7 +249,8 @@ def agree(
     reason = next(filter(None, reasons.values()), "")
     if not is_older:  # a rank may have heard of a reason in another group
         for group in [group for group, failed in reasons.items() if not failed]:
-            reason = _tell(group, reason) or reason
+            names = sorted(turn.name for log, turn in agreed.items() if log._group is group)
+            reason = _tell(group, names, reason) or reason
     return reason, agreed, is_older
 
 
@@ -206,11 +265,11 @@ def _difference(turns: Mapping[int, Turn], group: dist.ProcessGroup) -> str:
     return f"ovpatch: ranks step different optimizers: {parts}. {_REMEDY}"
 
 
-def _tell(group: dist.ProcessGroup, objection: str) -> str:
+def _tell(group: dist.ProcessGroup, names: Sequence[str], objection: str) -> str:
     try:
         limit_s = wait_limit_s(group, PATIENCE_S)
         return check_consistent(
-            group, "dist_optimizer", {"round": 2}, objection=objection, timeout_s=limit_s, remedy=_REMEDY
+            group, "dist_optimizer", {"optimizer": names}, objection=objection, timeout_s=limit_s, remedy=_REMEDY
         )
     except RankMismatchError as error:
         return str(error)

@@ -14,7 +14,17 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import ovpatch
-from tests.plugins.ddp.arms import Record, data, device, is_patched, record_steps, reduced_in_place, seen, table
+from tests.plugins.ddp.arms import (
+    Record,
+    all_both,
+    data,
+    device,
+    is_patched,
+    record_steps,
+    reduced_in_place,
+    seen,
+    table,
+)
 from tests.plugins.ddp.checks import check_cases
 from tests.plugins.ddp.refusal import raising
 from tests.support.equality import compare
@@ -189,3 +199,28 @@ def test_a_second_contribution_is_an_error_without_static_graph_and_right_with_i
         assert "twice.weight" in text or "twice.bias" in text
         assert "use_reentrant=False" in text
     compare(ranks(2)(loop_reentrant_twice), ranks(2)(reentrant_twice, True)).assert_bitwise()
+
+
+def around_the_wrapper(fails_at: str) -> list[Record]:
+    """After a failed backward, run one around the wrapper, which our hooks see as stock PyTorch's do."""
+    model = DDP(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device()))
+    for step in range(3):
+        model.zero_grad()
+        model(data(step, 4, 8)).square().mean().backward()
+    output = model(data(3, 4, 8))
+    watched = output if fails_at == "output" else model.module[0].weight
+    handle = watched.register_hook(lambda grad: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        output.square().mean().backward()
+    handle.remove()
+    model.zero_grad()
+    error = error_of(model.module(data(4, 4, 8)).square().mean().backward)
+    return [{"fails": torch.tensor(error != "no error"), **seen(model)}]
+
+
+def test_a_backward_around_the_wrapper_after_a_failed_one_is_counted_as_in_stock_pytorch(ranks):
+    cases = {where: {"fails_at": where} for where in ("output", "first layer")}
+    for result in ranks(2)(all_both, around_the_wrapper, cases):
+        for name, case in result.items():
+            compare(case["stock"], case["patched"]).assert_bitwise()
+            assert bool(case["stock"][0]["fails"]) == (name == "first layer")

@@ -245,3 +245,24 @@ def test_an_optimizer_that_has_nothing_to_divide_is_reported(ranks):
     for remarks, _, counters in ranks(2)(idle, False):
         assert [text for text in remarks if "RMSprop had nothing to divide: no parameter of a model" in text]
         assert not any(counters[name] for name in ("optimizers", "steps", "params_updated", "norms", "gathers"))
+
+
+def exchanged() -> list[Record]:
+    """An optimizer over another model steps, then gets as many parameters of a model that was wrapped before."""
+    model, judge = ddp(net()), net()
+    opt = torch.optim.AdamW(judge.parameters(), lr=0.01)
+    judge(data(9, 5, 6)).square().mean().backward()
+    opt.step()
+    opt.state.clear()
+    opt.param_groups[0]["params"] = list(model.parameters())
+    records = []
+    for step in range(3):
+        opt.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        opt.step()
+        records.append(params(model))
+    return records
+
+
+def test_an_optimizer_whose_parameters_were_exchanged_is_sharded(ranks):
+    check_all(ranks(2)(all_cases, exchanged, {"": {}}), steps=3)
