@@ -57,7 +57,7 @@ def call_by_names(wrap: Callable[..., Any], original: Callable[..., Any]) -> str
 
     @functools.wraps(original)
     def stub(*args: Any, **kwargs: Any) -> None:
-        reached.append(signature.bind(*args, **kwargs).arguments)
+        reached.append(signature.bind_partial(*args, **kwargs).arguments)
 
     vars(stub).pop("hooked", None)  # torch's mark of a step that calls hooks, whose wrapper takes no names itself
     wrapper = wrap(stub)
@@ -87,10 +87,10 @@ def find_misfits(shard: str) -> tuple[int, dict[str, str]]:
             from ovpatch_plugins.dist_optimizer.plugin import _Registration
 
             assert _Registration.late.prepare() == ""
-        states = {status.target: status for status in session._manager.statuses()}
+        states = {status.target: status for status in session._features._manager.statuses()}
         wrong |= {name: status.reason for name, status in states.items() if status.state.value == "incompatible"}
         assert "torch.optim.optimizer.Optimizer.state_dict" in states
-        for chain in session._manager._chains:
+        for chain in session._features._manager._chains:
             if chain.wrappers:
                 count += len(chain.wrappers)
                 wrong |= look_at(chain)

@@ -19,7 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.consensus import agree_on_name
-from ovpatch.overlap.comm.kept_state import group_state, group_store, group_timeout_s, group_values, is_exiting_by_error
+from ovpatch.overlap.comm.kept_state import (
+    group_state,
+    group_store,
+    group_timeout_s,
+    group_values,
+    is_exiting_by_error,
+    without_modes,
+)
 
 
 class Work(Protocol):
@@ -96,7 +103,7 @@ class BufferPool:
         for i, idle in enumerate(self._idle):
             if idle.numel() == numel and idle.dtype == like.dtype:
                 return self._idle.pop(i)
-        with torch.inference_mode(False):
+        with without_modes():
             return like.new_empty(numel)
 
     def put(self, flat: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.collectives import AllReduce, Work
+from ovpatch.overlap.comm.kept_state import without_modes
 from ovpatch.overlap.comm.streams import is_capturing, profiler_label, profiler_span, quietly_on
 
 PERIOD = 16  # steps per all-reduce, once the first steps are over
@@ -130,7 +131,8 @@ class _FlagSum:
         # Filled on the device. A copy from the host would wait for the device's whole queue. An allocation of pinned
         # memory would wait for a collective of the script's, behind which another rank may call this one.
         if device.type != "cuda":
-            sums = torch.tensor(flags, dtype=torch.int32, device=device)
+            with without_modes():
+                sums = torch.tensor(flags, dtype=torch.int32, device=device)
         else:
             sums, begin = torch.zeros(len(flags), dtype=torch.int32, device=device), 0
             for flag, alike in itertools.groupby(flags):  # a launch for each run of equal ones

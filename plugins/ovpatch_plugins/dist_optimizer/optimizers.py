@@ -131,7 +131,6 @@ class Optimizers:
 
     def wrap_load(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wrap ``Optimizer.load_state_dict``: state that was saved in fp32 stays so where parameters have main ones."""
-
         optimizers = self
 
         @functools.wraps(original)

@@ -254,7 +254,6 @@ class PipelinePatches:
 
     def wrap_register(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wrap ``register_grad_ready``: a gradient that is held counts when it is computed."""
-
         queue = self.queue
 
         @functools.wraps(original)
