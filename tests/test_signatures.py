@@ -46,7 +46,7 @@ def own_frames(trace: TracebackType | None) -> list[str]:
 
 
 def call_by_names(wrap: Callable[..., Any], original: Callable[..., Any]) -> str:
-    """Call a wrapper with every parameter by name; return what is wrong, or ""."""
+    """Call a wrapper with every parameter by name; return the problem, or ""."""
     signature = inspect.signature(original)
     given = {
         name: Anything()
@@ -59,7 +59,8 @@ def call_by_names(wrap: Callable[..., Any], original: Callable[..., Any]) -> str
     def stub(*args: Any, **kwargs: Any) -> None:
         reached.append(signature.bind_partial(*args, **kwargs).arguments)
 
-    vars(stub).pop("hooked", None)  # torch's mark of a step that calls hooks, whose wrapper takes no names itself
+    # torch marks a step that calls hooks so, and its own wrapper takes no names.
+    vars(stub).pop("hooked", None)
     wrapper = wrap(stub)
     try:
         wrapper(**given)
@@ -72,7 +73,7 @@ def call_by_names(wrap: Callable[..., Any], original: Callable[..., Any]) -> str
 
 
 def find_misfits(shard: str) -> tuple[int, dict[str, str]]:
-    """Return how many patches were looked at, and what is wrong with some, by target."""
+    """Return the number of patches, and the problems of some, by target."""
     for name in OWNERS:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""What the runtime creates while a mode of the script is active is as if it had been created outside."""
+"""Modes of the script change nothing in the tensors that the runtime creates while they are active."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MODES: dict[str, Callable[[], Any]] = {
 }
 
 
-#: What a step does inside of the mode, where stock can do it.
+#: The parts of a step, one of which runs inside of the mode.
 PHASES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "backward": lambda model, opt, loss: loss.backward(),
     "read": lambda model, opt, loss: [p.grad.clone() for p in model.parameters()],
