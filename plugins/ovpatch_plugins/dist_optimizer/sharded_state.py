@@ -301,7 +301,8 @@ class ShardedState(abc.ABC):
     def refill_held(self) -> None:
         """Fill what stays whole, after a step; see [Note: the same tensor]."""
         if self._held:
-            with without_modes():
+            # Lazy state is read by its class here, so torch functions must stay on.
+            with torch.inference_mode(False), torch.no_grad():
                 for tensor, whole in zip(self._held.values(), self._unshard(list(self._held)), strict=True):
                     tensor.copy_(whole)
             COUNTERS.state_refilled += len(self._held)
