@@ -202,8 +202,12 @@ def test_inside_a_plugin_late_and_type_only_imports_make_no_circle_either():
 FACTORIES = {"empty", "zeros", "ones", "full", "tensor", "arange", "empty_strided"}
 KEEP_TENSORS = ("ovpatch.overlap", "ovpatch_plugins.ddp", "ovpatch_plugins.dist_optimizer")
 
-# A backward of the runtime's own runs with gradients on, and state that is held is read by its class.
-LEAVES_INFERENCE_ONLY = {"ovpatch.overlap.data_parallel.reducer", "ovpatch_plugins.dist_optimizer.sharded_state"}
+# A backward of the runtime's own runs with gradients on. The sources of lazy tensors read others by their class.
+LEAVES_INFERENCE_ONLY = {
+    "ovpatch.overlap.data_parallel.reducer",
+    "ovpatch.overlap.tensors.lazy_tensor",
+    "ovpatch_plugins.dist_optimizer.sharded_state",
+}
 
 
 def careless_makers(name: str, tree: ast.AST) -> Iterator[str]:

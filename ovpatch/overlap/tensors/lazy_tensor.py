@@ -171,7 +171,7 @@ def materialize(tensors: Iterable[Tensor | None]) -> None:
 
 
 def _materialize(tensors: Sequence[Tensor]) -> None:
-    with _lock, without_modes():
+    with _lock, torch.inference_mode(False), torch.no_grad():
         by_source: dict[int, list[LazyTensor]] = {}
         for tensor in tensors:
             if isinstance(tensor, LazyTensor):  # still, now that the lock is held
@@ -188,7 +188,7 @@ def peek(tensor: Tensor) -> Tensor:
     """Return a tensor's content and change nothing: for observers, whose reads are not the script's."""
     if not isinstance(tensor, LazyTensor):
         return tensor
-    with _lock, without_modes():
+    with _lock, torch.inference_mode(False), torch.no_grad():
         return tensor.source.fetch([tensor], noticed=False)[0] if isinstance(tensor, LazyTensor) else tensor
 
 
@@ -265,9 +265,9 @@ _zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def _fill_with_zeros(tensor: LazyTensor) -> None:
-    with _lock, without_modes():
+    with _lock, torch.inference_mode(False), torch.no_grad():
         if isinstance(tensor, LazyTensor):  # still, now that the lock is held
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_modes():
                 content = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             fill(tensor, content)
 
