@@ -83,8 +83,9 @@ def refuse_option(feature: str, options: Sequence[Option], name: str, value: Any
         options: All options of the feature.
         name: The option.
         value: Its value.
-        reason: Why the value cannot act, as a clause.
+        reason: Why the value cannot act, as a clause; the full stop of a quoted message is dropped.
     """
+    reason = reason.rstrip(".")
     default = next(option.default for option in options if option.name == name)
     if value == default:
         _failures.setdefault(feature, {})[f"{name}={value} does not act here: {reason}"] = None

@@ -197,6 +197,37 @@ def test_inside_a_plugin_late_and_type_only_imports_make_no_circle_either():
     assert_no_circle({name: {t for t, _ in graph()[name] if t in files and t != name} for name in files})
 
 
+# --- tensors ---
+
+FACTORIES = {"empty", "zeros", "ones", "full", "tensor", "arange", "empty_strided"}
+KEEP_TENSORS = ("ovpatch.overlap", "ovpatch_plugins.ddp", "ovpatch_plugins.dist_optimizer")
+
+# A backward of the runtime's own runs with gradients on. The sources of lazy tensors read others by their class.
+LEAVES_INFERENCE_ONLY = {
+    "ovpatch.overlap.data_parallel.reducer",
+    "ovpatch.overlap.tensors.lazy_tensor",
+    "ovpatch_plugins.dist_optimizer.sharded_state",
+}
+
+
+def careless_makers(name: str, tree: ast.AST) -> Iterator[str]:
+    """Yield calls that create tensors of a script's default dtype, or outside of some modes only."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("torch."):
+            continue
+        function, keywords = ast.unparse(node.func).removeprefix("torch."), {word.arg for word in node.keywords}
+        if function in FACTORIES and not {"dtype", "device"} <= keywords:
+            yield f"{name}:{node.lineno} names no dtype or device"
+        if function == "inference_mode" and name not in LEAVES_INFERENCE_ONLY:
+            yield f"{name}:{node.lineno} leaves inference mode alone: use without_modes()"
+
+
+def test_tensors_of_the_runtime_depend_on_no_mode():
+    found = [text for name in of(*KEEP_TENSORS) for text in careless_makers(name, ast.parse(FILES[name].read_text()))]
+    assert not found
+    assert len(list(careless_makers("x", ast.parse("torch.zeros(1, dtype=d)\ntorch.inference_mode(False)")))) == 2
+
+
 # --- size ---
 
 

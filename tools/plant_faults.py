@@ -108,6 +108,20 @@ FAULTS: Final = (
         ("tests/overlap/test_pending_readers.py",),
     ),
     Fault(
+        "the zero of lazy gradients belongs to a mode of the script",
+        "ovpatch/overlap/tensors/lazy_tensor.py",
+        "    with without_modes():\n        if own:",
+        "    if True:\n        if own:",
+        ("tests/plugins/dist_optimizer/test_modes.py",),
+    ),
+    Fault(
+        "another name of the first parameter is accepted",
+        "ovpatch/patching/wrapper_chain.py",
+        "if name != old_name and old_name not in names:",
+        "if name != old_name and old_name not in names and name != names[0]:",
+        ("tests/patching/test_checks.py",),
+    ),
+    Fault(
         "a gradient is added twice",
         _REDUCTION + "fp32_accumulation.py",
         "found.total.add_(added)",

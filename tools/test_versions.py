@@ -42,6 +42,7 @@ CORE: Final = (
     "tests/plugins/pipeline",
     "tests/test_api.py",
     "tests/test_session.py",
+    "tests/test_signatures.py",
 )
 
 

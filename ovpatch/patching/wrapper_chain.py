@@ -30,31 +30,27 @@ _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
-def compare_signatures(original: Callable[..., Any], new: Callable[..., Any], *, bound: bool) -> str | None:
+def compare_signatures(original: Callable[..., Any], new: Callable[..., Any]) -> str | None:
     """Return the difference between two signatures, or None if ``new`` can replace ``original``.
 
-    Names, kinds, order and the presence of defaults must agree; ``*args`` and ``**kwargs`` of ``new`` match the
-    remaining parameters. Functions without a signature (most of C) are not compared. ``original`` is compared by the
-    signature that it shows, ``new`` by its own code, since ``functools.wraps`` may show another signature. If
-    ``bound``, the first parameter is ``self`` or ``cls``, whose name is free.
+    Names, kinds, order and defaults of all parameters must agree, those of ``self`` and ``cls`` as well: torch itself
+    calls ``Optimizer.state_dict(self=optimizer)``. ``*args`` and ``**kwargs`` of ``new`` match the remaining
+    parameters. Functions without a signature (most of C) are not compared. ``original`` is compared by the signature
+    that it shows, ``new`` by its own code, since ``functools.wraps`` may show another signature.
     """
-    if _takes_anything(new, 1 if bound else 0):
+    if _takes_anything(new):
         return None
-    old_parameters, new_parameters = _parameters(original, bound), _parameters(_undisguised(new), bound, follow=False)
+    old_parameters, new_parameters = _parameters(original), _parameters(_undisguised(new), follow=False)
     if old_parameters is None or new_parameters is None:
-        return None
-    if {parameter.kind for parameter in old_parameters} == set(_VARIABLE):
         return None
     return _compare(old_parameters, new_parameters)
 
 
-def _takes_anything(function: Callable[..., Any], named: int) -> bool:
-    """Return whether a function takes nothing but ``*args`` and ``**kwargs`` behind ``named`` parameters at most."""
+def _takes_anything(function: Callable[..., Any]) -> bool:
+    """Return whether a function takes nothing but ``*args`` and ``**kwargs``; without the cost of its signature."""
     code = getattr(function, "__code__", None)
     both = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-    return (
-        code is not None and code.co_flags & both == both and code.co_argcount <= named and not code.co_kwonlyargcount
-    )
+    return code is not None and code.co_flags & both == both and not (code.co_argcount or code.co_kwonlyargcount)
 
 
 def _undisguised(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,12 +64,18 @@ def _undisguised(function: Callable[..., Any]) -> Callable[..., Any]:
     return bare
 
 
-def _parameters(function: Callable[..., Any], bound: bool, *, follow: bool = True) -> list[Parameter] | None:
+def _parameters(function: Callable[..., Any], *, follow: bool = True) -> list[Parameter] | None:
     try:
-        found = list(inspect.signature(function, follow_wrapped=follow).parameters.values())
+        return list(inspect.signature(function, follow_wrapped=follow).parameters.values())
     except (ValueError, TypeError):
         return None
-    return found[1:] if bound and found and found[0].kind in _POSITIONAL else found
+
+
+def _show_signature(function: Callable[..., Any]) -> str:
+    """Return a function's parameters without annotations, which may be long."""
+    found = inspect.signature(function)
+    bare = [parameter.replace(annotation=Parameter.empty) for parameter in found.parameters.values()]
+    return str(found.replace(parameters=bare, return_annotation=Parameter.empty))
 
 
 def _compare(old: list[Parameter], new: list[Parameter]) -> str | None:
@@ -108,6 +110,9 @@ def _compare_one(old: Parameter, new: Parameter) -> str | None:
         return f"parameter {old.name!r} is {new.kind.description} and was {old.kind.description}"
     if (old.default is Parameter.empty) is not (new.default is Parameter.empty):
         return f"parameter {old.name!r} has {'no ' if new.default is Parameter.empty else 'a new '}default"
+    # Arrays are equal by element, which is no answer: a default that is one must be the same object.
+    if new.default is not old.default and (new.default == old.default) is not True:
+        return f"parameter {old.name!r} has the default {new.default!r} and had {old.default!r}"
     return None
 
 
@@ -398,13 +403,13 @@ class WrapperChain:
         return function
 
     def _check_signature(self, patch: Patch, function: Function) -> None:
-        bound = self.kind in (SlotKind.METHOD, SlotKind.CLASSMETHOD, SlotKind.GETTER)
-        problem = compare_signatures(self.original, function, bound=bound)
+        problem = compare_signatures(self.original, function)
         if problem:
             raise IncompatiblePatchError(
                 f"{patch} does not fit {patch.target}: {problem} (the original is "
-                f"{describe_callable(self.original)}). Give {describe_callable(function)} the original's signature, or "
-                "(*args, **kwargs) with functools.wraps",
+                f"{describe_callable(self.original)} with {_show_signature(self.original)}, the new function "
+                f"{describe_callable(function)} with {_show_signature(_undisguised(function))}). Give the new function "
+                "the original's signature, names and defaults included, or (*args, **kwargs) with functools.wraps",
                 patch,
             )
 

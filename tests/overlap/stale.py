@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ovpatch.overlap.comm.kept_state import without_modes
 from ovpatch.overlap.tensors.pending_param import (
     APPLIES_IN_C,
     READ_HOOKS,
@@ -18,7 +19,6 @@ from ovpatch.overlap.tensors.pending_param import (
     is_pending,
     mark_pending,
     mark_ready,
-    without_modes,
 )
 from ovpatch.patching import PatchManager
 

@@ -194,7 +194,11 @@ def original(self: object, a: int, b: int = 1, *, c: int, d: int = 2) -> None: .
 @pytest.mark.parametrize(
     ("new", "problem"),
     [
-        (lambda this, a, b=5, *, c, d=6: None, None),
+        (lambda self, a, b=1, *, c, d=2: None, None),
+        (lambda this, a, b=1, *, c, d=2: None, "'self' is called 'this'"),
+        (lambda this, *args, **kwargs: None, "'self' is called 'this'"),
+        (lambda self, a, b=5, *, c, d=2: None, "'b' has the default 5 and had 1"),
+        (lambda self, a, b=1, *, c, d=None: None, "'d' has the default None and had 2"),
         (lambda *args, **kwargs: None, None),
         (lambda self, *args, **kwargs: None, None),
         (lambda self, a, *args, **kwargs: None, None),
@@ -212,8 +216,17 @@ def original(self: object, a: int, b: int = 1, *, c: int, d: int = 2) -> None: .
     ],
 )
 def test_signature(new: Any, problem: str | None) -> None:
-    found = compare_signatures(original, new, bound=True)
+    found = compare_signatures(original, new)
     assert (found is None) if problem is None else (found is not None and problem in found)
+
+
+def test_refusal_names_target_plugin_and_both_signatures(pm: PatchManager, make: MakeModule) -> None:
+    m = make("class C:\n    def f(self, a=1): return 'f'")
+    pm.register_patch(f"{m.__name__}.C.f", wrap=lambda original: lambda this, a=1: "new", feature="shouting")
+    with pytest.raises(IncompatiblePatchError, match="'self' is called 'this'") as caught:
+        pm.apply()
+    assert all(text in str(caught.value) for text in (f"{m.__name__}.C.f", "shouting", "(self, a=1)", "(this, a=1)"))
+    assert m.C().f() == "f"
 
 
 def narrow_by(how: str) -> Any:
@@ -233,15 +246,16 @@ def narrow_by(how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["functools.wraps", "__signature__"])
 def test_a_wrapper_counts_as_it_can_be_called(how: str) -> None:
-    found = compare_signatures(original, narrow_by(how), bound=True)
+    found = compare_signatures(original, narrow_by(how))
     assert found is not None
     assert "of the original is missing" in found
 
 
 def test_signature_of_functions_that_have_none_is_not_compared() -> None:
-    assert compare_signatures(min, lambda x: None, bound=False) is None
-    assert compare_signatures(lambda *args, **kwargs: None, lambda x: None, bound=False) is None
-    assert compare_signatures(lambda a, b: None, lambda b, a: None, bound=False) is not None
+    assert compare_signatures(min, lambda x: None) is None
+    assert compare_signatures(lambda *args, **kwargs: None, lambda *args, **kwargs: None) is None
+    assert compare_signatures(lambda *args, **kwargs: None, lambda x: None) is not None
+    assert compare_signatures(lambda a, b: None, lambda b, a: None) is not None
 
 
 def test_optional_patch_with_another_signature_is_left_out(pm: PatchManager, make: MakeModule) -> None:

@@ -102,14 +102,16 @@ class ProfilerSession:
         self.patches.apply()
 
     def _wrap_prepare(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recording = self
+
         @wraps(original)
-        def prepare(session: Any) -> Any:
-            if self._profile is None or session is not self._profile.profiler:
-                if self._profile is not None and not self._ended:
-                    self.yielded = "the script started its own profiler"
-                    self.discard_trace()
-                self._foreign.add(id(session))
-            return original(session)
+        def prepare(self: Any) -> Any:
+            if recording._profile is None or self is not recording._profile.profiler:
+                if recording._profile is not None and not recording._ended:
+                    recording.yielded = "the script started its own profiler"
+                    recording.discard_trace()
+                recording._foreign.add(id(self))
+            return original(self)
 
         return prepare
 
@@ -123,10 +125,12 @@ class ProfilerSession:
         return enable
 
     def _wrap_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recording = self
+
         @wraps(original)
-        def end(session: Any, *args: Any, **kwargs: Any) -> Any:
-            self._foreign.discard(id(session))
-            return original(session, *args, **kwargs)
+        def end(self: Any, *args: Any, **kwargs: Any) -> Any:
+            recording._foreign.discard(id(self))
+            return original(self, *args, **kwargs)
 
         return end
 
@@ -145,10 +149,10 @@ def _label_stages(patches: PatchManager) -> None:
 
 def _wrap_stage(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
     @wraps(original)
-    def compute(stage: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
         microbatch = [*args, *kwargs.values()][0]
-        with profiler_span(profiler_label("pipeline", kind, f"{stage.stage_index}{kind}{microbatch}")):
-            return original(stage, *args, **kwargs)
+        with profiler_span(profiler_label("pipeline", kind, f"{self.stage_index}{kind}{microbatch}")):
+            return original(self, *args, **kwargs)
 
     return compute
 

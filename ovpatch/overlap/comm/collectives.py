@@ -26,6 +26,7 @@ from ovpatch.overlap.comm.kept_state import (
     group_timeout_s,
     group_values,
     is_exiting_by_error,
+    without_modes,
 )
 
 
@@ -103,7 +104,7 @@ class BufferPool:
         for i, idle in enumerate(self._idle):
             if idle.numel() == numel and idle.dtype == like.dtype:
                 return self._idle.pop(i)
-        with torch.inference_mode(False):
+        with without_modes():
             return like.new_empty(numel)
 
     def put(self, flat: Tensor) -> None:

@@ -28,6 +28,41 @@ from torch.utils.hooks import RemovableHandle
 T = TypeVar("T")
 
 
+class without_modes:  # it is used as a function is
+    """Run a block outside of all modes: torch function, dispatch, functorch, autocast, inference and grad.
+
+    Tensors that outlive the call that creates them are created in it. A functorch level would leave a wrapper that is
+    dead at the first read, inference mode a tensor that autograd refuses, and a device context one on another device. A
+    copy that waits for a parameter is no part of the reader's computation: a mode must not record it, nor refuse it as
+    a write to a captured tensor. The default dtype and the filling of new memory belong to the process, so a block
+    cannot leave them: whoever creates a tensor names its dtype and writes its memory before reading it.
+
+    A class, since a generator around torch's context managers is several times slower.
+    """
+
+    __slots__ = ("_grad", "_guards")
+
+    def __enter__(self) -> None:
+        """Leave all modes."""
+        self._guards = (
+            torch._C.DisableTorchFunction(),
+            torch._C._DisableTorchDispatch(),
+            torch._C._DisableFuncTorch(),
+            torch._C._DisableAutocast(),
+            torch._C._InferenceMode(False),
+        )
+        for guard in self._guards:
+            guard.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_error: object) -> None:
+        """Return to the modes from before."""
+        torch._C._set_grad_enabled(self._grad)
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)
+
+
 class GroupState:
     """The values kept for one process group, from :func:`group_state`. They are dropped with the group object."""
 

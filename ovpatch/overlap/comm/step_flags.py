@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.collectives import STEP_VOTES, AllReduce, Work, step_communicator
-from ovpatch.overlap.comm.kept_state import group_state
+from ovpatch.overlap.comm.kept_state import group_state, without_modes
 from ovpatch.overlap.comm.streams import is_capturing, profiler_label, profiler_span, quietly_on
 
 PERIOD = 16  # steps per all-reduce, once the first steps are over
@@ -177,7 +177,8 @@ class _FlagSum:
         # Filled on the device. A copy from the host would wait for the device's whole queue. An allocation of pinned
         # memory would wait for a collective of the script's, behind which another rank may call this one.
         if device.type != "cuda":
-            sums = torch.tensor(flags, dtype=torch.int32, device=device)
+            with without_modes():
+                sums = torch.tensor(flags, dtype=torch.int32, device=device)
         else:
             sums, begin = torch.zeros(len(flags), dtype=torch.int32, device=device), 0
             for flag, alike in itertools.groupby(flags):  # a launch for each run of equal ones

@@ -258,8 +258,10 @@ def record_numbered_switches(original: Callable[..., None]) -> Callable[..., Non
 def record_switches(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function that makes its first argument, a stream, current or makes it current no longer."""
 
-    def switch(stream: Any, *args: Any) -> Any:
-        result = original(stream, *args)
+    def switch(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        # The parameter is called ``self`` in some of these functions and ``stream`` in others.
+        stream = args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Stream))
         if stream.device.type == "cuda":
             side_streams.record_switch(stream.device_index)
         return result

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import Collectives, Work
+from ovpatch.overlap.comm.kept_state import without_modes
 from ovpatch.overlap.comm.streams import record_streams
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
@@ -172,7 +173,8 @@ class GradBucket:
         """Return zero tensors that can stand in for what :meth:`pack` returns."""
         sizes = [(self._flat_numel, self.dtype)] if self._flat_numel else []
         sizes += [(self.params[i].numel(), self._dtype(i)) for i in self._large]
-        return [torch.zeros(size, dtype=dtype, device=self.device) for size, dtype in sizes]
+        with without_modes():
+            return [torch.zeros(size, dtype=dtype, device=self.device) for size, dtype in sizes]
 
     def free_reduced(self, *, but: Collection[int]) -> None:
         """Free full gradients that are not needed once reduced, in backward; the collective has been waited for.
@@ -236,7 +238,7 @@ class GradBucket:
 
     def _make_flat(self) -> None:
         # Outside inference mode, or a first backward under it would leave tensors that autograd refuses later.
-        with torch.inference_mode(False):
+        with without_modes():
             flat = self._flat = torch.zeros(self._flat_numel, dtype=self.dtype, device=self.device)
             places = zip(self._small, self._offsets, strict=True)
             self._views = [flat.as_strided(self.params[i].shape, self._strides[i], offset) for i, offset in places]
@@ -278,7 +280,7 @@ class GradBucket:
         targets: dict[int, Tensor] = {}
         grads: list[Tensor] = []
         for i, grad in zip(positions, _grads([self.params[i] for i in positions]), strict=True):
-            with torch.inference_mode(False):
+            with without_modes():
                 target = torch.empty_strided(
                     self.params[i].shape, self._strides[i], dtype=self._dtype(i), device=self.device
                 )
@@ -321,7 +323,7 @@ def _write_grad(param: torch.nn.Parameter, reduced: Tensor, *, is_shared: bool) 
         reduced: The reduced gradient.
         is_shared: Whether others use the memory of ``reduced``.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with without_modes():
         param.grad = reduced.to(param.dtype, copy=is_shared)
 
 
@@ -427,7 +429,8 @@ class SparseBucket:
         self._input = None
 
     def _zero(self) -> Tensor:
-        return torch.zeros(self.params[0].shape, dtype=self.dtype, device=self.device).to_sparse(1)
+        with without_modes():
+            return torch.zeros(self.params[0].shape, dtype=self.dtype, device=self.device).to_sparse(1)
 
 
 def _sparse(grad: Tensor) -> Tensor:
@@ -477,7 +480,8 @@ class BucketAssignment:
         """Use the first rank's :attr:`ready_order` from now on; every rank of the group calls this."""
         missing = set(range(len(self.params))).difference(self.ready_order)
         order = [*self.ready_order, *sorted(missing)]
-        shared = torch.tensor(order, dtype=torch.int64, device=self.params[0].device)
+        with without_modes():
+            shared = torch.tensor(order, dtype=torch.int64, device=self.params[0].device)
         dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)
         self._order = shared.tolist()
 

@@ -85,7 +85,7 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Any, *leaves: Tensor) -> Tensor:
         ctx.compute = compute
-        return torch.empty(0, device=leaves[0].device)
+        return torch.empty(0, dtype=torch.float32, device=leaves[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_grads: Any) -> Any:

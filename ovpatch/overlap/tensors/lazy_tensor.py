@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.kept_state import renew_in_children
-from ovpatch.overlap.tensors.memory import compute_contiguous_strides, is_dense, outside_inference
+from ovpatch.overlap.comm.kept_state import renew_in_children, without_modes
+from ovpatch.overlap.tensors.memory import compute_contiguous_strides, is_dense
 
 _READ: Final = """
     shape ndim dtype device layout names name is_leaf grad_fn output_nr itemsize nbytes retains_grad _version _cdata
@@ -252,7 +252,7 @@ def _mark_lazy(tensor: Tensor, source: Source, key: Any) -> LazyTensor:
 
 
 def _expanded_zero(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, own: bool = False) -> Tensor:
-    with outside_inference():
+    with without_modes():
         if own:
             return torch.zeros((), dtype=dtype, device=device).expand(shape).detach()
         kind = (dtype, device)
@@ -267,7 +267,7 @@ _zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 def _fill_with_zeros(tensor: LazyTensor) -> None:
     with _lock, torch.inference_mode(False), torch.no_grad():
         if isinstance(tensor, LazyTensor):  # still, now that the lock is held
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_modes():
                 content = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             fill(tensor, content)
 

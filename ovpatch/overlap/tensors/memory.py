@@ -8,16 +8,16 @@ lies, without a flat buffer.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from ovpatch.overlap.comm.kept_state import without_modes
 
 #: Returns how many owners a tensor object has; all of Python is one.
 use_count: Final[Callable[[Any], int]] = torch.Tensor._use_count  # type: ignore[attr-defined]  # no stub
@@ -35,8 +35,8 @@ def count_references_of_one() -> int:
 
     Measured, because the counts that Python and torch add differ between their versions.
     """
-    with _measuring():
-        return count_storage_references(torch.zeros(1))
+    with without_modes():
+        return count_storage_references(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
 
 def is_shared(tensor: Tensor) -> bool:
@@ -84,34 +84,19 @@ def _holds_its_base(view: Tensor) -> bool:
 @functools.cache
 def count_grad_owners() -> int:
     """Return :data:`use_count` of a gradient that only its parameter and one Python object know."""
-    with _measuring():
-        param = torch.nn.Parameter(torch.zeros(1))
-        param.grad = torch.zeros(1)
+    with without_modes():
+        param = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+        param.grad = torch.zeros(1, dtype=torch.float32, device="cpu")
         return use_count(param.grad)
 
 
 @functools.cache
 def _counts_of_a_base() -> tuple[int, int]:
-    with _measuring():
-        view = torch.zeros(2).view(2)
+    with without_modes():
+        view = torch.zeros(2, dtype=torch.float32, device="cpu").view(2)
         base = view._base
         assert base is not None
         return use_count(base), sys.getrefcount(base)
-
-
-@contextlib.contextmanager
-def _measuring() -> Iterator[None]:
-    """Run a block without modes that might keep tensors."""
-    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-_NOTHING: Final[AbstractContextManager[Any]] = contextlib.nullcontext()
-
-
-def outside_inference() -> AbstractContextManager[Any]:
-    """Return a context in which tensors are made that autograd accepts later; free outside of inference mode."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
 def is_dense(tensor: Tensor) -> bool:

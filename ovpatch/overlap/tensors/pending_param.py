@@ -298,35 +298,6 @@ def _is_marked(value: Any) -> bool:
     return type(value) is PendingParameter or (_DTensors.seen and type(value) is _pending_dtensor())
 
 
-class without_modes:  # it is used as a function is
-    """Run a block outside of all modes: torch function, dispatch, functorch, inference and grad.
-
-    A copy that waits for a parameter is no part of what its reader computes: it must not be recorded, nor be refused as
-    a write to a captured tensor. A class, since a generator around torch's context managers is several times slower.
-    """
-
-    __slots__ = ("_grad", "_guards")
-
-    def __enter__(self) -> None:
-        """Leave all modes."""
-        self._guards = (
-            torch._C.DisableTorchFunction(),
-            torch._C._DisableTorchDispatch(),
-            torch._C._DisableFuncTorch(),
-            torch._C._InferenceMode(False),
-        )
-        for guard in self._guards:
-            guard.__enter__()
-        self._grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *_error: object) -> None:
-        """Return to the modes from before."""
-        torch._C._set_grad_enabled(self._grad)
-        for guard in reversed(self._guards):
-            guard.__exit__(None, None, None)
-
-
 @cache
 def _wait_before_forks() -> None:
     """Wait before every fork: a child has neither the communicator's threads nor, perhaps, a lock that is free."""

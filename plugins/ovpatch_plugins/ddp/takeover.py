@@ -98,17 +98,17 @@ class Takeover:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
-        def init(ddp: Wrapper, *args: Any, **kwargs: Any) -> None:
+        def init(self: Wrapper, *args: Any, **kwargs: Any) -> None:
             for other in _alive():
                 # A model that is wrapped again after a failed backward must not meet the old one's collectives. The
                 # collectives of another thread's model are issued in that thread's order.
                 if not other.reducer.is_of_another_thread():
                     other.reducer.recover()
-            given = signature.bind(ddp, *args, **kwargs).arguments
+            given = signature.bind(self, *args, **kwargs).arguments
             token = _ranks_are_together.set(bool(given.get("init_sync", True)))
             try:
                 with note_failures("ddp", f"wrapping {type(given.get('module')).__name__} in DistributedDataParallel"):
-                    original(ddp, *args, **kwargs)
+                    original(self, *args, **kwargs)
             finally:
                 _ranks_are_together.reset(token)
 
@@ -116,15 +116,17 @@ class Takeover:
 
     def wrap_init_helper(self, original: InitHelper) -> InitHelper:
         """Wrap ``DistributedDataParallel._ddp_init_helper``: builds our reducer instead of the C++ one."""
+        takeover = self
 
         @functools.wraps(original)
         def init_helper(
-            ddp: Wrapper,
+            self: Wrapper,
             parameters: Sequence[torch.nn.Parameter],
             expect_sparse_gradient: Sequence[bool],
             param_to_name_mapping: Mapping[int, str],
             static_graph: bool,
         ) -> None:
+            ddp = self
             stock = functools.partial(
                 original, ddp, parameters, expect_sparse_gradient, param_to_name_mapping, static_graph
             )
@@ -137,7 +139,7 @@ class Takeover:
             from ovpatch.overlap.data_parallel.grad_sharder import is_chosen
 
             reason = find_reason_for_stock(ddp, parameters)
-            config = self._config(ddp, parameters, expect_sparse_gradient)
+            config = takeover._config(ddp, parameters, expect_sparse_gradient)
             terms = _terms(parameters, config, static_graph)
             together = _ranks_are_together.get()
             if together and group_store(ddp.process_group) is not None:
@@ -146,7 +148,7 @@ class Takeover:
                     "ddp",
                     terms,
                     objection=reason,
-                    timeout_s=self._options["agreement_timeout_s"],
+                    timeout_s=takeover._options["agreement_timeout_s"],
                 )
             if reason:
                 stock()
@@ -168,15 +170,15 @@ class Takeover:
         """Wrap ``DistributedDataParallel._post_forward``: shows our reducer the outputs as the user gets them."""
 
         @functools.wraps(original)
-        def post_forward(ddp: Wrapper, output: Any) -> Any:
-            reducer = vars(ddp).get("reducer")
+        def post_forward(self: Wrapper, output: Any) -> Any:
+            reducer = vars(self).get("reducer")
             if reducer is None or isinstance(reducer, dist.Reducer):
-                return original(ddp, output)
+                return original(self, output)
             if reducer.learns_graph:
                 # Stock queues the callback of the first backward once, also if that backward raises.
-                ddp._static_graph_delay_allreduce_enqueued = False
-            output = original(ddp, output)
-            reducer.watch_output(output, synchronised=ddp.require_backward_grad_sync)
+                self._static_graph_delay_allreduce_enqueued = False
+            output = original(self, output)
+            reducer.watch_output(output, synchronised=self.require_backward_grad_sync)
             return output
 
         return post_forward
@@ -185,11 +187,11 @@ class Takeover:
         """Wrap ``torch.distributed.autograd.context.__enter__``: no backward in it gives a gradient to a parameter."""
 
         @functools.wraps(original)
-        def enter(context: Any) -> Any:
+        def enter(self: Any) -> Any:
             for ddp in _alive():
                 if not ddp.reducer.in_backward():  # as that of another thread, which has begun outside
                     restore_stock(ddp, _RPC)
-            return original(context)
+            return original(self)
 
         return enter
 
@@ -197,10 +199,10 @@ class Takeover:
         """Wrap a method that works on the C++ reducer: brings that one back first."""
 
         @functools.wraps(original)
-        def method(ddp: Wrapper, *args: Any, **kwargs: Any) -> Any:
-            if _STOCK_HELPER in _kept_values(ddp):
-                restore_stock(ddp, reason)
-            return original(ddp, *args, **kwargs)
+        def method(self: Wrapper, *args: Any, **kwargs: Any) -> Any:
+            if _STOCK_HELPER in _kept_values(self):
+                restore_stock(self, reason)
+            return original(self, *args, **kwargs)
 
         return method
 

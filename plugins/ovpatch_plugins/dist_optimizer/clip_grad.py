@@ -289,7 +289,7 @@ def wrap_unscale(original: Unscale) -> Unscale:
 
     @functools.wraps(original)
     def unscale_grads(
-        scaler: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         sharded = optimizers.find_sharded(optimizer)
         stepped = sharded.params_to_step(optimizer) if sharded is not None else ()
@@ -298,14 +298,14 @@ def wrap_unscale(original: Unscale) -> Unscale:
         sharded_grads.vote("unscale", [place for place in places if place[0].was_sharded(place[1])])
         params = [one for one in stepped if one.shards.is_sharded(one.index)]
         if not params:
-            return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+            return original(self, optimizer, inv_scale, found_inf, allow_fp16)
         with _lazy_as_shards(optimizer, params):
-            looked = original(scaler, optimizer, torch.ones_like(inv_scale), found_inf.clone(), allow_fp16)
+            looked = original(self, optimizer, torch.ones_like(inv_scale), found_inf.clone(), allow_fp16)
         for group in dict.fromkeys(s.group for s in sharded_grads.sort_models(one.shards for one in params)):
             for seen in looked.values():
                 dist.all_reduce(seen, dist.ReduceOp.MAX, group=step_communicator(group, seen.device))
         with updating_shards([(one.shards, one.index) for one in params]), _lazy_as_shards(optimizer, params):
-            found = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+            found = original(self, optimizer, inv_scale, found_inf, allow_fp16)
         for device, seen in looked.items():
             found[device].copy_(seen)
         return found

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ovpatch.overlap.comm.kept_state import without_modes
 from ovpatch.overlap.data_parallel.fp32_accumulation import refresh_fp32
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.memory import shard_view
@@ -71,7 +72,7 @@ class MainParamsState(ElementwiseState):
 
     def _swap_in(self, swapped: Swapped, states: States) -> None:
         super()._swap_in(swapped, states)
-        with torch.inference_mode(False), torch.no_grad():
+        with without_modes():
             known: list[tuple[Tensor, Tensor]] = []
             for one, shard_param in swapped:
                 if not is_half(one.param):
@@ -90,7 +91,7 @@ class MainParamsState(ElementwiseState):
         low: Swapped = []
         try:
             low = [(one, main) for one, main in swapped if main.dtype != one.param.dtype]
-            with torch.inference_mode(False), torch.no_grad():
+            with without_modes():
                 rounded = [
                     shard_view(one.param.data, one.shard) if one.memory is None else one.memory for one, _ in low
                 ]

@@ -83,12 +83,12 @@ def wrap_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``Optimizer.zero_grad``: the class of a pending parameter is not asked for each ``grad`` that is dropped."""
 
     @functools.wraps(original)
-    def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         if set_to_none and PENDING:
             with torch._C.DisableTorchFunctionSubclass():
-                original(optimizer, set_to_none)
+                original(self, set_to_none)
         else:
-            original(optimizer, set_to_none)
+            original(self, set_to_none)
 
     return zero_grad
 
@@ -105,7 +105,7 @@ class Optimizers:
         self._options = options
         self._named = named
 
-    def step(self, inner: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, inner: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer; ``inner`` is the stock function of its class."""
         if orphans:
             finish_orphans()
@@ -131,13 +131,14 @@ class Optimizers:
 
     def wrap_load(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wrap ``Optimizer.load_state_dict``: state that was saved in fp32 stays so where parameters have main ones."""
+        optimizers = self
 
         @functools.wraps(original)
-        def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            load = functools.partial(original, optimizer, *args, **kwargs)
-            sharded = self._take_over(optimizer)
+        def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            load = functools.partial(original, self, *args, **kwargs)
+            sharded = optimizers._take_over(self)
             if sharded is not None and sharded.is_elementwise:
-                load_in_fp32(optimizer, load)
+                load_in_fp32(self, load)
             else:
                 load()
 
@@ -147,12 +148,12 @@ class Optimizers:
         """Wrap ``Optimizer.state_dict``: a step in another thread, as of a script that saves beside it, ends before."""
 
         @functools.wraps(original)
-        def state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            sharded = find_sharded(optimizer)
+        def state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            sharded = find_sharded(self)
             if sharded is None:
-                return original(optimizer, *args, **kwargs)
+                return original(self, *args, **kwargs)
             with sharded.undivided():
-                return original(optimizer, *args, **kwargs)
+                return original(self, *args, **kwargs)
 
         return state_dict
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ovpatch.overlap.comm.collectives import Broadcast, Work, step_communicator
+from ovpatch.overlap.comm.kept_state import without_modes
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.versioned import copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
 from ovpatch.overlap.tensors.memory import Shard, is_unshared, view_flat
-from ovpatch.overlap.tensors.pending_param import without_modes
 from ovpatch_plugins.dist_optimizer.param_all_gather import MIB, group_alike, split_by_size
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads

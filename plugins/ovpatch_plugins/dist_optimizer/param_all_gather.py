@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 
 from ovpatch.hookspecs import cache_dir, note_failures, refuse_option
 from ovpatch.overlap.comm.collectives import AllGather, Work, WorkWithEpilogue, step_communicator
+from ovpatch.overlap.comm.kept_state import without_modes
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span, quietly_on, side_streams
 from ovpatch.overlap.data_parallel.bucket import SMALL, get_layer
 from ovpatch.overlap.tensors.memory import shard_range, shard_view
-from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_ready, without_modes
+from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_ready
 from ovpatch_plugins.dist_optimizer.options import OPTIONS
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import sort_models
@@ -73,8 +74,9 @@ class _Output(NamedTuple):
     def of(cls, params: Sequence[Tensor], world: int, rank: int) -> _Output:
         """Return it for some parameters of one dtype and device."""
         sizes = [-(-param.numel() // world) for param in params]
-        rows = torch.empty(world, sum(sizes), dtype=params[0].dtype, device=params[0].device)
-        parts = torch.empty_like(rows).view(-1).split([world * size for size in sizes])
+        with without_modes():
+            rows = torch.empty(world, sum(sizes), dtype=params[0].dtype, device=params[0].device)
+            parts = torch.empty_like(rows).view(-1).split([world * size for size in sizes])
         reordered = [
             i
             for i, param in enumerate(params)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import Collectives, Work
-from ovpatch.overlap.comm.kept_state import group_state, weak_method
+from ovpatch.overlap.comm.kept_state import group_state, weak_method, without_modes
 from ovpatch.overlap.comm.streams import record_streams, side_streams
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.bucket import SMALL, GradBucket, get_grad, make_sparse_error
@@ -152,7 +152,7 @@ class ShardedGradBucket(GradBucket):
         if i in self._large or i in self._small:
             super().stage_grad(index, divisor)
         elif i not in self._rows:
-            with torch.no_grad():
+            with without_modes():
                 self._rows[i] = self._make_rows(i, self.params[i].grad).clone()
 
     def pack(self, divisor: int, *, absent: Collection[int] = (), node_grad: Tensor | None = None) -> list[Tensor]:
@@ -166,7 +166,7 @@ class ShardedGradBucket(GradBucket):
     def _pack_coalesced(self, divisor: int) -> Tensor:
         dtype, params, strides, world = self._sent_dtype, self.params, self._strides, self._world
         if self._input is None or self._input.dtype is not dtype:
-            with torch.inference_mode(False):
+            with without_modes():
                 self._input = torch.empty(world * self._row, dtype=dtype, device=self.device)
         summed = dtype is torch.float32 and params[0].dtype is not dtype
         rows, plain, strided = [], not (summed or self._rows), torch.strided
@@ -193,7 +193,8 @@ class ShardedGradBucket(GradBucket):
     def _make_rows(self, i: int, grad: Tensor | None) -> Tensor:
         """Return a gradient's elements in the parameter's memory order, ``[ranks, size]``, padded."""
         if grad is None:
-            return torch.zeros(self._world, self._sizes[i], dtype=self.params[i].dtype, device=self.device)
+            with without_modes():
+                return torch.zeros(self._world, self._sizes[i], dtype=self.params[i].dtype, device=self.device)
         lazy_tensor.materialize([grad])  # of a parameter that this backward leaves out
         if grad.layout is not torch.strided:
             raise make_sparse_error(grad)
@@ -213,13 +214,14 @@ class ShardedGradBucket(GradBucket):
         """See :class:`GradBucket`."""
         zeros = super().make_zeros()
         if self._coalesced:
-            zeros.append(torch.zeros(self._world * self._row, dtype=self._sent_dtype, device=self.device))
+            with without_modes():
+                zeros.append(torch.zeros(self._world * self._row, dtype=self._sent_dtype, device=self.device))
         return zeros
 
     def start_reduce(self, collectives: Collectives, inputs: list[Tensor]) -> Sequence[Work]:
         """Start the reductions of what :meth:`pack` or :meth:`make_zeros` has returned."""
         if not self._outputs:
-            with torch.inference_mode(False):
+            with without_modes():
                 sizes = [*(self._sizes[i] for i in self._alone), *([self._row] if self._coalesced else [])]
                 self._outputs = [torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes]
         works: list[Work] = []

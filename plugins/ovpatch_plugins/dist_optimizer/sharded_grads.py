@@ -26,6 +26,7 @@ from ovpatch.overlap.comm.kept_state import (
     group_values,
     is_destroyed,
     param_state,
+    without_modes,
 )
 from ovpatch.overlap.comm.step_flags import StepVotes
 from ovpatch.overlap.comm.streams import is_capturing
@@ -500,7 +501,7 @@ class ShardedGrads(GradSharder):
         for position, index in enumerate(indices):
             shards = {rank: tensors[position] for rank, tensors in answers.items()}
             shards[self._rank] = self._grads.shards[index]
-            with torch.inference_mode(False):
+            with without_modes():
                 full.append(unshard(self.params[index], shards, self.ranges(index)))
         return full
 

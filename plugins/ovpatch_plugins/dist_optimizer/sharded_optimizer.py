@@ -170,7 +170,7 @@ class ShardedOptimizer:
         """Whether each rank updates a shard of every parameter."""
         return issubclass(self._state_type, ElementwiseState)
 
-    def step(self, inner: Inner, *args: Any, **kwargs: Any) -> Any:
+    def step(self, inner: Inner, /, *args: Any, **kwargs: Any) -> Any:
         """Run ``inner``, the class's own step, on this rank's shards, then start to synchronise the parameters."""
         optimizer = self._optimizer()
         assert optimizer is not None

@@ -21,13 +21,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.kept_state import renew_in_children, weak_method
+from ovpatch.overlap.comm.kept_state import renew_in_children, weak_method, without_modes
 from ovpatch.overlap.peer_rpc.rpc import KeepAlive, PeerRpc
 from ovpatch.overlap.peer_rpc.versioned import TornReadError, VersionedTensors, copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
 from ovpatch.overlap.tensors.memory import Shard, is_dense, is_unshared, shard_view, view_flat
-from ovpatch.overlap.tensors.pending_param import without_modes
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.step_log import Turn
@@ -65,7 +64,7 @@ class ShardedParam:
         self.owner: int | None = None
         self.shard = shards.local_range(index)
         self.begin, self.size, self.strides = self.shard.begin, (self.shard.numel,), param.stride()
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with without_modes():
             self.nothing = param.new_empty(0)
             # What Parameter() does, which pending_param.py wraps. It keeps the parameter's version counter, whatever
             # its memory: autograd refuses to go back through a graph whose tensors were written to by shards.
@@ -76,7 +75,7 @@ class ShardedParam:
     def set_memory(self, memory: Tensor | None) -> None:
         """Have this rank's elements updated in other memory, ``[shard.numel]``; see :attr:`memory`."""
         self.memory = memory
-        with torch.inference_mode(False), torch.no_grad():
+        with without_modes():
             self.shard_param.data = self.nothing if memory is None else memory
 
 
@@ -92,7 +91,7 @@ def attach_shards(params: Sequence[ShardedParam]) -> list[Parameter]:
     """
     owners = tuple([one.param for one in params if one.memory is None])
     versions = tuple(read_versions(owners)) if owners else ()
-    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with without_modes():
         try:
             for one in params:
                 param, shard_param = one.param, one.shard_param
@@ -310,6 +309,7 @@ class ShardedState(abc.ABC):
     def refill_held(self) -> None:
         """Fill what stays whole, after a step; see [Note: the same tensor]."""
         if self._held:
+            # Lazy state is read by its class here, so torch functions must stay on.
             with torch.inference_mode(False), torch.no_grad():
                 for tensor, whole in zip(self._held.values(), self._unshard(list(self._held)), strict=True):
                     tensor.copy_(whole)

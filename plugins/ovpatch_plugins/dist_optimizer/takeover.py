@@ -146,7 +146,7 @@ def note_divided(*, divided: bool) -> None:
 class StepDivider(Protocol):
     """Divides the steps of optimizers whose parameters' gradients are sharded."""
 
-    def step(self, inner: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, inner: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer; ``inner`` is the stock function of its class."""
 
     def make_whole(self, optimizer: Optimizer) -> None:
@@ -182,19 +182,20 @@ class StepPatches:
 
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the ``step`` of a class of optimizers, inside of torch's own wrapper that calls step hooks."""
+        patches = self
         inner = getattr(original, "__wrapped__", original) if getattr(original, "hooked", False) else original
 
         @functools.wraps(inner)
-        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
             # Torch's optimizers break the graph before this step. Dynamo is then about to compile what this calls.
             if torch.compiler.is_compiling() or get_dynamo_callback() is not None:
                 if is_any_divided:
-                    self._make_whole(optimizer)
-                return inner(optimizer, *args, **kwargs)
-            if self.divider is None:
-                note_stranger(type(optimizer).__name__)
-                return inner(optimizer, *args, **kwargs)
-            return self.divider.step(inner, optimizer, *args, **kwargs)
+                    patches._make_whole(self)
+                return inner(self, *args, **kwargs)
+            if patches.divider is None:
+                note_stranger(type(self).__name__)
+                return inner(self, *args, **kwargs)
+            return patches.divider.step(inner, self, *args, **kwargs)
 
         if inner is original:
             return step

@@ -65,19 +65,20 @@ class LinearPatches:
 
     def wrap_row(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``RowParallelLinear.forward``, where the product and the scatter behind it meet."""
+        linears = self
         foreign = find_wrapped(original)
 
         @functools.wraps(original)
-        def forward(self_: Any, input_: Tensor) -> Any:
-            scatters = self_.sequence_parallel and self_.input_is_parallel and not self_.explicit_expert_comm
+        def forward(self: Any, input_: Tensor) -> Any:
+            scatters = self.sequence_parallel and self.input_is_parallel and not self.explicit_expert_comm
             if not scatters or torch.compiler.is_compiling():
-                return original(self_, input_)
-            output = self._compute_row(foreign, self_, input_)
+                return original(self, input_)
+            output = linears._compute_row(foreign, self, input_)
             if output is None:
-                return original(self_, input_)
-            if self_.skip_bias_add:
-                return output, self_.bias
-            return (output if self_.bias is None else output + self_.bias), None
+                return original(self, input_)
+            if self.skip_bias_add:
+                return output, self.bias
+            return (output if self.bias is None else output + self.bias), None
 
         return forward
 

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import torch
 
-from ovpatch.overlap.comm.kept_state import kept_values
-from ovpatch.overlap.tensors.pending_param import mark_pending, mark_ready, without_modes
+from ovpatch.overlap.comm.kept_state import kept_values, without_modes
+from ovpatch.overlap.tensors.pending_param import mark_pending, mark_ready
 from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.takeover import find_place, list_bucket_groups, note_left
 

@@ -229,21 +229,22 @@ class PipelinePatches:
 
     def wrap_message(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method of :data:`_TIMERS`: takes what a computation has made, and returns what the next one reads."""
+        patches = self
         name = original.__name__
         timer, sends, receives = _TIMERS[name], name.startswith("send"), "recv" in name
         is_forward = name.endswith("recv_forward")
         names = list(inspect.signature(original).parameters)[1:]
 
         @functools.wraps(original)
-        def communicate(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._step is None:
-                return original(self_, *args, **kwargs)
+        def communicate(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if patches._step is None:
+                return original(self, *args, **kwargs)
             given = dict(zip(names, args, strict=False)) | kwargs
             *values, is_edge = (given[name] for name in names)  # tensors, shapes, whether there is no neighbour
-            with self._step.timing(timer, is_edge):
+            with patches._step.timing(timer, is_edge):
                 if sends:
-                    self._step.send(values[0])
-                return self._step.receive(values[-1], is_forward=is_forward) if receives else None
+                    patches._step.send(values[0])
+                return patches._step.receive(values[-1], is_forward=is_forward) if receives else None
 
         return communicate
 
@@ -253,11 +254,12 @@ class PipelinePatches:
 
     def wrap_register(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wrap ``register_grad_ready``: a gradient that is held counts when it is computed."""
+        queue = self.queue
 
         @functools.wraps(original)
-        def register_grad_ready(self_: Any, param: Any, *args: Any, **kwargs: Any) -> None:
-            if not self.queue.holds(param):
-                original(self_, param, *args, **kwargs)
+        def register_grad_ready(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+            if not queue.holds(param):
+                original(self, param, *args, **kwargs)
 
         return register_grad_ready
 

@@ -87,14 +87,15 @@ class Takeover:
 
     def wrap_step(self, original: Callable[..., Any], owner: str) -> Callable[..., Any]:
         """Wrap ``_step_microbatches`` of the class ``owner``."""
+        takeover = self
         signature = inspect.signature(original)
 
         @functools.wraps(original)
-        def _step_microbatches(schedule: Any, *args: Any, **kwargs: Any) -> Any:
-            run_stock = functools.partial(original, schedule, *args, **kwargs)
-            if getattr(schedule, "runs_stock", False):
+        def _step_microbatches(self: Any, *args: Any, **kwargs: Any) -> Any:
+            run_stock = functools.partial(original, self, *args, **kwargs)
+            if getattr(self, "runs_stock", False):
                 return run_stock()
-            return self.run_step(schedule, owner, run_stock, signature.bind(schedule, *args, **kwargs))
+            return takeover.run_step(self, owner, run_stock, signature.bind(self, *args, **kwargs))
 
         return _step_microbatches
 

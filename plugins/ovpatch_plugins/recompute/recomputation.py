@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ovpatch.overlap.comm.kept_state import kept_values
+from ovpatch.overlap.comm.kept_state import kept_values, without_modes
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch.overlap.tensors.pending_param import without_modes
 from ovpatch_plugins.recompute.forward_state import (
     Autocast,
     BlockInputs,

@@ -94,9 +94,9 @@ def wrap_optimizer_init(original: Callable[..., None], options: Mapping[str, Any
     """Wrap ``Optimizer.__init__``: the model of an optimizer is one that is going to be trained."""
 
     @functools.wraps(original)
-    def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        original(optimizer, *args, **kwargs)
-        take_over_models(optimizer, options)
+    def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        take_over_models(self, options)
 
     return __init__
 
