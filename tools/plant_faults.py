@@ -267,6 +267,8 @@ FAULTS: Final = (
         "and _SEEN not in kept_values(param)}",
         "}",
         (_REPEATED_TESTS + "test_optimizers_find_their_models_without_a_walk",),
+    ),
+    Fault(
         "warnings of torch name a file of ovpatch",
         "ovpatch/patching/wrapper_chain.py",
         'if any("stacklevel" in names for names',
@@ -289,6 +291,8 @@ FAULTS: Final = (
         '        if self.outcomes["stock"].code:\n            return Conclusion.FAILS_LATER',
         "        if False:\n            return Conclusion.FAILS_LATER",
         ("tests/insight/test_verify_verdicts.py",),
+    ),
+    Fault(
         "modules that come later are not seen",
         _REDUCTION + "reducer.py",
         "(any(self._leaves) or self._list_children(model) != self._children)",
@@ -322,6 +326,8 @@ FAULTS: Final = (
         "mark: Mark = granularity, tuple(keep),",
         "mark: Mark = granularity, (*keep, block.name)[: len(keep) + 1],",
         ("tests/plugins/test_compiled.py::test_dynamo_does_what_it_does_in_stock_pytorch",),
+    ),
+    Fault(
         "an option that cannot act is ignored",
         "ovpatch/hookspecs.py",
         "if value == default:",
@@ -341,6 +347,8 @@ FAULTS: Final = (
         "bias / ranks.world",
         "bias",
         ("tests/plugins/tp_linear/test_drifted_copies.py",),
+    ),
+    Fault(
         "a vote does not name its subject",
         "ovpatch/overlap/comm/step_flags.py",
         "self.has_diverged = high != -low and",
@@ -423,6 +431,8 @@ FAULTS: Final = (
         "if problem.fits(solution.schedule))], key=_read_step)",
         "if not problem)], key=_read_step)",
         ("tests/test_cli_pipeline.py::test_more_memory_never_makes_a_solved_step_longer",),
+    ),
+    Fault(
         "a stage continues where its forward skipped a block of another one",
         _CUTTING + "stage_module.py",
         "if index != (plan.due if plan.due < plan.low else plan.high):",
