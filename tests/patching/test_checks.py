@@ -210,7 +210,11 @@ def original(self: object, a: int, b: int = 1, *, c: int, d: int = 2) -> None: .
         (lambda self, a, b=1, e=3, *, c, d=2: None, "'e' is not in the original"),
         (lambda self, a, b=1, c=1, d=2: None, "'c' is positional or keyword"),
         (lambda self, b=1, a=2, *, c, d=2: None, "default"),
-        (lambda self, a, /, b=1, *, c, d=2: None, "'a' is positional-only"),
+        # A "/" applies to all parameters before it, so the first one is reported.
+        (lambda self, a, /, b=1, *, c, d=2: None, "'self' is positional-only and was positional or keyword"),
+        (lambda self, /, *args, **kwargs: None, "'self' is positional-only and was positional or keyword"),
+        # A call with self= would fail.
+        (lambda *args: None, "'self' of the original is missing"),
         (lambda self, a, **kwargs: None, "'b' of the original is missing"),
         (lambda self, a, *args, c, d=2: None, "'b' of the original is missing"),
     ],
@@ -218,6 +222,14 @@ def original(self: object, a: int, b: int = 1, *, c: int, d: int = 2) -> None: .
 def test_signature(new: Any, problem: str | None) -> None:
     found = compare_signatures(original, new)
     assert (found is None) if problem is None else (found is not None and problem in found)
+
+
+def test_a_later_parameter_must_stay_callable_by_keyword() -> None:
+    def first_by_position(self: object, /, a: int, b: int) -> None: ...
+
+    assert compare_signatures(first_by_position, lambda self, /, a, b: None) is None
+    found = compare_signatures(first_by_position, lambda self, a, /, b: None)
+    assert found == "parameter 'a' is positional-only and was positional or keyword"
 
 
 def test_refusal_names_target_plugin_and_both_signatures(pm: PatchManager, make: MakeModule) -> None:

@@ -85,8 +85,8 @@ def test_a_warning_names_the_line_of_the_caller_through_every_wrapper(pm: PatchM
 
 def _passing(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def init(*args: Any) -> None:
-        original(*args)
+    def init(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
 
     return init
 

@@ -141,6 +141,8 @@ class Model:
 def replacement(number: int, slot: tuple[int | None, str]) -> Any:
     if slot[0] is None or slot[1] == "static":
         return lambda: f"r{number}"
+    if slot[1] == "class":
+        return lambda cls: f"r{number}"
     return lambda self: f"r{number}"
 
 

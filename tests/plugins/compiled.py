@@ -98,6 +98,7 @@ def watched() -> Iterator[dict[str, Any]]:
         frames = Counter(
             f"{metric.co_name} in {Path(metric.co_filename or '').name}{', again' if metric.recompile_reason else ''}"
             for metric in utils.get_compilation_metrics()
+            if metric.co_name is not None  # Compilers note what they do for a graph, as often as their caches lack it.
         )
         found["compiled"] = dict(frames)
         found["breaks"] = sum(utils.counters["graph_break"].values())

@@ -129,3 +129,24 @@ def fails_under_compiled_autograd(feature: str) -> list[str]:
 def test_compiled_autograd_is_an_error_as_with_the_stock_reducer(ranks, feature):
     for texts in ranks(2)(fails_under_compiled_autograd, feature, timeout=120):
         assert all('torch._dynamo.config.optimize_ddp="python_reducer"' in text.replace(" = ", "=") for text in texts)
+
+
+#: Whole compiled models whose forward, and whose backward, are CUDA graphs.
+GRAPHS: Cases = {
+    f"{way.__name__}{', sliced' if kind else ''}": {
+        "way": way,
+        "kind": kind,
+        "backend": "inductor",
+        "mode": "reduce-overhead",
+    }
+    for way in (around, inside)
+    for kind in ("", "sliced")
+}
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("feature", ["ddp", "dist_optimizer", "a plain apply()"])
+def test_cuda_graphs_of_the_compiler_are_those_of_stock_pytorch(ranks, feature):
+    results = ranks(2)(in_both, feature, GRAPHS, backend="nccl", timeout=240)
+    check(results)
+    assert all(case["counters"]["backwards"] > 0 for case in results[0].values())

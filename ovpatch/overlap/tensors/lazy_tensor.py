@@ -252,7 +252,8 @@ def _mark_lazy(tensor: Tensor, source: Source, key: Any) -> LazyTensor:
 
 
 def _expanded_zero(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, own: bool = False) -> Tensor:
-    with without_modes():
+    # With gradients on: autograd refuses writes to views that were made without, if another input has a graph.
+    with without_modes(), torch.enable_grad():
         if own:
             return torch.zeros((), dtype=dtype, device=device).expand(shape).detach()
         kind = (dtype, device)

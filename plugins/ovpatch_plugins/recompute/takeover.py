@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.comm.kept_state import find_owners, kept_values
-from ovpatch.overlap.comm.streams import BACKWARD_WAITS
+from ovpatch.overlap.comm.streams import BACKWARD_WAITS, hide_frames
 from ovpatch_plugins.recompute.options import AUTO, FULL, GRANULARITIES, NONE, split_names
 from ovpatch_plugins.recompute.recomputation import (
     CHECKS,
@@ -96,6 +96,7 @@ def wrap_optimizer_init(original: Callable[..., None], options: Mapping[str, Any
     @functools.wraps(original)
     def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        _hide_hook()
         take_over_models(self, options)
 
     return __init__
@@ -131,7 +132,16 @@ def note_parent(module: nn.Module) -> None:
 
 
 def _note_registered(module: nn.Module, _name: str, _child: nn.Module | None) -> None:
-    note_parent(module)
+    # Dynamo traces this hook if a forward makes modules. Such modules have no optimizer, and a look at what is kept for
+    # them would break the graph.
+    if not torch.compiler.is_compiling():
+        note_parent(module)
+
+
+@functools.cache
+def _hide_hook() -> None:
+    """Have Dynamo leave the hook alone where it does not trace the caller; torch's optimizers have imported Dynamo."""
+    hide_frames(_note_registered)
 
 
 def wrap_setstate(original: Callable[..., None]) -> Callable[..., None]:
