@@ -85,13 +85,12 @@ def refuse_option(feature: str, options: Sequence[Option], name: str, value: Any
         value: Its value.
         reason: Why the value cannot act, as a clause; the full stop of a quoted message is dropped.
     """
-    reason = reason.rstrip(".")
     default = next(option.default for option in options if option.name == name)
     if value == default:
-        _failures.setdefault(feature, {})[f"{name}={value} does not act here: {reason}"] = None
+        _failures.setdefault(feature, {})[f"{name}={value} does not act here: {reason.rstrip('.')}"] = None
         return
     raise OptionError(
-        f"ovpatch: option {name}={value} of feature {feature!r} cannot act here: {reason}. Set "
+        f"ovpatch: option {name}={value} of feature {feature!r} cannot act here: {reason.rstrip('.')}. Set "
         f"{make_variable_name(feature, name)}={'none' if default is None else default} on all ranks, or remove the "
         "variable and the argument of that name."
     )

@@ -80,7 +80,7 @@ USABLE = {
     "pipe_experts": "cut parts delay_wgrad multi_stream",
     "pipeline": "schedule memory_limit delay_wgrad_compute overlap_p2p_comm variable_seq_lengths plan_file "
     "weight_stash forward_doubling gradient_accumulation_fusion",
-    "recompute": "granularity blocks keep ahead",
+    "recompute": "granularity blocks keep ahead check",
     "tp_linear": "chunks regather shared_gather compiled gradient_accumulation_fusion",
 }
 
