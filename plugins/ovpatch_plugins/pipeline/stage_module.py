@@ -365,7 +365,12 @@ class StageTree:
                     del copied._parameters[name]
                     _set_zeros(copied, name, param)
         for name, child in module._modules.items():
-            copied._modules[name] = None if child is None else self._copy(child, plan, made)
+            if child is None:
+                copied._modules[name] = None
+            else:
+                # Torch calls registration hooks, by which other features find the stage. The class of the model may
+                # have its own __setattr__, which must not act on the copy.
+                nn.Module.__setattr__(copied, name, self._copy(child, plan, made))
         return copied
 
     def _is_blank(self, module: nn.Module, call: ModuleCall, plan: StagePlan) -> bool:
