@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.kept_state import call_in_children
+from ovpatch.overlap.comm.kept_state import call_in_children, without_modes
 
 _NONCE = 32  # bytes of a nonce, and of a signature
 _LENGTH = struct.Struct("!Q")
@@ -65,10 +65,12 @@ class Connection:
         if length > _LONGEST:
             raise ConnectionError(f"a message that claims an envelope of {length} bytes")
         envelope = json.loads(self._receive_bytes(length))
-        tensors = [torch.empty(shape, dtype=_dtype(name), device="cpu") for name, shape in envelope["tensors"]]
-        for tensor in tensors:
-            if tensor.numel():
-                self._fill(_bytes_of(tensor))
+        # A script may read a gradient inside of torch.func.grad or a fake mode, whose tensors have no memory.
+        with without_modes():
+            tensors = [torch.empty(shape, dtype=_dtype(name), device="cpu") for name, shape in envelope["tensors"]]
+            for tensor in tensors:
+                if tensor.numel():
+                    self._fill(_bytes_of(tensor))
         return envelope["header"], tensors
 
     def close(self) -> None:

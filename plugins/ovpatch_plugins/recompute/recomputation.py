@@ -285,10 +285,10 @@ class Recomputation:
 
     def _make_error(self, what: str) -> RecomputeError:
         return RecomputeError(
-            f"block {self._name} does not compute the same again: {what}. Its forward depends on something that has "
-            "changed since and that cannot be restored, such as a random generator, a counter or a cache outside of "
-            "its modules: keep it in an attribute of the module, leave the block out with OVPATCH_RECOMPUTE_BLOCKS, or "
-            "set OVPATCH_RECOMPUTE=0."
+            f"block {self._name} does not compute the same again: {what}. Its forward depends on state that cannot be "
+            "restored, such as a random generator, a counter or a cache outside of its modules, or an operator adds in "
+            "varying order. Keep such state in an attribute of the module, set OVPATCH_RECOMPUTE_CHECK=never for such "
+            "an operator, leave the block out with OVPATCH_RECOMPUTE_BLOCKS, or set OVPATCH_RECOMPUTE=0."
         )
 
 
@@ -328,6 +328,9 @@ def _digest(tensor: Tensor) -> Any:
     """Return a checksum of a tensor's bytes, a sample on its device, or None where neither can be taken."""
     with without_modes():
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+            return None
+        if tensor.numel() <= 2 and not (tensor.is_floating_point() or tensor.is_complex()):
+            # Attention without dropout saves a seed and an offset whose memory it leaves uninitialized.
             return None
         if not _is_exact(tensor):
             return None if _is_capturing(tensor) or tensor.device.type == "meta" else _take_sample(tensor)

@@ -99,15 +99,19 @@ def is_possible(mode: str, phase: str) -> bool:
     return not (mode in ("meta device", "inference") and phase in ("step", "clip", "backward"))
 
 
+def sum_grads(model: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    return torch.stack([(p.grad * weight).sum() for p in model.parameters()]).sum()
+
+
 def functorch_loop(transform: str) -> list[Record]:
-    """Call the wrapper inside of a transform after two steps, and read gradients and parameters afterwards."""
+    """Call the wrapper inside of a transform after two steps, or read gradients there, and read them afterwards."""
     model = ddp(net())
     opt = torch.optim.AdamW(model.parameters(), lr=0.05)
     records: list[Record] = []
     for step in range(5):
         opt.zero_grad()
         x = data(step, 5, 6)
-        if step >= 2:
+        if step >= 2 and transform != "grad":
             if transform == "jvp":
                 out, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
                 records.append({"out": out.detach(), "tangent": tangent.detach()})
@@ -116,6 +120,9 @@ def functorch_loop(transform: str) -> list[Record]:
                 records.append({"out": out.detach(), "pulled": pull(torch.ones_like(out))[0].detach()})
             opt.zero_grad()
         model(x).square().mean().backward()
+        if transform == "grad":
+            read = torch.func.grad(lambda weight: sum_grads(model, weight))(torch.ones(()))
+            records.append({"read": read.detach()})
         records.append({name: p.grad.clone() for name, p in model.named_parameters()})
         opt.step()
         records.append(params(model))
@@ -124,7 +131,7 @@ def functorch_loop(transform: str) -> list[Record]:
 
 @pytest.mark.parametrize("options", [{}, {"grads_in_flight_mb": 0.0}], ids=["default", "no limit"])
 def test_first_read_after_a_functorch_transform(ranks, options):
-    cases = {name: {"transform": name} for name in ("jvp", "vjp")}
+    cases = {name: {"transform": name} for name in ("jvp", "vjp", "grad")}
     check_all(ranks(2)(all_cases, functorch_loop, cases, options, timeout=120), by_parts=None)
 
 

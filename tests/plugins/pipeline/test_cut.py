@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -388,8 +390,22 @@ def _leaves_a_trace() -> list[str]:
     model.layers[0](torch.zeros(1, 2, 16), None)
     before, twin = copy.deepcopy(model.state_dict()), [(layer.calls, list(layer.counter)) for layer in model.layers]
     numbers = [layer.generator.get_state() for layer in model.layers]
+    streams = [numpy.random.default_rng(0), numpy.random.RandomState(0), random.Random(0)]
+
+    def draw(*_call: Any) -> None:
+        drawn.append([streams[0].random(), streams[1].rand(), streams[2].random()])
+
+    drawn: list[Any] = []
+    for layer in model.layers:
+        layer.stream = streams[0]
+        layer.register_forward_hook(draw)
+    model.old_stream, model.python_stream = streams[1:]
     _cut(Cut(Decoder), model, balance="measured")
     found = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+    assert drawn, "the cut has run the model"
+    drawn = [streams[0].random(), streams[1].rand(), streams[2].random()]
+    if drawn != [numpy.random.default_rng(0).random(), numpy.random.RandomState(0).rand(), random.Random(0).random()]:
+        found.append(f"streams that continue with {drawn}")
     for layer, (calls, counter), state in zip(model.layers, twin, numbers, strict=True):
         if (layer.calls, layer.counter) != (calls, counter) or not torch.equal(layer.generator.get_state(), state):
             found.append(f"{layer.calls} calls and {layer.counter}, not {calls} and {counter}")
