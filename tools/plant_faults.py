@@ -110,8 +110,8 @@ FAULTS: Final = (
     Fault(
         "the zero of lazy gradients belongs to a mode of the script",
         "ovpatch/overlap/tensors/lazy_tensor.py",
-        "    with without_modes():\n        if own:",
-        "    if True:\n        if own:",
+        "    with without_modes(), torch.enable_grad():\n        if own:",
+        "    with torch.enable_grad():\n        if own:",
         ("tests/plugins/dist_optimizer/test_modes.py",),
     ),
     Fault(
