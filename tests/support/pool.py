@@ -46,6 +46,9 @@ PRELOAD: Final = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.paral
 # How long the other ranks may go on once one has failed. They mostly wait for the failed one in a collective.
 GRACE: Final = 3.0
 
+#: Seconds until a rank that still cleans up counts as hanging. Collections take long on a busy machine.
+_CLEAN_UP_S: Final = 120.0
+
 
 class Pool:
     """Workers of one pytest session; ``pool(world)`` is the callable that runs a function on that many ranks."""
@@ -122,8 +125,8 @@ class Pool:
         values = [wire.loads(worker.fate.value) for worker in workers]
         for worker in workers:
             worker.clean_up()
-        self._gather(workers, time.monotonic() + 30)
-        self._judge(workers, name, "did not clean up within 30 s")
+        self._gather(workers, time.monotonic() + _CLEAN_UP_S)
+        self._judge(workers, name, f"did not clean up within {_CLEAN_UP_S:g} s")
         return values
 
     def _gather(self, workers: Sequence[_Worker], deadline: float) -> None:
