@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ovpatch
-from tests.plugins.dist_optimizer.test_leaks import NOISE, measure
+from tests.plugins.dist_optimizer.test_leaks import NOISE, compare, measure
 from tests.plugins.pipeline import cases
 from tests.plugins.tp_linear.arms import mesh
 from tests.plugins.tp_linear.models import MLP, WIDTH
@@ -108,10 +108,8 @@ def grown(loop: str, is_patched: bool) -> tuple[int, dict[str, int], dict[str, i
             dist.barrier()
             if number + 1 in (SETTLED, TIMES):
                 found.append(measure())
-        (before, first), (after, last) = found
-        objects = {name: count - first[name] for name, count in last.items()}
         counters = dict(ovpatch.report()[feature].counters) if is_patched else {}
-    return after - before, {name: n for name, n in objects.items() if n > (TIMES - SETTLED) // 2}, counters
+    return *compare(*found, runs=TIMES - SETTLED), counters
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -452,7 +452,8 @@ def _keep_stream(value: Any) -> Callable[[], object] | None:
     numpy = sys.modules.get("numpy.random")  # imported if there is a generator of it
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
+    # The system's generator has no state.
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return functools.partial(value.setstate, value.getstate())
     if numpy is not None and isinstance(value, numpy.RandomState):
         return functools.partial(value.set_state, value.get_state())

@@ -180,6 +180,16 @@ def measure() -> tuple[int, collections.Counter[str]]:
     return sum(sizes.values()), counts
 
 
+Measured = tuple[int, collections.Counter[str]]
+
+
+def compare(before: Measured, after: Measured, *, runs: int) -> tuple[int, dict[str, int]]:
+    """Return by how many bytes and objects a loop has grown between two measurements."""
+    grown_by = {name: count - before[1][name] for name, count in after[1].items()}
+    # A few may come and go, as connections; what leaks does so in each run.
+    return after[0] - before[0], {name: count for name, count in grown_by.items() if count > runs // 2}
+
+
 def grown(features: tuple[str, ...], loop: str) -> tuple[int, dict[str, int]]:
     """Return by how many bytes and objects a loop grows once it has settled."""
     with turned_on(features):
@@ -192,10 +202,7 @@ def grown(features: tuple[str, ...], loop: str) -> tuple[int, dict[str, int]]:
             dist.barrier()
             if number + 1 in (SETTLED, times):
                 found.append(measure())
-        (before, first), (after, last) = found
-        grown_by = {name: count - first[name] for name, count in last.items()}
-        # A few may come and go, as connections; what leaks does so in each run.
-        return after - before, {name: count for name, count in grown_by.items() if count > (times - SETTLED) // 2}
+        return compare(*found, runs=times - SETTLED)
 
 
 def all_grown(features: str, loops: list[str]) -> dict[str, Any]:

@@ -400,6 +400,7 @@ def _leaves_a_trace() -> list[str]:
         layer.stream = streams[0]
         layer.register_forward_hook(draw)
     model.old_stream, model.python_stream = streams[1:]
+    model.system_stream = random.SystemRandom()
     _cut(Cut(Decoder), model, balance="measured")
     found = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
     assert drawn, "the cut has run the model"
