@@ -46,8 +46,8 @@ PRELOAD: Final = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.paral
 # How long the other ranks may go on once one has failed. They mostly wait for the failed one in a collective.
 GRACE: Final = 3.0
 
-#: Seconds until a rank that still cleans up counts as hanging. Collections take long on a busy machine.
-_CLEAN_UP_S: Final = 120.0
+#: Seconds until a rank that still cleans up counts as hanging.
+_CLEAN_UP_S: Final = 60.0
 
 
 class Pool:

@@ -158,11 +158,13 @@ class _Runner:
         revert = getattr(sys.modules.get("ovpatch"), "revert", None)
         if revert is not None:
             revert()
+        backends = _list_backends()
         if dist.is_initialized():
             dist.destroy_process_group()
         _reset_torch()
         _set_environment(self.environment)
         _collect_all()
+        del backends
         _freeze_remainder()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -268,6 +270,17 @@ def _forget_seed(seed: int) -> None:
 def _set_environment(wanted: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(wanted)
+
+
+def _list_backends() -> list[Any]:
+    """Return the backends of all process groups. The caller holds them while garbage is collected.
+
+    A stock reducer in a reference cycle may own the last reference to its group. The collector holds the GIL while it
+    destroys both, and gloo's destructor joins a thread that may need the GIL to free a tensor. Python's own reference
+    releases the GIL first.
+    """
+    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    return [group._get_backend(device) for group in groups for device in group._device_types]
 
 
 def _collect_all() -> None:
