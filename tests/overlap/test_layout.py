@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ovpatch.overlap.data_parallel import bucket as layout_module
-from ovpatch.overlap.data_parallel.bucket import Bucket, BucketAssignment, GradBucket, SparseBucket, get_layer
+from ovpatch.overlap.data_parallel import grad_bucket as layout_module
+from ovpatch.overlap.data_parallel.bucket_assignment import BucketAssignment, get_layer
+from ovpatch.overlap.data_parallel.grad_bucket import Bucket, GradBucket, SparseBucket
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
