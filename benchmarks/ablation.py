@@ -43,8 +43,8 @@ from benchmarks.decoders import SIZES, Decoder, Shape, alone, cut, flops_per_ste
 from benchmarks.peaks import PEAK_TFLOPS
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, merged, running, start
 from ovpatch.overlap.autotune import autotuner
-from ovpatch.overlap.comm.kept_state import drop_values
-from ovpatch.overlap.peer_rpc.rpc import Kept
+from ovpatch.overlap.comm.lifetimes import drop_values
+from ovpatch.overlap.peer_rpc.retention import Retention
 
 Step = Callable[[], Tensor]
 LR = 1e-4
@@ -199,7 +199,7 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
         gc.collect()  # or reverting would gather tensors that are not used any more
     gc.collect()
     dist.barrier()  # not after an error: it would wait for ranks that have none
-    drop_values(Kept, mesh["dp"].get_group())  # no peer pulls from this arm any more
+    drop_values(Retention, mesh["dp"].get_group())  # no peer pulls from this arm any more
     if CUDA:
         torch.cuda.empty_cache()
     row = {"arm": name, **found, "loss": round(value, 4), "features": features}

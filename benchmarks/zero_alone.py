@@ -43,7 +43,7 @@ from ovpatch.overlap.comm.collectives import AllGather, AllReduce, Collectives, 
 from ovpatch.overlap.comm.step_flags import StepFlags
 from ovpatch.overlap.peer_rpc import host_barrier
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
-from ovpatch_plugins.ddp import reducer
+from ovpatch_plugins.ddp import nccl_budget
 from ovpatch_plugins.dist_optimizer import sharded_grads
 
 _LONGEST_S = 600
@@ -89,7 +89,7 @@ def without_peers(warming: Callable[[], bool], *, copied: bool) -> Iterator[None
     # Sums are copied to the host on another stream, which does not wait for a fake collective; and no rank has failed.
     side = mock.patch.object(step_flags, "_side_stream", torch.cuda.current_stream)
     quiet = mock.patch.object(StepFlags, "failed_steps", return_value=[])
-    averages = mock.patch.object(reducer, "averages", return_value=True)
+    averages = mock.patch.object(nccl_budget, "averages", return_value=True)
     widely = mock.patch.object(Collectives, "reduce_scatter_fp32", scattered)
     copying = mock.patch.multiple(sharded_grads, reduce_scatter_transport=lambda *_: copied or None), widely
     hosts = mock.patch.object(host_barrier, "is_needed", return_value=True)

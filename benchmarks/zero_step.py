@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from benchmarks.models import GPT, SIZES, flops_per_step
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, running, start
-from ovpatch.overlap.comm.kept_state import drop_values
-from ovpatch.overlap.peer_rpc.rpc import Kept
+from ovpatch.overlap.comm.lifetimes import drop_values
+from ovpatch.overlap.peer_rpc.retention import Retention
 
 Step = Callable[[], None]
 LR = 1e-4
@@ -268,7 +268,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         torch._dynamo.reset()
         gc.collect()
         dist.barrier()
-        drop_values(Kept, dist.group.WORLD)  # no peer pulls from this arm any more
+        drop_values(Retention, dist.group.WORLD)  # no peer pulls from this arm any more
         if CUDA:
             torch.cuda.empty_cache()
     return {"arm": name, **found}

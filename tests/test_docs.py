@@ -258,12 +258,12 @@ def test_the_counters_are_all_explained(feature):
 
 
 def test_every_reason_for_the_stock_reducer_is_listed_and_no_other():
-    from ovpatch_plugins.ddp import plugin, takeover
+    from ovpatch_plugins.ddp import ddp_attach, plugin
 
-    tree = ast.parse(inspect.getsource(takeover.find_reason_for_stock))
+    tree = ast.parse(inspect.getsource(ddp_attach.find_reason_for_stock))
     returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
     reasons = {value.value for value in returned if isinstance(value, ast.Constant) and value.value}
-    reasons |= {getattr(takeover, value.id) for value in returned if isinstance(value, ast.Name)}
+    reasons |= {getattr(ddp_attach, value.id) for value in returned if isinstance(value, ast.Name)}
     assert len(reasons) > 3
     page = ROOT / FEATURE_PAGES / "ddp-reference.md"
     text = page.read_text(encoding="utf-8").partition("## What stays")[2].partition("\n## ")[0]

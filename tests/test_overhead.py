@@ -108,7 +108,7 @@ def test_nothing_is_imported_that_does_the_work_before_there_is_any():
     """Nothing while ovpatch is off; reducers, collectives, experts and linears wait for a model that needs them."""
     idle, *applied = (line.split() for line in output_of(LOADED).splitlines())
     assert idle == ["ovpatch", "ovpatch._version", "ovpatch.autoload"]
-    light = {"config", "errors", "options", "plugin", "report", "takeover"}
+    light = {"config", "errors", "options", "plugin", "report", "takeover", "ddp_attach", "step_patches"}
     # Where a feature registers that it shards the gradients of models that are wrapped later.
     registry = {"ovpatch.overlap.data_parallel", "ovpatch.overlap.data_parallel.grad_sharder"}
     for loaded, interface in zip(applied, (set(), registry), strict=True):

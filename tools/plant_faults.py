@@ -110,7 +110,7 @@ FAULTS: Final = (
     Fault(
         "the zero of lazy gradients belongs to a mode of the script",
         "ovpatch/overlap/tensors/lazy_tensor.py",
-        "    with without_modes(), torch.enable_grad():\n        if own:",
+        "    with outside_modes(), torch.enable_grad():\n        if own:",
         "    with torch.enable_grad():\n        if own:",
         ("tests/plugins/dist_optimizer/test_modes.py",),
     ),
@@ -130,14 +130,14 @@ FAULTS: Final = (
     ),
     Fault(
         "a shard ends one element early",
-        "ovpatch/overlap/tensors/memory.py",
+        "ovpatch/overlap/tensors/shard.py",
         "min((rank + 1) * size, numel)",
         "min((rank + 1) * size - 1, numel)",
         (_SHARDING_TESTS + "test_loops.py",),
     ),
     Fault(
         "the hook of the first parameter does not fire",
-        _REDUCTION + "reducer.py",
+        _REDUCTION + "grad_hooks.py",
         "if listener is not None and not listener.quiet:",
         "if index and listener is not None and not listener.quiet:",
         (_DDP_TESTS + "test_loops.py",),
@@ -193,21 +193,21 @@ FAULTS: Final = (
     ),
     Fault(
         "a gradient is a view of the flat tensor of its bucket",
-        _REDUCTION + "bucket.py",
+        _REDUCTION + "grad_bucket.py",
         "_write_grad(self.params[i], view, is_shared=True)",
         "_write_grad(self.params[i], view, is_shared=False)",
         ("tests/overlap/test_buckets.py", "tests/overlap/test_buckets_in_place.py"),
     ),
     Fault(
         "a reader gets the state of another step",
-        "ovpatch/overlap/peer_rpc/versioned.py",
+        "ovpatch/overlap/peer_rpc/sequence_lock.py",
         "                return self._begun > version\n",
         "                return False\n",
         ("tests/overlap/test_versioned.py",),
     ),
     Fault(
         "shards are put together in another order",
-        "ovpatch/overlap/tensors/memory.py",
+        "ovpatch/overlap/tensors/shard.py",
         "own = ranges[rank]",
         "own = ranges[-1 - rank]",
         (_SHARDING_TESTS + "test_reads_of_gradients.py",),
@@ -264,7 +264,7 @@ FAULTS: Final = (
     Fault(
         "each optimizer looks for its model again",
         _RECOMPUTE + "takeover.py",
-        "and _SEEN not in kept_values(param)}",
+        "and _SEEN not in attached_values(param)}",
         "}",
         (_REPEATED_TESTS + "test_optimizers_find_their_models_without_a_walk",),
     ),
@@ -294,7 +294,7 @@ FAULTS: Final = (
     ),
     Fault(
         "modules that come later are not seen",
-        _REDUCTION + "reducer.py",
+        _REDUCTION + "grad_hooks.py",
         "(any(self._leaves) or self._list_children(model) != self._children)",
         "not self._children",
         (_DDP_TESTS + "test_foreign_hands.py",),
@@ -315,7 +315,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a compiled step works on shards",
-        _SHARDING + "takeover.py",
+        _SHARDING + "step_patches.py",
         "if torch.compiler.is_compiling() or get_dynamo_callback() is not None:",
         "if torch.compiler.is_compiling():",
         ("tests/plugins/test_compiled.py::test_dynamo_does_what_it_does_in_stock_pytorch",),

@@ -172,7 +172,7 @@ class _NodeMarks:
         self._remote_ranks = [rank for rank in range(get_world_size()) if rank not in node]
         group = torch.distributed.group.WORLD if torch.distributed.is_available() else None
         if self._remote_ranks and group is not None:
-            from ovpatch.overlap.comm.kept_state import group_store  # only a job of several nodes needs it
+            from ovpatch.overlap.comm.lifetimes import group_store  # only a job of several nodes needs it
 
             self._store = group_store(group)
 

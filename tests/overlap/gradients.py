@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ovpatch.overlap.data_parallel.bucket import GradBucket
+from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
 
 FLAT = 1 << 60  # as flat_below: every gradient is small
 ALONE = 0  # as flat_below: none is

@@ -10,16 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ovpatch.overlap.comm.kept_state import without_modes
-from ovpatch.overlap.tensors.pending_param import (
-    APPLIES_IN_C,
-    READ_HOOKS,
-    ContextHook,
-    ModuleHook,
-    is_pending,
-    mark_pending,
-    mark_ready,
-)
+from ovpatch.overlap.comm.lifetimes import outside_modes
+from ovpatch.overlap.tensors.pending_param import is_pending, mark_pending, mark_ready
+from ovpatch.overlap.tensors.read_hooks import APPLIES_IN_C, READ_HOOKS, ContextHook, ModuleHook
 from ovpatch.patching import PatchManager
 
 GARBAGE = 1e4
@@ -46,7 +39,7 @@ class Stale:
         with self._lock:
             if not any(is_pending(param) for param in self.params):
                 return
-            with without_modes():
+            with outside_modes():
                 for param, value in zip(self.params, self.values, strict=True):
                     param.data.copy_(value)
             for param in self.params:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ovpatch.overlap.data_parallel.bucket import GradBucket
+from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
 from tests.overlap.gradients import ALONE, FLAT, address, alike, backward, finish, params, reduce
 
 SHAPES = ((3, 4), (5,), (20, 30), (), (0, 2), (1, 7, 1))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ovpatch.overlap.data_parallel.bucket import GradBucket
+from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
 from tests.overlap.gradients import ALONE, address, backward, finish, params
 
 SHAPE = (30, 40)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ovpatch.overlap.autotune import autotuner
 from ovpatch.overlap.autotune.autotuner import report_lines
 from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter, WorkGroup
-from ovpatch.overlap.comm.kept_state import group_state
+from ovpatch.overlap.comm.lifetimes import group_state
 from ovpatch.overlap.copy_engine import selection
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch.overlap.copy_engine.selection import attend, choose

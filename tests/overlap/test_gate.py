@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import ovpatch
-from ovpatch.overlap.comm.kept_state import group_values
+from ovpatch.overlap.comm.lifetimes import group_values
 from ovpatch.overlap.peer_rpc import host_barrier
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc

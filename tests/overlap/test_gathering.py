@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch.overlap.tensors import pending_param
-from ovpatch.overlap.tensors.memory import shard_range, view_flat
 from ovpatch.overlap.tensors.pending_param import PENDING, is_pending
+from ovpatch.overlap.tensors.shard import shard_range, view_flat
 from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
 from tests.overlap.stale import GARBAGE, entrances, find_reason_against
 from tests.overlap.test_collectives import for_each, group

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ovpatch.overlap.data_parallel import bucket as layout_module
-from ovpatch.overlap.data_parallel.bucket import Bucket, BucketAssignment, GradBucket, SparseBucket, get_layer
+from ovpatch.overlap.data_parallel import bucket_assignment
+from ovpatch.overlap.data_parallel.bucket_assignment import BucketAssignment, get_layer
+from ovpatch.overlap.data_parallel.grad_bucket import Bucket, GradBucket, SparseBucket
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
@@ -118,7 +119,7 @@ def mixed_sizes(large: set[int], dtypes: list[torch.dtype], company: int, **more
     sharder = GradSharder()
     sharder.sharded = frozenset(large)
     one = layout(dtypes, limits=(dtypes[0].itemsize * 200,), sharder=sharder, **more)
-    with mock.patch.object(layout_module, "_WORTH_A_LAUNCH", company):
+    with mock.patch.object(bucket_assignment, "_WORTH_A_LAUNCH", company):
         return cut(one.assign_along(range(len(dtypes))))
 
 
@@ -138,5 +139,5 @@ def test_small_gradients_wait_for_their_like():
     sparse = [i == 1 for i in range(8)]
     found = mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize, sparse=sparse)
     assert found == [[0, 2], [1], [4], [6], [3, 5, 7]]
-    with mock.patch.object(layout_module, "SMALL", 10):
+    with mock.patch.object(bucket_assignment, "SMALL", 10):
         assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize) == [[0, 1], [2, 3], [4, 5], [6, 7]]

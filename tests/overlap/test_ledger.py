@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ovpatch.overlap.data_parallel import grad_sync
-from ovpatch.overlap.data_parallel.bucket import GradBucket
+from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
 from ovpatch.overlap.data_parallel.grad_sync import (
     HOOK,
     GradSync,

@@ -10,15 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from ovpatch.overlap.data_parallel.bucket import GradBucket
-from ovpatch.overlap.data_parallel.reducer import accumulate_products
-from ovpatch.overlap.tensors.memory import (
-    compute_contiguous_strides,
-    count_references_of_one,
-    count_storage_references,
-    has_same_layout,
-    is_dense,
-)
+from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
+from ovpatch.overlap.data_parallel.graph_tasks import accumulate_deferred
+from ovpatch.overlap.tensors.shard import compute_contiguous_strides, has_same_layout
+from ovpatch.overlap.tensors.tensor_memory import count_references_of_one, count_storage_references, is_dense
 from tests.overlap.gradients import ALONE, address, params
 
 SHAPE = (30, 40)
@@ -155,7 +150,7 @@ def test_the_engine_takes_products_themselves_with_hooks_and_adds_further_ones()
         held = [torch.full((4,), 2.0), torch.full((4, 3), 3.0)]
         first = first or held[1].data_ptr()
         with torch.no_grad():
-            accumulate_products([([weight, bias], lambda held=held: [held.pop(), held.pop()])])
+            accumulate_deferred([([weight, bias], lambda held=held: [held.pop(), held.pop()])])
         assert weight.grad.data_ptr() == first, "it was copied"
         assert weight.grad.eq(3 * step).all()
         assert bias.grad.eq(2 * step).all()
@@ -179,7 +174,7 @@ def test_products_come_one_after_the_other_in_order_and_free_what_they_keep():
         ([second], functools.partial(compute, "second", kept.pop(0))),
     ]
     with torch.no_grad():
-        accumulate_products(due)
+        accumulate_deferred(due)
     assert order == ["first, 0 freed", "first has it", "second, 1 freed", "second has it"]
     assert first.grad.eq(2).all()
     assert second.grad.eq(2).all()

@@ -18,14 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.parallel import ddp as over_meshes
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ovpatch.overlap.tensors.pending_param import (
-    find_dtensor,
-    is_pending,
-    mark_lost,
-    mark_pending,
-    mark_ready,
-    wrap_unflatten,
-)
+from ovpatch.overlap.tensors.pending_param import find_dtensor, is_pending, mark_lost, mark_pending, mark_ready
+from ovpatch.overlap.tensors.read_hooks import wrap_unflatten
 from ovpatch.patching import PatchManager
 from tests.overlap.stale import Stale, entrances
 from tests.support.errors import error_of

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm import kept_state
+from ovpatch.overlap.comm import lifetimes
 from ovpatch.overlap.peer_rpc import client
 from ovpatch.overlap.peer_rpc.client import Endpoint, Endpoints, Request
-from ovpatch.overlap.peer_rpc.rpc import KeepAlive, PeerError, PeerRpc
+from ovpatch.overlap.peer_rpc.retention import FinalReads
+from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
+from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock
 from ovpatch.overlap.peer_rpc.server import Server
-from ovpatch.overlap.peer_rpc.versioned import VersionedTensors
 from ovpatch.overlap.peer_rpc.wire import Connection, pack
 from ovpatch.overlap.tensors import lazy_tensor
 
@@ -219,7 +220,7 @@ def in_a_fork(for_forks: bool) -> str:
     group = dist.distributed_c10d._get_default_group()
     peers = PeerRpc.for_group(group)
     peers.register("value", lambda question: ({"rank": dist.get_rank()}, []), for_forks=for_forks)
-    kept = KeepAlive(group)
+    kept = FinalReads(group)
     kept.start_final_calls(peers)
     dist.barrier()  # as a step: by now all ranks can be found
     reader, writer = os.pipe()
@@ -282,10 +283,10 @@ def test_ranks_are_looked_up_for_forks_once_all_are_there(directory, monkeypatch
 
 def test_a_fork_renews_locks_that_another_thread_holds(server):
     """A thread that is not in the child cannot release them there."""
-    held, release, versions = threading.Event(), threading.Event(), VersionedTensors(torch.device("cpu"))
+    held, release, versions = threading.Event(), threading.Event(), SequenceLock(torch.device("cpu"))
 
     def hold() -> None:
-        with lazy_tensor._lock, kept_state._lock, server._changed, versions._changed:
+        with lazy_tensor._lock, lifetimes._lock, server._changed, versions._changed:
             held.set()
             release.wait()
 
@@ -295,7 +296,7 @@ def test_a_fork_renews_locks_that_another_thread_holds(server):
     try:
         pid = os.fork()
         if pid == 0:
-            locks = lazy_tensor._lock, kept_state._lock, server._changed, versions._changed
+            locks = lazy_tensor._lock, lifetimes._lock, server._changed, versions._changed
             os._exit(0 if all(lock.acquire(blocking=False) for lock in locks) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert not lazy_tensor._lock.acquire(blocking=False), "the parent's are as before"

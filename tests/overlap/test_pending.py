@@ -20,9 +20,9 @@ from ovpatch.overlap.tensors.pending_param import (
     mark_pending,
     mark_ready,
     wait_for_all,
-    wait_for_module,
     wait_for_param,
 )
+from ovpatch.overlap.tensors.read_hooks import wait_for_module
 from tests.overlap.stale import GARBAGE, Stale, entrances, find_reason_against, stale
 
 

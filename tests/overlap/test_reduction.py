@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.data_parallel.bucket import Bucket, GradBucket
+from ovpatch.overlap.data_parallel.grad_bucket import Bucket, GradBucket
 from ovpatch.overlap.data_parallel.grad_sync import GradSync
 from tests.overlap.gradients import backward, params
 

@@ -15,11 +15,11 @@ from torch import nn
 from ovpatch.overlap.comm import streams as module
 from ovpatch.overlap.comm.streams import (
     SideStreams,
-    quietly_on,
     record_numbered_switches,
     record_streams,
     record_switches,
     side_streams,
+    unwatched_stream,
 )
 from ovpatch.overlap.tensors.pending_param import is_pending
 from ovpatch_plugins.dist_optimizer.param_all_gather import AllGatherBucket
@@ -154,7 +154,7 @@ def test_a_stream_that_becomes_current_later_waits_once(cuda):
 def test_streams_of_ours_follow_nothing(cuda):
     gather, ours, theirs = launched(cuda.default, "a"), Stream(3), Stream(4)
     gather.finish_all_gather()
-    with quietly_on(ours), quietly_on(ours):
+    with unwatched_stream(ours), unwatched_stream(ours):
         assert cuda.current_stream() is ours
     with cuda.stream(theirs):
         assert theirs.waited == ["a"]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ovpatch.overlap.comm.collectives import AllReduce
-from ovpatch.overlap.data_parallel.bucket import SparseBucket
+from ovpatch.overlap.data_parallel.grad_bucket import SparseBucket
 
 
 def embedding(*looked_up: int, dtype: torch.dtype = torch.float32) -> nn.Embedding:

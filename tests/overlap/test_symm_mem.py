@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.kept_state import drop_values, group_values
+from ovpatch.overlap.comm.lifetimes import drop_values, group_values
 from ovpatch.overlap.symm_mem import memory
 from ovpatch.overlap.symm_mem import memory as order
 from ovpatch.overlap.symm_mem.memory import Memory

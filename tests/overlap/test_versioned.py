@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from ovpatch.overlap.peer_rpc.versioned import PinnedStaging, TornReadError, VersionedTensors
+from ovpatch.overlap.peer_rpc.sequence_lock import PinnedStaging, SequenceLock, TornReadError
 
 
 @pytest.fixture
@@ -16,15 +16,15 @@ def tensor() -> torch.Tensor:
 
 
 @pytest.fixture
-def versions(tensor) -> VersionedTensors:
+def versions(tensor) -> SequenceLock:
     """Two versions, in which all elements are the version's number."""
-    found = VersionedTensors(torch.device("cpu"))
+    found = SequenceLock(torch.device("cpu"))
     for number in (1, 2):
         update(found, tensor, number)
     return found
 
 
-def update(versions: VersionedTensors, tensor: torch.Tensor, number: int) -> None:
+def update(versions: SequenceLock, tensor: torch.Tensor, number: int) -> None:
     versions.begin_update()
     tensor.fill_(number)
     versions.end_update()

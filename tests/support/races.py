@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ovpatch.overlap.autotune import autotuner
-from ovpatch.overlap.comm.kept_state import drop_values
+from ovpatch.overlap.comm.lifetimes import drop_values
 
 # Where nothing is kept, as on a machine whose homes are read-only.
 NOWHERE = {"OVPATCH_CACHE_DIR": os.path.join(os.devnull, "none")}

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, gather_values, wait_limit_s
-from ovpatch.overlap.comm.kept_state import group_state
+from ovpatch.overlap.comm.lifetimes import group_state
 from ovpatch.overlap.comm.streams import is_capturing
 
 Candidates = dict[str, Callable[[], object]]

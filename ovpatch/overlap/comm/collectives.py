@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.consensus import agree_on_name
-from ovpatch.overlap.comm.kept_state import (
+from ovpatch.overlap.comm.lifetimes import (
     drop_values,
     group_state,
     group_store,
     group_timeout_s,
     group_values,
     is_exiting_by_error,
-    without_modes,
+    outside_modes,
 )
 
 
@@ -104,7 +104,7 @@ class BufferPool:
         for i, idle in enumerate(self._idle):
             if idle.numel() == numel and idle.dtype == like.dtype:
                 return self._idle.pop(i)
-        with without_modes():
+        with outside_modes():
             return like.new_empty(numel)
 
     def put(self, flat: Tensor) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ovpatch.overlap.comm.kept_state import group_state, group_timeout_s
+from ovpatch.overlap.comm.lifetimes import group_state, group_timeout_s
 
 LATE_START_S = 300.0  # for ranks that may load or build their models at different speeds
 _LONGEST_PAUSE_S = 0.05  # between two polls of the store

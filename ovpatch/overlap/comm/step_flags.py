@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.collectives import STEP_VOTES, AllReduce, Work, step_communicator
-from ovpatch.overlap.comm.kept_state import group_state, without_modes
-from ovpatch.overlap.comm.streams import is_capturing, profiler_label, profiler_span, quietly_on
+from ovpatch.overlap.comm.lifetimes import group_state, outside_modes
+from ovpatch.overlap.comm.streams import is_capturing, profiler_label, profiler_span, unwatched_stream
 
 PERIOD = 16  # steps per all-reduce, once the first steps are over
 _MOST_PENDING = 64  # sums that may be under way on a device; older ones are waited for
@@ -177,7 +177,7 @@ class _FlagSum:
         # Filled on the device. A copy from the host would wait for the device's whole queue. An allocation of pinned
         # memory would wait for a collective of the script's, behind which another rank may call this one.
         if device.type != "cuda":
-            with without_modes():
+            with outside_modes():
                 sums = torch.tensor(flags, dtype=torch.int32, device=device)
         else:
             sums, begin = torch.zeros(len(flags), dtype=torch.int32, device=device), 0
@@ -192,7 +192,7 @@ class _FlagSum:
         # A side stream copies the sum when it is there, and does not hold back the compute.
         side = _side_stream(device)
         sums.record_stream(side)  # no other stream waits for the sum before it is freed
-        with quietly_on(side):
+        with unwatched_stream(side):
             work.wait()
             host = torch.empty(len(flags), dtype=sums.dtype, device="cpu", pin_memory=True)
             host.copy_(sums, non_blocking=True)

@@ -114,22 +114,22 @@ class ProducerStreams:
 # --- the script's own streams ---
 
 
-class Arriving(Protocol):
+class Transfer(Protocol):
     """A transfer that some stream has waited for, and that may still be in flight."""
 
     def follow(self, stream: Any) -> bool:
         """Make one more stream wait; return whether it waits now."""
 
 
-class _OfThread(dict[int, Any]):
+class _ThreadStreams(dict[int, Any]):
     """The streams that a thread has made current, by the device's index; on other devices it has the default one."""
 
 
-class _OfDevice:
+class _DeviceTransfers:
     """The transfers to a device, and the streams that follow them."""
 
     def __init__(self) -> None:
-        self.arriving: weakref.WeakValueDictionary[int, Arriving] = weakref.WeakValueDictionary()
+        self.arriving: weakref.WeakValueDictionary[int, Transfer] = weakref.WeakValueDictionary()
         self.count = 0  # of transfers so far; not less than any count in `seen`
         self.streams: dict[int, Any] = {}  # by handle
         self.seen: dict[int, int] = {}  # the count at a stream's last switch, by handle
@@ -142,7 +142,7 @@ class SideStreams:
     stream goes on while all-gathers run, and a pending parameter becomes a plain one as soon as one stream has waited
     for it; another stream, ordered behind the step alone, would read it too early. A stream that reads is the current
     one of some thread. So all current streams wait when a parameter becomes a plain one, and a stream that is made
-    current later waits then. Our own streams on which no parameters are read do not (:class:`quietly_on`): peers'
+    current later waits then. Our own streams on which no parameters are read do not (:class:`unwatched_stream`): peers'
     calls are answered on one, and an all-gather may wait for such an answer.
     """
 
@@ -150,20 +150,20 @@ class SideStreams:
         # Whether record_switch() is called for every switch; otherwise unknown streams may be in use.
         self.watched = False
         self._local = threading.local()
-        self._threads: weakref.WeakValueDictionary[int, _OfThread] = weakref.WeakValueDictionary()
-        self._devices: dict[int, _OfDevice] = {}
+        self._threads: weakref.WeakValueDictionary[int, _ThreadStreams] = weakref.WeakValueDictionary()
+        self._devices: dict[int, _DeviceTransfers] = {}
 
     def record_switch(self, device: int) -> None:
         """Record that this thread has another current stream, and make that stream wait for transfers in flight."""
         if self.quiet:
             return
-        known, handle = self._devices.setdefault(device, _OfDevice()), torch._C._cuda_getCurrentRawStream(device)
+        known, handle = self._devices.setdefault(device, _DeviceTransfers()), torch._C._cuda_getCurrentRawStream(device)
         stream = known.streams.get(handle)
         if stream is None:
             stream = known.streams[handle] = torch.cuda.current_stream(device)
         own = getattr(self._local, "own", None)
         if own is None:
-            own = self._local.own = self._threads[threading.get_ident()] = _OfThread()
+            own = self._local.own = self._threads[threading.get_ident()] = _ThreadStreams()
         own[device] = stream  # first: a transfer that is added now sees it, or is seen below
         count = known.count
         if known.seen.get(handle) != count:
@@ -172,14 +172,14 @@ class SideStreams:
             if all(followed):
                 known.seen[handle] = count
 
-    def add_transfer(self, one: Arriving, launched: Any) -> list[Any]:
+    def add_transfer(self, one: Transfer, launched: Any) -> list[Any]:
         """Make streams that become current from now on follow a transfer, which the stream ``launched`` has waited for.
 
         It is referenced weakly, until :meth:`remove_transfer`. Returns the streams that are current now, which the
         caller makes follow.
         """
         device = launched.device_index
-        known = self._devices.setdefault(device, _OfDevice())
+        known = self._devices.setdefault(device, _DeviceTransfers())
         known.arriving[id(one)] = one
         known.count += 1  # last: a thread that sees the count sees the transfer
         threads = [reference() for reference in self._threads.valuerefs()]
@@ -188,7 +188,7 @@ class SideStreams:
             found.append(torch.cuda.default_stream(device))  # of threads that have not switched
         return found
 
-    def remove_transfer(self, one: Arriving, device: int) -> None:
+    def remove_transfer(self, one: Transfer, device: int) -> None:
         """Undo :meth:`add_transfer`."""
         if device in self._devices:
             self._devices[device].arriving.pop(id(one), None)
@@ -213,7 +213,7 @@ class SideStreams:
 side_streams = SideStreams()
 
 
-class quietly_on:  # used like a function
+class unwatched_stream:  # used like a function
     """Run a block with a current stream on which no parameters are read, and which follows no all-gather."""
 
     __slots__ = ("_before", "_context")

@@ -18,7 +18,7 @@ from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, add_report_li
 from ovpatch.overlap.comm import collectives
 from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter, Work
 from ovpatch.overlap.comm.consensus import check_consistent, wait_limit_s
-from ovpatch.overlap.comm.kept_state import (
+from ovpatch.overlap.comm.lifetimes import (
     drop_values,
     group_state,
     group_timeout_s,

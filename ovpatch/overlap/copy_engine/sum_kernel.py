@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ovpatch.overlap.comm.streams import quietly_on
+from ovpatch.overlap.comm.streams import unwatched_stream
 from ovpatch.overlap.copy_engine.window import Addend, Span
 
 _BLOCK: Final = 8192
@@ -123,4 +123,4 @@ def _launches(addends: Sequence[Addend]) -> Iterator[tuple[Sequence[Addend], tup
 
 
 def _on(stream: int, device: torch.device) -> AbstractContextManager[None]:
-    return quietly_on(torch.cuda.ExternalStream(stream, device))
+    return unwatched_stream(torch.cuda.ExternalStream(stream, device))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import Work, WorkGroup
-from ovpatch.overlap.comm.streams import quietly_on
+from ovpatch.overlap.comm.streams import unwatched_stream
 from ovpatch.overlap.symm_mem import memory
 
 # A step moves hundreds of pieces. Making a tensor for each takes the host longer than the copy takes the device, so
@@ -194,12 +194,12 @@ def allocate_window(size: int, group: dist.ProcessGroup, device: torch.device) -
         raise RuntimeError(f"the CUDA driver's library lacks what is needed: {error}") from error
     meeting = StreamBarrier(driver, [one[size:] for one in whole], group.rank())
     stream = torch.cuda.Stream(device)
-    with quietly_on(stream):
+    with unwatched_stream(stream):
         meeting.try_out(stream.cuda_stream)
     torch.cuda.synchronize(device)
 
     def unheard() -> list[int]:
-        with quietly_on(stream):
+        with unwatched_stream(stream):
             return meeting.unheard(stream.cuda_stream)
 
     return Window(ranks, meeting, driver.copy, unheard, meeting.abort, found, driver)
@@ -339,7 +339,7 @@ class CopyStreams:
 
     def behind(self) -> AbstractContextManager[None]:
         """Run the block's work behind all copies."""
-        return quietly_on(self._in) if self._exist else nullcontext()
+        return unwatched_stream(self._in) if self._exist else nullcontext()
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Run the block with the streams' device as the current one, which the driver's functions need."""

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.kept_state import drop_entry, without_modes
+from ovpatch.overlap.comm.lifetimes import drop_entry, outside_modes
 
 #: Dtypes of half precision.
 HALVES: Final = (torch.bfloat16, torch.float16)
@@ -75,7 +75,7 @@ def make_sum_hooks(param: torch.nn.Parameter) -> tuple[Callable[..., None], Call
         if grad is None or not _can_be_summed(grad):
             return
         found = sums.get(id(grad))
-        with without_modes():
+        with outside_modes():
             if found is not None and _is_current(found, grad):
                 refresh_fp32(found.total, grad)
             else:
@@ -92,7 +92,7 @@ def make_sum_hooks(param: torch.nn.Parameter) -> tuple[Callable[..., None], Call
         if added is None or not _can_be_summed(added) or not _is_current(found, grad):
             del sums[id(grad)]
             return
-        with without_modes():
+        with outside_modes():
             expected = found.total.to(grad.dtype).add_(added)  # as the node does
             found.total.add_(added)
             torch.where(expected == grad, found.total, grad.to(torch.float32), out=found.total)

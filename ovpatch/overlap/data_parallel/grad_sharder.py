@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from ovpatch.overlap.data_parallel.bucket import GradBucket
+    from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
     from ovpatch.overlap.data_parallel.grad_sync import GradSync
 
 

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import Collectives, Work, WorkWithEpilogue
-from ovpatch.overlap.comm.kept_state import find_param_state, param_state
+from ovpatch.overlap.comm.lifetimes import find_param_record, param_record
 from ovpatch.overlap.comm.streams import ProducerStreams, profiler_label, profiler_span
-from ovpatch.overlap.data_parallel.bucket import Bucket, GradBucket, get_grad
+from ovpatch.overlap.data_parallel.grad_bucket import Bucket, GradBucket, get_grad
 
 
 class SurplusGradientError(RuntimeError):
@@ -60,13 +60,13 @@ def register_reducer(params: Sequence[torch.nn.Parameter], reducer: ExpectingRed
     """Have :func:`expect_gradients` and :func:`mark_gradient` reach a reducer, which is held weakly."""
     reference = weakref.ref(reducer)
     for index, param in enumerate(params):
-        entries = param_state(param).reducers
+        entries = param_record(param).reducers
         entries[:] = [entry for entry in entries if entry[0]() not in (None, reducer)]
         entries.append((reference, index))
 
 
 def _find(param: torch.nn.Parameter) -> list[tuple[ExpectingReducer, int]]:
-    state = find_param_state(param)
+    state = find_param_record(param)
     entries = () if state is None else state.reducers
     return [(reducer, index) for reference, index in entries if (reducer := reference()) is not None]
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.kept_state import group_store
+from ovpatch.overlap.comm.lifetimes import group_store
 from ovpatch.overlap.peer_rpc.wire import Connection
 
 _CONNECT_S = 3.0  # until one attempt to connect is given up and the next address is tried

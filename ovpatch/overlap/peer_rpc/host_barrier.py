@@ -11,7 +11,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.kept_state import group_state, group_store, group_timeout_s
+from ovpatch.overlap.comm.lifetimes import group_state, group_store, group_timeout_s
 from ovpatch.overlap.peer_rpc.client import unwrap_store
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.kept_state import (
+from ovpatch.overlap.comm.lifetimes import (
     group_state,
     group_store,
     group_timeout_s,
     group_values,
-    is_destroyed,
     is_exiting_by_error,
     register_at_exit,
-    renew_in_children,
 )
 from ovpatch.overlap.peer_rpc.client import ENDED, MAX_CONNECTIONS, Endpoints, Replies, Request, list_own_addresses
 from ovpatch.overlap.peer_rpc.server import Handler, Server
@@ -58,7 +54,7 @@ class PeerRpc:
             list_own_addresses(group_store(group)),
             lambda: endpoints.is_destroyed() and not _exiting,
         )
-        self._shutdown_barrier = ShutdownBarrier(self._rank, self._global_ranks, self._endpoints, self._server)
+        self._shutdown_barrier = Shutdown(self._rank, self._global_ranks, self._endpoints, self._server)
         self._endpoints.publish(self._rank, self._server.endpoint)
         weakref.finalize(group, self._server.close).atexit = False
 
@@ -142,7 +138,7 @@ class PeerRpc:
 
     @staticmethod
     def shutdown_all(group: dist.ProcessGroup | None = None) -> None:
-        """Keep answering, in all groups or in one, until all ranks have called this; see :class:`ShutdownBarrier`.
+        """Keep answering, in all groups or in one, until all ranks have called this; see :class:`Shutdown`.
 
         Runs by itself when the interpreter exits without an exception, if this rank has registered or called. Call it
         before ``destroy_process_group()``: after that, ranks cannot find each other. A rank that never called
@@ -234,7 +230,7 @@ _REMEDY_FORKED = (
 _log = logging.getLogger("ovpatch.peers")
 
 
-class ShutdownBarrier:
+class Shutdown:
     """One rank's part in the shutdown of a process group: it answers until its peers have finished, too.
 
     [Note: shutdown order] Group rank 0 asks every other rank to reply once it has finished, and the others ask rank 0
@@ -270,7 +266,7 @@ class ShutdownBarrier:
             _log.warning("rank %s has not come to its end in %g s and is not waited for any longer", late, timeout_s)
 
 
-def run_shutdown(barriers: Iterable[ShutdownBarrier], timeout_s: float) -> None:
+def run_shutdown(barriers: Iterable[Shutdown], timeout_s: float) -> None:
     """Shut several process groups down; see [Note: shutdown order].
 
     A group is left anyway after ``timeout_s`` seconds without a call.
@@ -286,93 +282,3 @@ def run_shutdown(barriers: Iterable[ShutdownBarrier], timeout_s: float) -> None:
         barrier.server.finish()
     for barrier in [barrier for barrier in needed if barrier.rank]:
         barrier.wait(timeout_s)
-
-
-class KeepAlive:
-    """Keeps an object from this rank's final call until every peer has made its own.
-
-    When a feature is turned off, each rank pulls what it lacks and then drops its shards. The fastest rank must not
-    drop them before the slowest has pulled. So each rank marks its final call. A rank frees its shards once every peer
-    has sent one, or once all ranks have joined a later backward, since scripts read between backwards.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._rank, self._others = group, group.rank(), group.size() - 1
-        self._lock = threading.Lock()
-        renew_in_children(self, "_lock", threading.Lock)
-        self._finished: set[int] = set()
-        self._owner: int | None = None  # an id(), since the object may be large and this one outlive it
-
-    def start_final_calls(self, owner: object) -> None:
-        """Mark this rank's calls as final from now on; keep ``owner`` for those of the peers."""
-        with self._lock:
-            self._owner = id(owner)
-            if len(self._finished) < self._others:
-                keep_until_backward(self._group, owner)
-
-    def mark_final(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return a call's arguments with the mark of a final call, if it is one; a fork's never is."""
-        is_final = self._owner is not None and not group_state(self._group).is_forked
-        return arguments | ({"last of": self._rank} if is_final else {})
-
-    def record_call(self, arguments: Mapping[str, Any]) -> None:
-        """Record a call that has been answered."""
-        with self._lock:
-            if "last of" in arguments:
-                self._finished.add(arguments["last of"])
-            if self._owner is not None and len(self._finished) == self._others:
-                group_state(self._group).values.get(Kept, {}).pop(self._owner, None)
-
-
-@dataclass
-class _KeptOwner:
-    owner: object
-    left: int  # backwards for which it is kept
-    has_passed_one: bool = False
-
-
-class Kept(dict[int, _KeptOwner]):
-    """What this rank keeps for the peers of one group, by ``id()``."""
-
-
-def keep_until_backward(group: dist.ProcessGroup, owner: object, backwards: int = 1) -> None:
-    """Keep an object that peers may still read until all ranks of the group have joined so many later backwards."""
-    if not is_destroyed(group):  # else no peer can call any more
-        kept = group_state(group).get_or_create(Kept, Kept, keeps_group=True)
-        kept[id(owner)] = _KeptOwner(owner, backwards)
-
-
-class BeforeBackward(list[Callable[[], None]]):
-    """What this rank does before it joins the next backward of one group."""
-
-
-def call_before_backward(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
-    """Call ``action`` before this rank joins a further backward: until then peers keep what they have."""
-    if not is_destroyed(group):
-        group_state(group).get_or_create(BeforeBackward, BeforeBackward).append(action)
-
-
-def prepare_backward(group: dist.ProcessGroup) -> None:
-    """Do what is due before this rank joins a backward of the group."""
-    due = group_state(group).values.get(BeforeBackward)
-    while due:
-        due.pop()()
-
-
-def keep_no_longer(group: dist.ProcessGroup, *, read: bool) -> None:
-    """Keep everything for one further backward at most; what has passed one already, only if it may still be read."""
-    kept = group_state(group).values.get(Kept, {})
-    for key, one in list(kept.items()):
-        one.left = 1
-        if one.has_passed_one and not read:
-            kept.pop(key, None)  # a peer's last call may have dropped it
-
-
-def drop_kept(group: dist.ProcessGroup) -> None:
-    """Drop what is kept for no further backward, since all ranks of the group have joined one."""
-    kept = group_state(group).values.get(Kept, {})
-    for key, one in list(kept.items()):
-        one.left -= 1
-        one.has_passed_one = True
-        if not one.left:
-            kept.pop(key, None)

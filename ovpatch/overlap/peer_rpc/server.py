@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ovpatch.overlap.comm.kept_state import renew_in_children
+from ovpatch.overlap.comm.lifetimes import renew_in_children
 from ovpatch.overlap.peer_rpc.client import Endpoint
 from ovpatch.overlap.peer_rpc.wire import Connection, Message, close_in_children, pack
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.kept_state import call_in_children, without_modes
+from ovpatch.overlap.comm.lifetimes import call_in_children, outside_modes
 
 _NONCE = 32  # bytes of a nonce, and of a signature
 _LENGTH = struct.Struct("!Q")
@@ -66,7 +66,7 @@ class Connection:
             raise ConnectionError(f"a message that claims an envelope of {length} bytes")
         envelope = json.loads(self._receive_bytes(length))
         # A script may read a gradient inside of torch.func.grad or a fake mode, whose tensors have no memory.
-        with without_modes():
+        with outside_modes():
             tensors = [torch.empty(shape, dtype=_dtype(name), device="cpu") for name, shape in envelope["tensors"]]
             for tensor in tensors:
                 if tensor.numel():

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.consensus import check_consistent, gather_values, identify_host, join_texts
-from ovpatch.overlap.comm.kept_state import group_state
+from ovpatch.overlap.comm.lifetimes import group_state
 from ovpatch.overlap.comm.streams import is_capturing
 
 _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"

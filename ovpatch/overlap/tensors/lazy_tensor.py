@@ -15,8 +15,9 @@ from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.kept_state import renew_in_children, without_modes
-from ovpatch.overlap.tensors.memory import compute_contiguous_strides, is_dense
+from ovpatch.overlap.comm.lifetimes import outside_modes, renew_in_children
+from ovpatch.overlap.tensors.shard import compute_contiguous_strides
+from ovpatch.overlap.tensors.tensor_memory import is_dense
 
 _READ: Final = """
     shape ndim dtype device layout names name is_leaf grad_fn output_nr itemsize nbytes retains_grad _version _cdata
@@ -63,7 +64,7 @@ def leaves(values: Any) -> Iterator[Any]:
         yield values
 
 
-class Source(Protocol):
+class LazySource(Protocol):
     """Where the content of lazy tensors comes from."""
 
     def fetch(self, tensors: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
@@ -76,14 +77,14 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class GuardedSource(Source, Protocol):
+class GuardedLazySource(LazySource, Protocol):
     """A source that needs other locks while it fetches, which are taken before that of lazy tensors."""
 
     def reading(self) -> AbstractContextManager[None]:
         """Return a context to fetch in."""
 
 
-class LostContent:
+class LostSource:
     """The source of lazy tensors whose content is gone: every read is an error."""
 
     def __init__(self, message: str, cause: Exception | None = None) -> None:
@@ -131,7 +132,7 @@ class LazyTensor(torch.Tensor):
     does not ask the class meets a tensor of stride 0, into which torch refuses to write.
     """
 
-    source: Source  # where its content comes from
+    source: LazySource  # where its content comes from
     key: Any  # what the source knows it by
 
     @classmethod
@@ -165,7 +166,7 @@ def materialize(tensors: Iterable[Tensor | None]) -> None:
     lazy_ones = [tensor for tensor in tensors if isinstance(tensor, LazyTensor)]
     with ExitStack() as guards:
         for source in {id(source): source for source, _ in map(get_source, lazy_ones)}.values():
-            if isinstance(source, GuardedSource):
+            if isinstance(source, GuardedLazySource):
                 guards.enter_context(source.reading())
         _materialize(lazy_ones)
 
@@ -192,7 +193,7 @@ def peek(tensor: Tensor) -> Tensor:
         return tensor.source.fetch([tensor], noticed=False)[0] if isinstance(tensor, LazyTensor) else tensor
 
 
-def make_lazy(like: Tensor | TensorMeta, source: Source, key: Any, *, own: bool = False) -> LazyTensor:
+def make_lazy(like: Tensor | TensorMeta, source: LazySource, key: Any, *, own: bool = False) -> LazyTensor:
     """Return a new lazy tensor of the shape, dtype and device of ``like``.
 
     Args:
@@ -206,13 +207,13 @@ def make_lazy(like: Tensor | TensorMeta, source: Source, key: Any, *, own: bool 
     return _mark_lazy(tensor, source, key)
 
 
-def make_lazy_(tensor: Tensor, source: Source, key: Any) -> LazyTensor:
+def make_lazy_(tensor: Tensor, source: LazySource, key: Any) -> LazyTensor:
     """Make a plain tensor lazy, with a storage of its own, and free its memory; the object stays the same."""
     tensor.data = _expanded_zero(tensor.shape, tensor.dtype, tensor.device, own=True)
     return _mark_lazy(tensor, source, key)
 
 
-def make_lazy_from(tensor: Tensor, zero: Tensor, source: Source, key: Any) -> None:
+def make_lazy_from(tensor: Tensor, zero: Tensor, source: LazySource, key: Any) -> None:
     """Make a plain tensor lazy and free its memory, with one of :func:`expand_zeros` in its place."""
     tensor.data = zero  # its memory alone
     attributes = tensor.__dict__
@@ -227,7 +228,7 @@ def expand_zeros(likes: Iterable[Tensor]) -> list[Tensor]:
     return [made[kind] for kind in kinds]
 
 
-def get_source(tensor: Tensor | None) -> tuple[Source | None, Any]:
+def get_source(tensor: Tensor | None) -> tuple[LazySource | None, Any]:
     """Return a lazy tensor's source and key, without the lock; None for other tensors."""
     if not isinstance(tensor, LazyTensor):
         return None, None
@@ -235,7 +236,7 @@ def get_source(tensor: Tensor | None) -> tuple[Source | None, Any]:
     return known.get("source"), known.get("key")
 
 
-def set_source(tensor: Tensor | None, source: Source, key: Any) -> TypeGuard[LazyTensor]:
+def set_source(tensor: Tensor | None, source: LazySource, key: Any) -> TypeGuard[LazyTensor]:
     """Let the content of a lazy tensor come from elsewhere; return false if it has been materialized by now."""
     with _lock:
         unread = isinstance(tensor, LazyTensor)
@@ -244,7 +245,7 @@ def set_source(tensor: Tensor | None, source: Source, key: Any) -> TypeGuard[Laz
         return unread
 
 
-def _mark_lazy(tensor: Tensor, source: Source, key: Any) -> LazyTensor:
+def _mark_lazy(tensor: Tensor, source: LazySource, key: Any) -> LazyTensor:
     vars(tensor).update(source=source, key=key)  # first: another thread looks at the class without the lock
     tensor.__class__ = LazyTensor
     assert isinstance(tensor, LazyTensor)
@@ -253,7 +254,7 @@ def _mark_lazy(tensor: Tensor, source: Source, key: Any) -> LazyTensor:
 
 def _expanded_zero(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, own: bool = False) -> Tensor:
     # With gradients on: autograd refuses writes to views that were made without, if another input has a graph.
-    with without_modes(), torch.enable_grad():
+    with outside_modes(), torch.enable_grad():
         if own:
             return torch.zeros((), dtype=dtype, device=device).expand(shape).detach()
         kind = (dtype, device)
@@ -268,7 +269,7 @@ _zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 def _fill_with_zeros(tensor: LazyTensor) -> None:
     with _lock, torch.inference_mode(False), torch.no_grad():
         if isinstance(tensor, LazyTensor):  # still, now that the lock is held
-            with without_modes():
+            with outside_modes():
                 content = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             fill(tensor, content)
 

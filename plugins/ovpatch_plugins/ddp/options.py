@@ -11,7 +11,7 @@ from ovpatch.hookspecs import Option, make_count_parser, parse_flag
 
 
 @dataclass(frozen=True)
-class ReducerConfig:
+class DDPConfig:
     """What the reducer is told by the ``DistributedDataParallel`` object and by the feature's options.
 
     Attributes:

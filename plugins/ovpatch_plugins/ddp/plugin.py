@@ -42,30 +42,30 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches; all of them are methods of the stock class, which itself stays."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from ovpatch_plugins.ddp.takeover import Takeover
+    from ovpatch_plugins.ddp.ddp_attach import DDPAttachment
 
-    takeover = Takeover(options)
+    attachment = DDPAttachment(options)
     patches.register_patch(
         f"{_DDP}.__init__",
-        wrap=takeover.wrap_init,
+        wrap=attachment.wrap_init,
         why="tells construction, where all ranks are present, from unpickling and copying, where they are not",
     )
     patches.register_patch(
         f"{_DDP}._ddp_init_helper",
-        wrap=takeover.wrap_init_helper,
+        wrap=attachment.wrap_init_helper,
         why="builds the reducer for the constructor and for unpickling; keeps its name and signature in torch 2.11 to "
         "2.15, while the arguments of dist.Reducer differ in each. register_comm_hook, the official way, offers one "
         "slot that scripts use themselves.",
     )
     patches.register_patch(
         f"{_DDP}._post_forward",
-        wrap=takeover.wrap_post_forward,
+        wrap=attachment.wrap_post_forward,
         why="is where the outputs are known that every backward passes first; the stock class shows them to its "
         "reducer only when it searches unused parameters",
     )
     patches.register_patch(
         "torch.distributed.autograd.context.__enter__",
-        wrap=takeover.wrap_autograd_context,
+        wrap=attachment.wrap_autograd_context,
         optional=True,
         why="in such a context the engine gives gradients to the context instead of the parameters, which only the C++ "
         "reducer can follow; there is no hook for its beginning",
@@ -75,7 +75,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             continue
         patches.register_patch(
             f"{_DDP}.{name}",
-            wrap=functools.partial(takeover.wrap_needs_stock, reason=reason),
+            wrap=functools.partial(attachment.wrap_needs_stock, reason=reason),
             optional=name.startswith("_"),
             why="accepts or uses a C++ reducer only, so that one is brought back first",
         )
@@ -106,9 +106,9 @@ def ovpatch_activate() -> Sequence[str]:
 @hookimpl
 def ovpatch_deactivate() -> None:
     """Give all models their stock reducer back."""
-    takeover = sys.modules.get("ovpatch_plugins.ddp.takeover")
-    if takeover is not None:
-        takeover.restore_all()
+    attachment = sys.modules.get("ovpatch_plugins.ddp.ddp_attach")
+    if attachment is not None:
+        attachment.restore_all()
 
 
 ovpatch_counters = make_counters_hook("ovpatch_plugins.ddp.report")
@@ -120,7 +120,7 @@ def ovpatch_remarks() -> Sequence[str]:
     from ovpatch_plugins.ddp import report
     from ovpatch_plugins.ddp.report import COUNTERS
 
-    if "ovpatch_plugins.ddp.takeover" not in sys.modules:
+    if "ovpatch_plugins.ddp.ddp_attach" not in sys.modules:
         return []
     if not (COUNTERS.models or COUNTERS.stock_models):
         # The report shows the error itself if wrapping a model has failed.
@@ -130,7 +130,7 @@ def ovpatch_remarks() -> Sequence[str]:
 
 
 def _has_stock_reducer(ddp: Any) -> bool:
-    ours = sys.modules.get("ovpatch_plugins.ddp.reducer")  # imported with the first model that got one
+    ours = sys.modules.get("ovpatch_plugins.ddp.grad_reducer")  # imported with the first model that got one
     reducer = vars(ddp).get("reducer")
     is_stock = reducer is not None and (ours is None or not isinstance(reducer, ours.GradReducer))
     return is_stock and ddp.process_group.size() > 1

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from ovpatch.overlap.comm.collectives import step_communicator
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch.overlap.tensors.memory import shard_view
-from ovpatch_plugins.dist_optimizer import optimizers, sharded_grads, takeover
+from ovpatch.overlap.tensors.shard import shard_view
+from ovpatch_plugins.dist_optimizer import optimizer_attach, sharded_grads, step_patches
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_bucket import shard_norms
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, updating_shards
-from ovpatch_plugins.dist_optimizer.sharded_state import ShardedParam, attach_shards, detach_shards, replaced_params
-from ovpatch_plugins.dist_optimizer.takeover import get_dynamo_callback
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, attach_shards, detach_shards, replaced_params
+from ovpatch_plugins.dist_optimizer.step_patches import get_dynamo_callback
 
 Place = tuple[ShardedGrads, int]  # the sharded gradients of a model, and the index of a parameter there
 
@@ -51,7 +51,7 @@ def wrap_clip_grad_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor
     @functools.wraps(original)
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling() or get_dynamo_callback() is not None:
-            if takeover.is_any_divided:
+            if step_patches.is_any_divided:
                 parameters = _fill_lazy_grads(parameters)
             return original(parameters, *args, **kwargs)
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -77,7 +77,7 @@ def wrap_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         if torch.compiler.is_compiling() or get_dynamo_callback() is not None:
-            if takeover.is_any_divided:
+            if step_patches.is_any_divided:
                 tensors = _fill_lazy_grads(tensors)
             return original(tensors, norm_type, error_if_nonfinite, foreach)
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -109,7 +109,7 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
         parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
     ) -> None:
         if torch.compiler.is_compiling() or get_dynamo_callback() is not None:
-            if takeover.is_any_divided:
+            if step_patches.is_any_divided:
                 parameters = _fill_lazy_grads(parameters)
             original(parameters, max_norm, total_norm, foreach)
             return
@@ -291,7 +291,7 @@ def wrap_unscale(original: Unscale) -> Unscale:
     def unscale_grads(
         self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        sharded = optimizers.find_sharded(optimizer)
+        sharded = optimizer_attach.find_sharded(optimizer)
         stepped = sharded.params_to_step(optimizer) if sharded is not None else ()
         sharded_grads.materialize_moved([(one.param, one.shards, one.index) for one in stepped])
         places = [(one.shards, one.index) for one in stepped]

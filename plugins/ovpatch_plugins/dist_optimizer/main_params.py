@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.kept_state import without_modes
+from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.data_parallel.fp32_accumulation import refresh_fp32
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch.overlap.tensors.memory import shard_view
+from ovpatch.overlap.tensors.shard import shard_view
 from ovpatch_plugins.dist_optimizer import sharded_grads
+from ovpatch_plugins.dist_optimizer.elementwise_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState, Key, States, Swapped
+from ovpatch_plugins.dist_optimizer.sharded_state import Key, States, Swapped
 from ovpatch_plugins.dist_optimizer.sharding_choice import is_half
 from ovpatch_plugins.dist_optimizer.step_log import Turn
 
@@ -23,7 +24,7 @@ from ovpatch_plugins.dist_optimizer.step_log import Turn
 MAIN: Final = "main_param"
 
 
-class _Refresher:
+class MainParamRefresher:
     """:func:`refresh_fp32` of many tensors, on GPUs by one kernel, which reads each number once.
 
     The addresses are kept on the device from one call to the next, as long as they are the same.
@@ -67,12 +68,12 @@ class MainParamsState(ElementwiseState):
     """
 
     def __init__(self, shards: ShardedGrads, turn: Turn) -> None:
-        self._refresh_main = _Refresher()
+        self._refresh_main = MainParamRefresher()
         super().__init__(shards, turn)  # from here on peers ask
 
     def _swap_in(self, swapped: Swapped, states: States) -> None:
         super()._swap_in(swapped, states)
-        with without_modes():
+        with outside_modes():
             known: list[tuple[Tensor, Tensor]] = []
             for one, shard_param in swapped:
                 if not is_half(one.param):
@@ -91,7 +92,7 @@ class MainParamsState(ElementwiseState):
         low: Swapped = []
         try:
             low = [(one, main) for one, main in swapped if main.dtype != one.param.dtype]
-            with without_modes():
+            with outside_modes():
                 rounded = [
                     shard_view(one.param.data, one.shard) if one.memory is None else one.memory for one, _ in low
                 ]

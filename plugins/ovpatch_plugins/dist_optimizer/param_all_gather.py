@@ -17,15 +17,16 @@ from torch.optim import Optimizer
 
 from ovpatch.hookspecs import cache_dir, note_failures, refuse_option
 from ovpatch.overlap.comm.collectives import AllGather, Work, WorkWithEpilogue, step_communicator
-from ovpatch.overlap.comm.kept_state import without_modes
-from ovpatch.overlap.comm.streams import profiler_label, profiler_span, quietly_on, side_streams
-from ovpatch.overlap.data_parallel.bucket import SMALL, get_layer
-from ovpatch.overlap.tensors.memory import shard_range, shard_view
+from ovpatch.overlap.comm.lifetimes import outside_modes
+from ovpatch.overlap.comm.streams import profiler_label, profiler_span, side_streams, unwatched_stream
+from ovpatch.overlap.data_parallel.bucket_assignment import get_layer
+from ovpatch.overlap.data_parallel.grad_bucket import SMALL
 from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_ready
+from ovpatch.overlap.tensors.shard import shard_range, shard_view
 from ovpatch_plugins.dist_optimizer.options import OPTIONS
+from ovpatch_plugins.dist_optimizer.param_sync import group_alike, split_by_size
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.sharded_grads import sort_models
-from ovpatch_plugins.dist_optimizer.sharded_state import ShardedParam, read_versions
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, read_versions
 
 MIB = 1024 * 1024
 
@@ -37,7 +38,7 @@ _HALF_BUCKETS = 2
 _MIN_BUCKET_BYTES = MIB
 
 
-class _Arrived(NamedTuple):
+class FinishedGather(NamedTuple):
     """What one stream has waited for, so that others can.
 
     Attributes:
@@ -51,7 +52,7 @@ class _Arrived(NamedTuple):
     followers: set[int]
 
 
-class _Output(NamedTuple):
+class GatherBuffer(NamedTuple):
     """Memory for the shards of coalesced parameters, and views of it, which stay from step to step.
 
     Attributes:
@@ -71,10 +72,10 @@ class _Output(NamedTuple):
     reordered: Sequence[int]
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], world: int, rank: int) -> _Output:
+    def of(cls, params: Sequence[Tensor], world: int, rank: int) -> GatherBuffer:
         """Return it for some parameters of one dtype and device."""
         sizes = [-(-param.numel() // world) for param in params]
-        with without_modes():
+        with outside_modes():
             rows = torch.empty(world, sum(sizes), dtype=params[0].dtype, device=params[0].device)
             parts = torch.empty_like(rows).view(-1).split([world * size for size in sizes])
         reordered = [
@@ -112,7 +113,7 @@ class AllGatherBucket:
     can be pending differs by rank. So if one parameter cannot, this rank waits for the whole bucket at once.
 
     Args:
-        params: Dense parameters of one dtype and device, sharded by :func:`ovpatch.overlap.tensors.memory.shard_range`.
+        params: Dense parameters of one dtype and device, sharded by :func:`ovpatch.overlap.tensors.shard.shard_range`.
         group: The process group, whose ranks have the shards.
         name: Of the bucket, for labels in profiles.
         communicator: Over the same ranks, which the backend gathers on; by default the group itself.
@@ -138,11 +139,11 @@ class AllGatherBucket:
         self._depth = 0  # how many calls wait for them, one inside of the other
         self._coalesced = tuple([param for param in params if param.numel() < SMALL])
         self._alone = [param for param in params if param.numel() >= SMALL]
-        self._output: _Output | None = None  # of these
+        self._output: GatherBuffer | None = None  # of these
         self._is_packed = False  # whether their shards are in the output, and not gathered yet
         self._copies: list[tuple[Tensor, Tensor]] = []  # what is written when the values are there, and from what
         self._stream: torch.cuda.Stream | None = None
-        self._arrived: _Arrived | None = None
+        self._arrived: FinishedGather | None = None
         # Memory that torch cannot resize was made by another library (from_numpy()), which may read it. Asked once:
         # after a numpy() it looks alike for ever, though that array is counted while it lives.
         self._foreign = any(not param.untyped_storage().resizable() for param in params)
@@ -157,8 +158,8 @@ class AllGatherBucket:
         """
         if self._world == 1 or not self._coalesced:
             return {}
-        with without_modes():
-            self._output = _Output.of(self._coalesced, self._world, self._rank)
+        with outside_modes():
+            self._output = GatherBuffer.of(self._coalesced, self._world, self._rank)
         return dict(zip(map(id, self._coalesced), self._output.shards, strict=True))
 
     def begin_update(self) -> None:
@@ -191,7 +192,7 @@ class AllGatherBucket:
         Raises:
             RuntimeError: The last all-gather has not been waited for, so its results would mix with the shards of now.
         """
-        with without_modes():
+        with outside_modes():
             return self._start()
 
     def _start(self) -> str:
@@ -257,7 +258,7 @@ class AllGatherBucket:
                 return
             self._depth += 1
             try:
-                with without_modes(), profiler_span(self._labels[1]):
+                with outside_modes(), profiler_span(self._labels[1]):
                     if self._before_wait is not None:
                         self._before_wait()
                     if not self._works:  # a signal handler has read a parameter meanwhile
@@ -282,12 +283,12 @@ class AllGatherBucket:
         if reader == self._stream:
             self._wait_and_copy_out()
         else:
-            with quietly_on(self._stream):
+            with unwatched_stream(self._stream):
                 self._wait_and_copy_out()
         copies = self._output is not None or self._copies  # on that stream, as epilogues do
         copied = copies or any(isinstance(work, WorkWithEpilogue) for work in self._works)
         event = self._stream.record_event() if copied else None
-        self._arrived = _Arrived(self._works, event, {self._stream.stream_id})
+        self._arrived = FinishedGather(self._works, event, {self._stream.stream_id})
         for stream in (reader, *side_streams.add_transfer(self, self._stream)):
             self.follow(stream)
 
@@ -314,7 +315,7 @@ class AllGatherBucket:
         arrived = self._arrived
         if arrived is None or stream.stream_id in arrived.followers:
             return True
-        with quietly_on(stream):
+        with unwatched_stream(stream):
             if torch.cuda.is_current_stream_capturing():
                 return False  # what is captured has been waited for before
             for work in arrived.works if arrived.event is None else (arrived.event,):
@@ -363,13 +364,13 @@ class ParamAllGather:
             self._dtypes = dtypes
         self._places = places
         if lends:
-            with without_modes():
+            with outside_modes():
                 for bucket in self._buckets:
                     bucket.begin_update()
 
     def keep_update(self) -> None:
         """Keep what this rank has updated in the parameters' own memory where no all-gather was started."""
-        with without_modes():
+        with outside_modes():
             for bucket in self._buckets:
                 bucket.keep_update()
 
@@ -379,7 +380,7 @@ class ParamAllGather:
             self._set_buckets(params)
         if self._copied:
             self._choose_transport()
-        with without_modes():
+        with outside_modes():
             for bucket in self._buckets:
                 bucket._start()
                 COUNTERS.gathers_overlapped += self._overlap and bool(bucket._works)
@@ -466,34 +467,6 @@ def _overlap(addresses: Sequence[int], sizes: Sequence[int]) -> bool:
     """Return whether dense tensors, of sizes in bytes, have memory in common."""
     spans = sorted(zip(addresses, sizes, strict=True))
     return any(begin + size > following for (begin, size), (following, _) in itertools.pairwise(spans))
-
-
-def group_alike(
-    params: Sequence[ShardedParam], kind: Callable[[ShardedParam], Hashable]
-) -> Iterable[list[ShardedParam]]:
-    """Return the parameters of each model and kind, in registration order, each kind where its first one stands.
-
-    An optimizer may have its parameters in another order on other ranks.
-    """
-    found: dict[Hashable, list[ShardedParam]] = {}
-    models = sort_models(one.shards for one in params)
-    for one in sorted(params, key=lambda one: (models.index(one.shards), one.index)):
-        found.setdefault((one.shards, kind(one)), []).append(one)
-    return found.values()
-
-
-def split_by_size(params: Iterable[ShardedParam], capacities: Iterator[float]) -> Iterator[list[ShardedParam]]:
-    """Yield buckets of at most as many bytes as ``capacities`` say; a larger parameter is a bucket by itself."""
-    bucket: list[ShardedParam] = []
-    size, capacity = 0, next(capacities)
-    for one in params:
-        if bucket and size + one.param.nbytes > capacity:
-            yield bucket
-            bucket, size, capacity = [], 0, next(capacities)
-        bucket.append(one)
-        size += one.param.nbytes
-    if bucket:
-        yield bucket
 
 
 # All-gathers whose optimizer is gone. A parameter stays alive until its values have arrived, which its next reader or

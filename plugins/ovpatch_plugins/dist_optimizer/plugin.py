@@ -14,7 +14,7 @@ from ovpatch_plugins.dist_optimizer.options import OPTIONS
 
 if TYPE_CHECKING:
     from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
-    from ovpatch_plugins.dist_optimizer.takeover import NamedClasses, StepPatches
+    from ovpatch_plugins.dist_optimizer.step_patches import NamedClasses, StepPatches
 
 _CLIP = "torch.nn.utils.clip_grad"
 
@@ -35,7 +35,7 @@ def ovpatch_feature() -> Feature:
 @hookimpl
 def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches; those of a model's steps once a model is sharded, if that is chosen."""
-    from ovpatch_plugins.dist_optimizer.takeover import NamedClasses, StepPatches
+    from ovpatch_plugins.dist_optimizer.step_patches import NamedClasses, StepPatches
 
     named = NamedClasses.from_options(options)
     steps = StepPatches(named)
@@ -91,9 +91,9 @@ def _register_work(patches: Registrar, options: Mapping[str, Any], named: NamedC
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from ovpatch_plugins.dist_optimizer.clip_grad import wrap_clip, wrap_clip_grad_norm, wrap_norm, wrap_unscale
-    from ovpatch_plugins.dist_optimizer.optimizers import Optimizers, wrap_destroy
+    from ovpatch_plugins.dist_optimizer.optimizer_attach import OptimizerAttachment, wrap_destroy
 
-    optimizers = Optimizers(options, named)
+    optimizers = OptimizerAttachment(options, named)
     if options["overlap_param_gather"]:
         _register_readers(patches)
     patches.register_hook(
@@ -138,8 +138,8 @@ def _register_work(patches: Registrar, options: Mapping[str, Any], named: NamedC
 
 def _register_readers(patches: Registrar) -> None:
     """Register what readers of a parameter whose all-gather is in flight go through."""
-    from ovpatch.overlap.tensors.pending_param import APPLIES_IN_C, READ_HOOKS, ContextHook, ModuleHook, wrap_unflatten
-    from ovpatch_plugins.dist_optimizer.optimizers import wrap_zero_grad
+    from ovpatch.overlap.tensors.read_hooks import APPLIES_IN_C, READ_HOOKS, ContextHook, ModuleHook, wrap_unflatten
+    from ovpatch_plugins.dist_optimizer.optimizer_attach import wrap_zero_grad
 
     for target, wrap, why, optional in READ_HOOKS:
         patches.register_patch(target, wrap=wrap, optional=optional, why=why)
@@ -208,7 +208,7 @@ def ovpatch_deactivate() -> None:
     unregister_grad_sharder()
     copies = sys.modules.get("ovpatch.overlap.copy_engine.selection")
     communicators = sys.modules.get("ovpatch.overlap.comm.collectives")
-    optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizers")
+    optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizer_attach")
     if optimizers is not None:
         optimizers.release_all()
     if communicators is not None:

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import enum
-import math
 import operator
 import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import Collectives, Work
-from ovpatch.overlap.comm.kept_state import group_state, weak_method, without_modes
+from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.comm.streams import record_streams, side_streams
 from ovpatch.overlap.data_parallel import fp32_accumulation
-from ovpatch.overlap.data_parallel.bucket import SMALL, GradBucket, get_grad, make_sparse_error
-from ovpatch.overlap.peer_rpc.rpc import KeepAlive, PeerRpc
-from ovpatch.overlap.peer_rpc.versioned import TornReadError, VersionedTensors, copy_to_host
+from ovpatch.overlap.data_parallel.grad_bucket import SMALL, GradBucket, get_grad, make_sparse_error
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, LostContent, Source
-from ovpatch.overlap.tensors.memory import (
-    compute_contiguous_strides,
-    count_grad_owners,
-    count_references_of_one,
-    is_shared,
-    shard_range,
-    use_count,
-    view_flat,
-)
+from ovpatch.overlap.tensors.lazy_tensor import LazySource, LazyTensor, LostSource
+from ovpatch.overlap.tensors.shard import compute_contiguous_strides, view_flat
+from ovpatch.overlap.tensors.tensor_memory import count_grad_owners, count_references_of_one, is_shared, use_count
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 
 _GRAD: Final = operator.attrgetter("grad")
@@ -76,7 +65,7 @@ class GradShards:
     send_half: bool = False
 
 
-class GradSource(Source, Protocol):
+class GradSource(LazySource, Protocol):
     """Materializes the lazy gradients of one model."""
 
     has_lazy_grads: bool
@@ -152,7 +141,7 @@ class ShardedGradBucket(GradBucket):
         if i in self._large or i in self._small:
             super().stage_grad(index, divisor)
         elif i not in self._rows:
-            with without_modes():
+            with outside_modes():
                 self._rows[i] = self._make_rows(i, self.params[i].grad).clone()
 
     def pack(self, divisor: int, *, absent: Collection[int] = (), node_grad: Tensor | None = None) -> list[Tensor]:
@@ -166,7 +155,7 @@ class ShardedGradBucket(GradBucket):
     def _pack_coalesced(self, divisor: int) -> Tensor:
         dtype, params, strides, world = self._sent_dtype, self.params, self._strides, self._world
         if self._input is None or self._input.dtype is not dtype:
-            with without_modes():
+            with outside_modes():
                 self._input = torch.empty(world * self._row, dtype=dtype, device=self.device)
         summed = dtype is torch.float32 and params[0].dtype is not dtype
         rows, plain, strided = [], not (summed or self._rows), torch.strided
@@ -193,7 +182,7 @@ class ShardedGradBucket(GradBucket):
     def _make_rows(self, i: int, grad: Tensor | None) -> Tensor:
         """Return a gradient's elements in the parameter's memory order, ``[ranks, size]``, padded."""
         if grad is None:
-            with without_modes():
+            with outside_modes():
                 return torch.zeros(self._world, self._sizes[i], dtype=self.params[i].dtype, device=self.device)
         lazy_tensor.materialize([grad])  # of a parameter that this backward leaves out
         if grad.layout is not torch.strided:
@@ -214,14 +203,14 @@ class ShardedGradBucket(GradBucket):
         """See :class:`GradBucket`."""
         zeros = super().make_zeros()
         if self._coalesced:
-            with without_modes():
+            with outside_modes():
                 zeros.append(torch.zeros(self._world * self._row, dtype=self._sent_dtype, device=self.device))
         return zeros
 
     def start_reduce(self, collectives: Collectives, inputs: list[Tensor]) -> Sequence[Work]:
         """Start the reductions of what :meth:`pack` or :meth:`make_zeros` has returned."""
         if not self._outputs:
-            with without_modes():
+            with outside_modes():
                 sizes = [*(self._sizes[i] for i in self._alone), *([self._row] if self._coalesced else [])]
                 self._outputs = [torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes]
         works: list[Work] = []
@@ -320,7 +309,7 @@ class ShardedGradBucket(GradBucket):
         reference = self._freed.pop(i, None)
         freed = None if reference is None else reference()
         if freed is not None and freed is not grad and isinstance(freed, LazyTensor):
-            freed.source = LostContent(_LOST.format(self._grads.names[self.indices[i]]))
+            freed.source = LostSource(_LOST.format(self._grads.names[self.indices[i]]))
 
     def detach_grads(self) -> None:
         """Take gradients away that are being reduced in place, or were freed."""
@@ -372,109 +361,6 @@ def _find_freeable(grads: Sequence[Tensor | None]) -> list[bool]:
             freeable = freeable and not (grad.is_conj() or grad.is_neg())  # type: ignore[union-attr]
         found.append(freeable)
     return found
-
-
-# --- what ranks ask each other for ---
-
-
-_PATIENCE_S = 600.0  # for a peer that is slower in its backward; the caller's own time-out comes first
-
-_TORN = (
-    "ovpatch: this process was forked while another thread wrote new gradients, so it has only a part of them. "
-    "Read them before the fork, in the parent, or fork between two backwards."
-)
-
-
-class ShardPeers:
-    """Sends this rank's shards to the other ranks and pulls theirs.
-
-    [Note: one-sided] The peers' RPC threads reply. It takes no collective, so one rank may pull alone, at any time
-    until the next backward is reduced, which no peer can finish without this rank.
-
-    Args:
-        group: The process group.
-        versions: The versions of the shards.
-        shards: This rank's shards, padded to the same size on all ranks, by index of the parameter.
-        numels: Number of elements of each parameter.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        versions: VersionedTensors,
-        shards: Mapping[int, Tensor],
-        numels: Sequence[int],
-    ) -> None:
-        self._group, self._versions, self._shards, self._numels = group, versions, shards, numels
-        self._keep_alive = KeepAlive(group)
-        self._topic = ""
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether peers may call."""
-        return bool(self._topic)
-
-    def start_serving(self, identity: str, examples: Sequence[Tensor]) -> None:
-        """Reply to calls from now on.
-
-        Args:
-            identity: Name of the model, the same on all ranks and no other's in the process group.
-            examples: One tensor for each dtype and device that shards may have.
-        """
-        for tensor in examples:
-            if tensor.is_cuda:  # a kernel that is loaded while a collective runs may have to wait for its end
-                for order in (2.0, math.inf):
-                    shard_norms([torch.zeros(1, dtype=tensor.dtype, device=tensor.device)], order).tolist()
-        self._topic = f"gradients of {identity}"
-        peers, for_forks = PeerRpc.for_group(self._group), not self._versions.asynchronous
-        weakref.finalize(self, peers.register(self._topic, weak_method(self._answer), for_forks=for_forks))
-
-    def pull_shards(self, indices: Sequence[int]) -> dict[int, list[Tensor]]:
-        """Return the other ranks' shards of some gradients, padded, on the CPU, by rank."""
-        version = self._versions.version
-        call = self._keep_alive.mark_final({"version": version, "indices": list(indices)})
-        answers = PeerRpc.for_group(self._group).call(self._topic, call, from_fork=True)
-        if group_state(self._group).is_forked:
-            self._check_fork(version)
-        return {rank: tensors for rank, (_, tensors) in answers.items()}
-
-    def pull_norms(self, indices: Sequence[int], order: float) -> dict[int, list[float]]:
-        """Return the norm of each of the other ranks' shards, by rank; no peer takes part."""
-        call = {"version": self._versions.version, "indices": list(indices), "norm": order}
-        answers = PeerRpc.for_group(self._group).call(self._topic, call)
-        return {rank: header["norms"] for rank, (header, _) in answers.items()}
-
-    def start_final_calls(self) -> bool:
-        """Return whether there are still peers to call; this is the last time."""
-        there = self.is_serving and not PeerRpc.is_destroyed(self._group)
-        if there:
-            self._keep_alive.start_final_calls(self)
-        return there
-
-    def _check_fork(self, version: int) -> None:
-        try:
-            self._versions.read_version(version, bool, 0.0)
-        except TornReadError as error:
-            raise TornReadError(_TORN) from error
-
-    def _answer(self, call: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
-        def copy() -> list[Tensor]:
-            return [copy_to_host(self._shards[index]) for index in call["indices"]]
-
-        def norm() -> list[float]:
-            shards = [self._without_padding(index) for index in call["indices"]]
-            found: list[float] = shard_norms(shards, call["norm"]).tolist()
-            return found
-
-        if "norm" in call:
-            return {"norms": self._versions.read_version(call["version"], norm, _PATIENCE_S)}, []
-        shards = self._versions.read_version(call["version"], copy, _PATIENCE_S)
-        self._keep_alive.record_call(call)
-        return {}, shards
-
-    def _without_padding(self, index: int) -> Tensor:
-        own = shard_range(self._numels[index], self._group.size(), self._group.rank())
-        return self._shards[index][: own.numel]
 
 
 def shard_norms(shards: Sequence[Tensor], order: float) -> Tensor:

@@ -19,30 +19,31 @@ from ovpatch.overlap.comm.collectives import (
     abort_transport,
     reduce_scatter_transport,
 )
-from ovpatch.overlap.comm.kept_state import (
+from ovpatch.overlap.comm.lifetimes import (
     WeakParams,
-    find_param_state,
+    find_param_record,
     group_state,
     group_values,
     is_destroyed,
-    param_state,
-    without_modes,
+    outside_modes,
+    param_record,
 )
 from ovpatch.overlap.comm.step_flags import StepVotes
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import fp32_accumulation
-from ovpatch.overlap.data_parallel.bucket import GradBucket, get_grad
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
+from ovpatch.overlap.data_parallel.grad_bucket import GradBucket, get_grad
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 from ovpatch.overlap.data_parallel.grad_sync import GradSync
-from ovpatch.overlap.peer_rpc import host_barrier, rpc
+from ovpatch.overlap.peer_rpc import host_barrier, retention
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
-from ovpatch.overlap.peer_rpc.versioned import VersionedTensors
+from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch.overlap.tensors.memory import Shard, can_be_sharded, shard_range, shard_view, unshard
+from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, shard_view, unshard
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-from ovpatch_plugins.dist_optimizer.sharded_bucket import GradShards, GradState, ShardedGradBucket, ShardPeers
+from ovpatch_plugins.dist_optimizer.shard_reader import ShardReader
+from ovpatch_plugins.dist_optimizer.sharded_bucket import GradShards, GradState, ShardedGradBucket
 from ovpatch_plugins.dist_optimizer.step_log import StepLog
 
 _STRICT_BACKWARDS: Final = 3  # of a model, in which its kernels are loaded
@@ -128,7 +129,7 @@ class ShardedGrads(GradSharder):
         self.retired = self.restored = False
         self.backwards = self._searched = 0
         device = params[0].device
-        self.versions = VersionedTensors(device)
+        self.versions = SequenceLock(device)
         self.drifted: set[int] = set()
         self._requested: set[int] = set()
         self._read: set[int] = set()
@@ -152,12 +153,12 @@ class ShardedGrads(GradSharder):
         # Once: in a step the optimizer's parameters are shards, and peers call at any time.
         self._numels = [param.numel() for param in params]
         self._strides = [param.stride() for param in params]
-        self._peers = ShardPeers(group, self.versions, self._grads.shards, self._numels)
+        self._peers = ShardReader(group, self.versions, self._grads.shards, self._numels)
         self._can_be_sharded = [
             i not in sparse and can_be_sharded(param, self._world, min_numel(param)) for i, param in enumerate(params)
         ]
         for index, param in enumerate(params):
-            state = param_state(param)
+            state = param_record(param)
             if state.local_grad_hook is not None:
                 state.local_grad_hook.remove()
             state.local_grad_hook, state.sharder = None, (weakref.ref(self), index)
@@ -216,7 +217,7 @@ class ShardedGrads(GradSharder):
                 self._peers.start_serving(self.identity, self._examples())
                 assert self._reducer is not None
                 # A slower peer may call once the reducer is gone.
-                weakref.finalize(self._reducer(), rpc.keep_until_backward, self.group, self._peers).atexit = False
+                weakref.finalize(self._reducer(), retention.retain, self.group, self._peers).atexit = False
         # No host hears of a replay, which makes new gradients: a captured backward leaves full ones.
         sharded = frozenset() if is_capturing(self.versions.device) else self._agreed
         changed, self.sharded = sharded != self.sharded, sharded
@@ -264,8 +265,8 @@ class ShardedGrads(GradSharder):
             )
         if self._world > 1:
             self.step_log.begin_backward(self.backwards)
-        if self._kept.get(rpc.BeforeBackward):
-            rpc.prepare_backward(self.group)
+        if self._kept.get(retention.BeforeBackward):
+            retention.prepare_backward(self.group)
         if self._grads.grads:
             kept = self.last_grads()
             self._grads.grads.clear()
@@ -340,8 +341,8 @@ class ShardedGrads(GradSharder):
             if isinstance(bucket, ShardedGradBucket):
                 bucket.publish_shards()
         self.versions.end_update()
-        if self._kept.get(rpc.Kept):
-            rpc.drop_kept(self.group)
+        if self._kept.get(retention.Retention):
+            retention.drop_kept(self.group)
         self.local = False
         self.has_lazy_grads = bool(self.sharded)
 
@@ -501,7 +502,7 @@ class ShardedGrads(GradSharder):
         for position, index in enumerate(indices):
             shards = {rank: tensors[position] for rank, tensors in answers.items()}
             shards[self._rank] = self._grads.shards[index]
-            with without_modes():
+            with outside_modes():
                 full.append(unshard(self.params[index], shards, self.ranges(index)))
         return full
 
@@ -563,7 +564,7 @@ def get_generation() -> int:
 
 def find(param: Tensor) -> tuple[ShardedGrads, int] | None:
     """Return the sharded gradients that a parameter's belongs to, and its index there."""
-    state = find_param_state(param)
+    state = find_param_record(param)
     if state is None or state.sharder is None:
         return None
     grads = state.sharder[0]()
@@ -651,7 +652,7 @@ def _watch_local_grads(reference: weakref.ref[ShardedGrads]) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # a pending parameter is of one
             if find(param) == (model, index):  # else another wrapper reduces its gradients
                 hook = _LocalGradHook(reference)
-                param_state(param).local_grad_hook = param.register_post_accumulate_grad_hook(hook)
+                param_record(param).local_grad_hook = param.register_post_accumulate_grad_hook(hook)
             if model.is_lazy(index):  # the reducer's hooks, which made it whole before something is added, are gone
                 before = _BeforeLocalGradHook(reference, index)
                 before.handle = param.register_hook(before)

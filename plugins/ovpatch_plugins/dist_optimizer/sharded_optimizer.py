@@ -10,30 +10,27 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import NoneType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.kept_state import kept_values, renew_in_children, weak_method
+from ovpatch.overlap.comm.lifetimes import attached_values, renew_in_children, weak_method
 from ovpatch.overlap.comm.streams import is_capturing
-from ovpatch.overlap.peer_rpc import rpc
+from ovpatch.overlap.peer_rpc import retention
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer import sharded_grads, step_log
+from ovpatch_plugins.dist_optimizer.elementwise_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, drop_main_params, round_state
+from ovpatch_plugins.dist_optimizer.param_sync import ParamSync
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_state import (
-    ElementwiseState,
-    ShardedParam,
-    ShardedState,
-    Shown,
-    replaced_params,
-)
-from ovpatch_plugins.dist_optimizer.state_dict import StateDictSource
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, replaced_params
+from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState, Shown
+from ovpatch_plugins.dist_optimizer.state_dicts import StateDictSource
 from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 Inner = Callable[..., Any]
@@ -88,22 +85,6 @@ _ACCUMULATED: Final = 64  # backwards after which a script steps at the latest
 #: What is kept for an optimizer that this rank alone has stepped: functions that leave stock the optimizers over the
 #: same parameters that other ranks still divide.
 BESIDE: Final = "dist_optimizer: beside"
-
-
-class ParamSync(Protocol):
-    """Makes parameters the same on all ranks after a step."""
-
-    def begin_update(self, params: Sequence[ShardedParam]) -> None:
-        """Called before this rank's shards of parameters are updated, which are synchronized next."""
-
-    def keep_update(self) -> None:
-        """Called instead of the start of the collectives, or after it has failed."""
-
-    def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
-        """Start the collectives; all ranks do so for the same parameters."""
-
-    def finish_param_sync(self) -> None:
-        """Wait for what is in flight."""
 
 
 class ShardedOptimizer:
@@ -351,7 +332,7 @@ class ShardedOptimizer:
         if reason:
             meant = {shards: agreed.get(shards.step_log) for shards in names}
             going = {shards: [one for one in older[shards] if one._is(shards, meant[shards])] for shards in names}
-            beside: list[Callable[[], None]] = kept_values(optimizer).setdefault(BESIDE, [])
+            beside: list[Callable[[], None]] = attached_values(optimizer).setdefault(BESIDE, [])
             for shards in names:
                 for one in older[shards]:
                     if one not in going[shards] and one._shares_params(optimizer):
@@ -468,7 +449,7 @@ class ShardedOptimizer:
         self._tags = {}  # they name the turns
         # A slower peer may still ask when the script has dropped the optimizer here. Ranks that go on with it ask, too,
         # once they hear of a new one that this rank alone has made, at its first step.
-        keeper = weakref.finalize(optimizer, rpc.keep_until_backward, shards.group, state, _ACCUMULATED)
+        keeper = weakref.finalize(optimizer, retention.retain, shards.group, state, _ACCUMULATED)
         keeper.atexit = False
         self._keepers[shards] = keeper
         current = {sharded.shards for sharded in self._params}
@@ -486,7 +467,7 @@ class ShardedOptimizer:
             values = [value for values in optimizer.state.values() for value in values.values()]
             lazy_tensor.materialize(v for v in values if isinstance(v, LazyTensor) and v.source is state)
         state.discount()
-        rpc.keep_until_backward(shards.group, state)  # slower peers still fetch
+        retention.retain(shards.group, state)  # slower peers still fetch
 
     def _show_lazily(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Show lazy tensors on the CPU in a state dict whose state is sharded; ``optimizer.state`` keeps its own."""
@@ -582,7 +563,7 @@ def put_in_order(optimizer: Optimizer, known: int) -> None:
 
 def leave_beside(optimizer: Optimizer) -> None:
     """Leave stock the optimizers beside which this rank alone has stepped another, unless they have stepped since."""
-    for leave in kept_values(optimizer).pop(BESIDE, ()):
+    for leave in attached_values(optimizer).pop(BESIDE, ()):
         leave()
 
 
@@ -603,7 +584,7 @@ def _keep_no_longer(models: Iterable[ShardedGrads], *, read: bool) -> None:
         read: Whether other ranks go on with such an optimizer, and read its state before the next backward.
     """
     for shards in models:
-        rpc.keep_no_longer(shards.group, read=read)
+        retention.keep_no_longer(shards.group, read=read)
 
 
 def _complete_soon(state_dicts: Iterable[StateDictSource]) -> None:

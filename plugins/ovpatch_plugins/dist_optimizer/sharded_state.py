@@ -19,156 +19,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.kept_state import renew_in_children, weak_method, without_modes
-from ovpatch.overlap.peer_rpc.rpc import KeepAlive, PeerRpc
-from ovpatch.overlap.peer_rpc.versioned import TornReadError, VersionedTensors, copy_to_host
+from ovpatch.overlap.comm.lifetimes import renew_in_children, weak_method
+from ovpatch.overlap.peer_rpc.retention import FinalReads
+from ovpatch.overlap.peer_rpc.rpc import PeerRpc
+from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock, TornReadError, copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
-from ovpatch.overlap.tensors.memory import Shard, is_dense, is_unshared, shard_view, view_flat
+from ovpatch.overlap.tensors.shard import Shard, shard_view, view_flat
+from ovpatch.overlap.tensors.tensor_memory import is_dense, is_unshared
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 from ovpatch_plugins.dist_optimizer.step_log import Turn
-
-_CONTIGUOUS: Final = (1,)
-_VERSION: Final = operator.attrgetter("_version")
-
-
-class ShardedParam:
-    """A parameter of which each rank updates a shard, or which one rank updates for all.
-
-    Args:
-        param: The parameter.
-        shards: The sharded gradients of its model.
-        index: Its index there.
-
-    Attributes:
-        param: The parameter.
-        shards: The sharded gradients of its model.
-        index: Its index there.
-        owner: The group rank that updates all of it, where one does.
-        shard: This rank's elements.
-        memory: Where this rank's elements are updated; None if that is the parameter's own memory.
-        shard_param: What the optimizer is given for it; between steps it has none of the parameter's memory.
-    """
-
-    # Each step goes through thousands of them.
-    __slots__ = (
-        "begin", "grad", "index", "memory", "nothing", "owner", "param", "reduced", "shard", "shard_param", "shards",
-        "size", "strides",
-    )  # fmt: skip
-
-    def __init__(self, param: Parameter, shards: ShardedGrads, index: int) -> None:
-        self.param, self.shards, self.index = param, shards, index
-        self.owner: int | None = None
-        self.shard = shards.local_range(index)
-        self.begin, self.size, self.strides = self.shard.begin, (self.shard.numel,), param.stride()
-        with without_modes():
-            self.nothing = param.new_empty(0)
-            # What Parameter() does, which pending_param.py wraps. It keeps the parameter's version counter, whatever
-            # its memory: autograd refuses to go back through a graph whose tensors were written to by shards.
-            self.shard_param: Parameter = torch.Tensor._make_subclass(Parameter, param, True)
-        self.set_memory(None)
-        self.reduced = self.grad = self.nothing  # the shard of the gradient, and what the optimizer is given for it
-
-    def set_memory(self, memory: Tensor | None) -> None:
-        """Have this rank's elements updated in other memory, ``[shard.numel]``; see :attr:`memory`."""
-        self.memory = memory
-        with without_modes():
-            self.shard_param.data = self.nothing if memory is None else memory
-
-
-def attach_shards(params: Sequence[ShardedParam]) -> list[Parameter]:
-    """Return this rank's shards of parameters, as parameters with gradients, until :func:`detach_shards`.
-
-    They are the same objects in every step, over the memory that the parameters have now, or over other memory, which
-    has their content by then. The parameters themselves do not change: another thread, which saves a checkpoint, must
-    not find shards.
-
-    Raises:
-        RuntimeError: A parameter's elements lie in another order than when its model was wrapped.
-    """
-    owners = tuple([one.param for one in params if one.memory is None])
-    versions = tuple(read_versions(owners)) if owners else ()
-    with without_modes():
-        try:
-            for one in params:
-                param, shard_param = one.param, one.shard_param
-                if param.stride() != one.strides:
-                    one.shards.check_layout(one.index)
-                dtype = param.dtype
-                if one.memory is None:
-                    if dtype is not shard_param.dtype:
-                        one.nothing = shard_param.data = param.new_empty(0)
-                    begin = param.storage_offset() + one.begin
-                    shard_param.set_(param.untyped_storage(), begin, one.size, _CONTIGUOUS)
-                grad = param.grad
-                if type(grad) is LazyTensor and grad.__dict__.get("source") is one.shards:
-                    reduced, shard = one.shards.reduced[one.index], one.grad
-                    # A tensor object of its own, since an optimizer may give it other memory.
-                    if one.reduced is not reduced or shard.data_ptr() != reduced.data_ptr():
-                        one.reduced, one.grad = reduced, reduced[: one.shard.numel]
-                        shard = one.grad
-                elif grad is not None:
-                    shard = one.shards.local_shard(one.index, grad)
-                else:
-                    continue
-                shard_param.grad = shard if shard.dtype is dtype else shard.to(dtype)
-        finally:  # set_() counts as a write
-            if owners:
-                torch._C._autograd._unsafe_set_version_counter(owners, versions)
-    return [one.shard_param for one in params]
-
-
-def detach_shards(params: Sequence[ShardedParam]) -> None:
-    """Take memory and gradients from the shards again.
-
-    A parameter is pending only while no other tensor shares its memory; and where a script moves a parameter elsewhere,
-    its memory is freed.
-    """
-    for one in params:
-        if one.memory is None:
-            one.shard_param.data = one.nothing
-        one.shard_param.grad = None
-
-
-@contextmanager
-def replaced_params(optimizer: Optimizer, by: Mapping[int, Parameter | None]) -> Iterator[None]:
-    """Show an optimizer other parameters while the block runs.
-
-    Args:
-        optimizer: The optimizer.
-        by: By ``id()`` of a parameter, the one that it is replaced by; None leaves it out. Groups stay, though they may
-            be empty.
-    """
-    groups = [(group, group["params"]) for group in optimizer.param_groups]
-    try:
-        for group, params in groups:
-            group["params"] = [one for one in map(by.get, map(id, params), params) if one is not None]
-        yield
-    finally:
-        for group, params in groups:
-            group["params"] = params
-
-
-def read_versions(params: Iterable[Parameter]) -> list[int]:
-    """Return how often autograd knows parameters to have been written to."""
-    with without_modes():
-        return list(map(_VERSION, params))
-
-
-def raise_versions(params: Sequence[Parameter], writes: Sequence[int]) -> None:
-    """Raise parameters' versions, by which autograd refuses to go back through a graph whose tensors were written to.
-
-    Args:
-        params: The parameters.
-        writes: How often each was written to where autograd did not see it.
-    """
-    versions = list(map(operator.add, read_versions(params), writes))
-    with without_modes():
-        torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
-
 
 States = dict[Any, dict[Any, Any]]  # an optimizer's ``state``
 Swapped = list[tuple[ShardedParam, Parameter]]  # parameters, and what the optimizer is given for them
@@ -224,9 +87,9 @@ class ShardedState(abc.ABC):
     """
 
     def __init__(self, shards: ShardedGrads, turn: Turn) -> None:
-        self._versions = VersionedTensors(shards.params[0].device)
+        self._versions = SequenceLock(shards.params[0].device)
         self._shards, self.group = shards, shards.group
-        self._keep_alive = KeepAlive(shards.group)
+        self._keep_alive = FinalReads(shards.group)
         self._index = {id(param): index for index, param in enumerate(shards.params)}
         self._local: dict[Key, Tensor] = {}  # this rank's shards
         self._metas: dict[Key, TensorMeta] = {}
@@ -240,7 +103,7 @@ class ShardedState(abc.ABC):
         self._changed = threading.Condition()
         renew_in_children(self, "_changed", threading.Condition)
         self._earlier: dict[int, dict[Key, Tensor]] = {}  # shards that loading has replaced, by version
-        self._kept: KeptState | None = None
+        self._kept: SwapCache | None = None
         self._topic = f"state of {turn.name}, of {shards.identity}"
         if turn.name in shards.states:  # this rank alone has made its optimizer again
             shards.states[turn.name]._withdraw()
@@ -413,7 +276,7 @@ class ShardedState(abc.ABC):
             lazy = lazy_tensor.make_lazy(meta, self, key, own=True)
         last = self._lazy.get(key)
         if last is not None and last is not lazy and self._is_own(last):
-            lazy_tensor.set_source(last, lazy_tensor.LostContent(_REPLACED.format(key[1])), key)
+            lazy_tensor.set_source(last, lazy_tensor.LostSource(_REPLACED.format(key[1])), key)
         self._lazy[key] = state[key[1]] = lazy
 
     def _is_own(self, value: Any) -> bool:
@@ -504,7 +367,7 @@ class ShardedState(abc.ABC):
         return self._versions.read_version(number, lambda: copy(earlier), PATIENCE_S, kept=True)
 
 
-class KeptState:
+class SwapCache:
     """The shards behind what a step has left in an optimizer's state, until that is read or replaced.
 
     It keeps neither parameters nor lazy tensors: a script that holds one of these would keep the model alive.
@@ -538,7 +401,7 @@ class KeptState:
     @classmethod
     def of(
         cls, source: ShardedState, swapped: Swapped, states: States, shown: Mapping[Parameter, dict[Any, Any] | None]
-    ) -> KeptState | None:
+    ) -> SwapCache | None:
         """Return what a step has left; None if the next one has to look at each tensor."""
         left = [state for one, _ in swapped if (state := states.get(one.param)) is not None]
         made = {shard_param: state for shard_param, state in shown.items() if state is not None}
@@ -594,113 +457,3 @@ def _names(states: Iterable[Any]) -> list[Any]:
 
 def _values(states: Iterable[Any]) -> list[Any]:
     return list(itertools.chain.from_iterable(map(_VALUES, states)))
-
-
-class ElementwiseState(ShardedState):
-    """The state of an element-wise optimizer: each rank keeps a shard of every tensor that has its parameter's shape.
-
-    What has another shape, as the number of steps, is on all ranks.
-    """
-
-    @staticmethod
-    def can_divide(shards: ShardedGrads, index: int) -> bool:
-        """Return whether a parameter is sharded, and ask for its gradient by shards."""
-        return shards.request_sharding(index)
-
-    @contextmanager
-    def swapped_in(self, params: Sequence[ShardedParam], states: States) -> Iterator[Shown]:
-        """Put this rank's shards in place for the time of a step; see :class:`ShardedState`."""
-        try:
-            with super().swapped_in(params, states) as shown:
-                yield shown
-        finally:
-            detach_shards(params)
-
-    def _choose_shown(self, params: Sequence[ShardedParam]) -> tuple[Shown, Swapped]:
-        swapped = list(zip(params, attach_shards(params), strict=True))
-        return {id(one.param): shard_param for one, shard_param in swapped}, swapped
-
-    def _swap_in(self, swapped: Swapped, states: States) -> None:
-        kept = self._kept
-        if kept is not None and kept.begin_step(swapped, states):
-            states.update(kept.shown)
-            return
-        self._kept = None
-        local = self._local
-        for one, shard_param in swapped:
-            state = states.get(one.param)
-            if state is None:
-                continue
-            index, shape = one.index, one.param.shape
-            states[shard_param] = shown = dict(state)
-            for name, value in shown.items():
-                if type(value) is LazyTensor and vars(value).get("source") is self:
-                    if vars(value).get("key") != (index, name):
-                        raise RuntimeError(_MISPLACED.format(name, self._shards.names[index]))
-                    shown[name] = local[index, name]
-                elif isinstance(value, Tensor) and value.shape == shape:  # what the script has put there
-                    self._shard_tensor((index, name), value, state)
-                    shown[name] = local[index, name]
-
-    def _write_back(self, swapped: Swapped, states: States) -> None:
-        kept, self._kept = self._kept, None  # whatever raises, the next step looks at each tensor
-        is_done = False
-        try:
-            is_done = kept is not None and kept.end_step(states)
-        finally:  # also where it was interrupted
-            if not is_done:
-                updated = list(swapped)
-                shown = {shard_param: states.get(shard_param) for _, shard_param in swapped}
-                super()._write_back(swapped, states)
-                kept = KeptState.of(self, updated, states, shown)
-        swapped.clear()
-        self._kept = kept
-
-    def _write_back_param(self, one: ShardedParam, shown: Parameter, states: States) -> None:
-        made = states.pop(shown, None)
-        if made is None:
-            return
-        state, index, shape = states.setdefault(one.param, {}), one.index, shown.shape
-        for name, value in made.items():
-            if not (isinstance(value, Tensor) and value.shape == shape):
-                state[name] = value
-                continue
-            held, key = state.get(name), (index, name)
-            meta = self._metas.get(key)
-            self._local[key] = value
-            if not (
-                type(held) is LazyTensor
-                and (meta is not None and meta.dtype == value.dtype)
-                and (vars(held).get("source") is self and held.key == key)
-            ):
-                self._leave_lazy(key, self._meta_of(key, value), state, held)
-
-    def _shard_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
-        index = self._index.get(id(param))
-        if index is None or not self._shards.can_be_sharded(index):
-            return
-        with torch._C.DisableTorchFunctionSubclass():
-            shape = param.shape
-        for name, value in state.items():
-            if isinstance(value, Tensor) and not self._is_own(value) and value.shape == shape:
-                self._shard_tensor((index, name), value, state)
-
-    def _shard_tensor(self, key: Key, whole: Tensor, state: dict[Any, Any]) -> None:
-        """Keep this rank's shard of a whole tensor, and leave a lazy one in ``state``."""
-        param = self._shards.params[key[0]]
-        laid_out = whole.detach()
-        if whole.stride() != param.stride():
-            laid_out = torch.empty_like(param, dtype=whole.dtype).copy_(whole)
-        self._local[key] = local = shard_view(laid_out, self._shards.local_range(key[0])).clone()
-        del laid_out  # else it would count as a reference to the memory
-        self._leave_lazy(key, self._meta_of(key, local), state, whole)
-
-    def _meta_of(self, key: Key, local: Tensor) -> TensorMeta:
-        meta = self._metas.get(key)
-        if meta is None or meta.dtype != local.dtype:  # the rest is the parameter's, as long as it has these shards
-            param = self._shards.params[key[0]]
-            meta = TensorMeta(param.shape, param.stride(), local.dtype, param.device)
-        return meta
-
-    def _ranges(self, key: Key) -> Mapping[int, Shard]:
-        return dict(enumerate(self._shards.ranges(key[0])))

@@ -13,7 +13,7 @@ from torch import Tensor
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import gather_values, identify_host
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
-from ovpatch.overlap.tensors.memory import can_be_sharded
+from ovpatch.overlap.tensors.shard import can_be_sharded
 from ovpatch_plugins.dist_optimizer.report import note_choice
 
 #: How many elements of each sharded tensor, on average, a rank must no longer update. To shard a tensor costs the host

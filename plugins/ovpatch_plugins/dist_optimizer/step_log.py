@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, wait_limit_s
-from ovpatch.overlap.comm.kept_state import group_state, group_values, renew_in_children, weak_method
+from ovpatch.overlap.comm.lifetimes import group_state, group_values, renew_in_children, weak_method
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 
 #: How long a rank waits for the others at most, in seconds; one may save a checkpoint first.

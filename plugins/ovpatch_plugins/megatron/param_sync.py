@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from ovpatch.overlap.comm.kept_state import kept_values, without_modes
+from ovpatch.overlap.comm.lifetimes import attached_values, outside_modes
 from ovpatch.overlap.tensors.pending_param import mark_pending, mark_ready
 from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.takeover import find_place, list_bucket_groups, note_left
@@ -113,7 +113,7 @@ class ParamGather:
 
     def wait_for_reader(self) -> None:
         """Wait for the values as a reader does."""
-        with _LOCK, without_modes():
+        with _LOCK, outside_modes():
             COUNTERS.reads += 1
             self.wait()
 
@@ -142,16 +142,16 @@ def wrap_step(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _start(optimizer: Any, groups: Sequence[Any]) -> None:
-    kept = kept_values(optimizer).get(_OWNERS)
+    kept = attached_values(optimizer).get(_OWNERS)
     if kept is None:
-        kept = kept_values(optimizer)[_OWNERS] = _Kept(optimizer)
+        kept = attached_values(optimizer)[_OWNERS] = _Kept(optimizer)
     tensors = kept.count_tensors(groups)
     gathers = [ParamGather(group) for group in groups]
     try:
         reasons = [gather.mark(kept.owners, tensors) for gather in gathers]
         for group, gather in zip(groups, gathers, strict=True):
             if gather.start(group):
-                kept_values(group)[_GATHER] = gather
+                attached_values(group)[_GATHER] = gather
                 COUNTERS.gathers += 1
     except BaseException:  # a KeyboardInterrupt, too: nothing would ever arrive
         for gather in gathers:
@@ -213,11 +213,11 @@ def finish_all() -> None:
 
 
 def _find_gather(group: Any) -> ParamGather | None:
-    return kept_values(group).get(_GATHER)
+    return attached_values(group).get(_GATHER)
 
 
 def _finish(group: Any) -> None:
-    gather = kept_values(group).pop(_GATHER, None)
+    gather = attached_values(group).pop(_GATHER, None)
     if gather is None:
         return
     _wait_for_handle(group)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, wait_limit_s
-from ovpatch.overlap.comm.kept_state import find_owners, kept_values, weak_method
-from ovpatch.overlap.data_parallel.reducer import apply_function
+from ovpatch.overlap.comm.lifetimes import attached_values, find_owners, weak_method
+from ovpatch.overlap.data_parallel.graph_tasks import apply_function
 from ovpatch.overlap.tensors.pending_param import wait_for_param
 from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad, find_wrapped, wrap_function
 from ovpatch_plugins.megatron.report import COUNTERS
@@ -61,7 +61,7 @@ def close_all() -> None:
     for model, known in find_owners(_ENGINE):
         if known.engine is not None:
             known.engine.close()
-        del kept_values(model)[_ENGINE]
+        del attached_values(model)[_ENGINE]
 
 
 class _Step:
@@ -333,7 +333,7 @@ class PipelinePatches:
             self._wrappers[model] = _find_wrapper(model)
         device = torch.device(torch.cuda.current_device())
         objection = self._wrappers[model] or _find_setting(config) or find_group_reason(group, device)
-        known: _Known | None = kept_values(model).get(_ENGINE)
+        known: _Known | None = attached_values(model).get(_ENGINE)
         if known is None or known.group is not group or known.objection != objection:
             terms = {"pipeline_schedule": self._schedule}
             limit = wait_limit_s(group, LATE_START_S)
@@ -341,7 +341,7 @@ class PipelinePatches:
                 group, "megatron pipeline", terms, objection=objection, timeout_s=limit, remedy=_REMEDY
             )
             engine = None if reason else LoopEngine(group, device)
-            kept_values(model)[_ENGINE] = known = _Known(group, objection, engine, reason)
+            attached_values(model)[_ENGINE] = known = _Known(group, objection, engine, reason)
         return known.engine, known.reason
 
     def _delays(self, config: Any, group: dist.ProcessGroup) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ovpatch.overlap.comm.kept_state import find_owners, kept_values
+from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
 from ovpatch_plugins.megatron.report import COUNTERS
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
@@ -76,7 +76,7 @@ _LEFT: Final[dict[str, None]] = {}  # why parts of models are left to Megatron
 
 def find_place(group: Any) -> BucketPlace | None:
     """Return the place of a bucket group; None if its model is not known."""
-    return kept_values(group).get(_PLACE)
+    return attached_values(group).get(_PLACE)
 
 
 def take_over(model: Any) -> None:
@@ -84,7 +84,7 @@ def take_over(model: Any) -> None:
     for groups in (model.bucket_groups, model.expert_parallel_bucket_groups):
         chain = BucketChain(model)
         for index, group in enumerate(groups):
-            kept_values(group)[_PLACE] = BucketPlace(chain, index)
+            attached_values(group)[_PLACE] = BucketPlace(chain, index)
     COUNTERS.models += 1
     for kind in {type(module) for module in model.module.modules()}:
         foreign = kind.__module__.startswith(("megatron.core.extensions.transformer_engine", "transformer_engine"))
@@ -105,7 +105,7 @@ def take_over_all() -> None:
 def give_back_all() -> None:
     """Forget all models."""
     for group in list_bucket_groups():
-        del kept_values(group)[_PLACE]
+        del attached_values(group)[_PLACE]
     _LEFT.clear()
 
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ovpatch.overlap.comm.kept_state import weak_key
+from ovpatch.overlap.comm.lifetimes import weak_key
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch.overlap.data_parallel.reducer import Due, accumulate_products
+from ovpatch.overlap.data_parallel.graph_tasks import DeferredGrads, accumulate_deferred
 from ovpatch_plugins.megatron.report import COUNTERS
 from ovpatch_plugins.megatron.takeover import note_left
 
@@ -73,7 +73,7 @@ class WeightGradQueue:
 
     def __init__(self) -> None:
         self.is_active = False  # whether the stage runs a step in which weight gradients are delayed
-        self._due: deque[list[list[Due]]] = deque()  # of each microbatch, by call of the engine
+        self._due: deque[list[list[DeferredGrads]]] = deque()  # of each microbatch, by call of the engine
         self._recorded: _Recorded | None = None  # of the backward that is running
         self._watched: dict[int, _Watch] = {}
         self._held: dict[int, RemovableHandle] = {}  # the hooks of this step's delayed weights
@@ -193,7 +193,7 @@ class WeightGradQueue:
                 for products in self._due.popleft():
                     with profiler_span(profiler_label("megatron", "weight_grads", f"{len(products)} linears")):
                         COUNTERS.weight_grads += len(products)
-                        accumulate_products(products)
+                        accumulate_deferred(products)
         finally:
             self._is_computing = False
         return COUNTERS.weight_grads - before
@@ -203,9 +203,9 @@ def _count_hooks(weight: Tensor) -> int:
     return len(weight._backward_hooks or ()) + len(getattr(weight, "_post_accumulate_grad_hooks", None) or ())
 
 
-def _split_by_call(recorded: _Recorded) -> list[list[Due]]:
+def _split_by_call(recorded: _Recorded) -> list[list[DeferredGrads]]:
     """Return what is due by call of the engine, which would add up two gradients of one weight."""
-    calls: list[dict[int, Due]] = []
+    calls: list[dict[int, DeferredGrads]] = []
     for (key, _), (weight, parts) in recorded.items():
         call = next((call for call in calls if key not in call), None)
         if call is None:

@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.collectives import WorkGroup
-from ovpatch.overlap.comm.kept_state import group_state
+from ovpatch.overlap.comm.lifetimes import group_state
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch.overlap.data_parallel.reducer import apply_function
+from ovpatch.overlap.data_parallel.graph_tasks import apply_function
 from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.pipe_experts.options import OPTIONS, MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS

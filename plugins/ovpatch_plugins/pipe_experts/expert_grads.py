@@ -31,16 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.comm.consensus import check_consistent
-from ovpatch.overlap.comm.kept_state import param_state
-from ovpatch.overlap.data_parallel.bucket import GradBucket
+from ovpatch.overlap.comm.lifetimes import param_record
+from ovpatch.overlap.data_parallel.backward_reducer import BackwardReducer, ReducerState
+from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
+from ovpatch.overlap.data_parallel.grad_hooks import GradHooks, watch_outputs
 from ovpatch.overlap.data_parallel.grad_sync import GradSync, register_reducer
-from ovpatch.overlap.data_parallel.reducer import (
-    BackwardReducer,
-    GradHooks,
-    ReducerState,
-    watch_outputs,
-    will_accumulate,
-)
+from ovpatch.overlap.data_parallel.graph_tasks import will_accumulate
 from ovpatch_plugins.pipe_experts.layer import ExpertParallelFFN
 from ovpatch_plugins.pipe_experts.options import make_communicator
 
@@ -85,7 +81,7 @@ class ExpertGradients(BackwardReducer):
         self._unfinished: list[GradSync] = []
         self._scaling: list[RemovableHandle] = []
         for param in self._params:
-            state = param_state(param)
+            state = param_record(param)
             earlier = state.experts()
             if earlier is not None:  # with the hooks of both, gradients would be scaled twice
                 earlier.retire()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ovpatch.overlap.data_parallel.reducer import apply_function, will_execute
+from ovpatch.overlap.data_parallel.graph_tasks import apply_function, will_execute
 
 _ALIGNMENT = 16  # bytes; the grouped kernel asks it of every row
 

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, get_autotuner
 from ovpatch.overlap.comm.consensus import check_consistent_once
-from ovpatch.overlap.comm.kept_state import group_state
+from ovpatch.overlap.comm.lifetimes import group_state
 from ovpatch.overlap.tensors.linear_ops import autocast_dtype
 from ovpatch_plugins.pipe_experts.all_to_all import resolve_exchange
 from ovpatch_plugins.pipe_experts.experts import (

@@ -71,7 +71,7 @@ class MoEConfig:
         """Return the communicator of the combine; all ranks of the group make it at its first use."""
         if not self.multi_stream:
             return group
-        from ovpatch.overlap.comm.kept_state import group_state  # loaded with the first layer
+        from ovpatch.overlap.comm.lifetimes import group_state  # loaded with the first layer
 
         # Layers share it: each communicator takes memory on the device.
         return group_state(group).get_or_create(("way back",), lambda: make_communicator(group, "ovpatch way back"))

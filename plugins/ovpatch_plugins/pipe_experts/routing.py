@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ovpatch.overlap.data_parallel.reducer import apply_function
+from ovpatch.overlap.data_parallel.graph_tasks import apply_function
 from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
 from ovpatch_plugins.pipe_experts.all_to_all import AllToAllTransport, CollectiveAllToAll
 from ovpatch_plugins.pipe_experts.options import CUTS, EXCHANGES

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values, wait_limit_s
-from ovpatch.overlap.comm.kept_state import group_state
+from ovpatch.overlap.comm.lifetimes import group_state
 from ovpatch_plugins.pipeline.candidates import (
     AS_GIVEN_NAME,
     STOCK_NAME,

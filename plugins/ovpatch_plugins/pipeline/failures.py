@@ -12,7 +12,7 @@ from typing import Final
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.consensus import agree_on_name
-from ovpatch.overlap.comm.kept_state import group_state, group_store, group_timeout_s
+from ovpatch.overlap.comm.lifetimes import group_state, group_store, group_timeout_s
 from ovpatch.overlap.peer_rpc.client import unwrap_store
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 

@@ -13,7 +13,7 @@ from typing import Final
 import torch.distributed as dist
 
 from ovpatch.hookspecs import FeatureCounters
-from ovpatch.overlap.comm.kept_state import group_store
+from ovpatch.overlap.comm.lifetimes import group_store
 from ovpatch_plugins.pipeline.failures import name_keys
 from ovpatch_plugins.pipeline.orders import Kind, Schedule, split_backwards
 from ovpatch_plugins.pipeline.simulator import Costs, simulate

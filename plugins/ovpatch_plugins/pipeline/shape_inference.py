@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.kept_state import group_store, group_timeout_s
+from ovpatch.overlap.comm.lifetimes import group_store, group_timeout_s
 from ovpatch_plugins.pipeline.failures import PipelineRankError, Vote, make_rank_error
 from ovpatch_plugins.pipeline.report import COUNTERS
 from ovpatch_plugins.pipeline.stage_run import StageRun

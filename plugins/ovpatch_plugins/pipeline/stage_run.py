@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.kept_state import find_owners, kept_values
+from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
 from ovpatch.overlap.comm.streams import BACKWARD_WAITS
 from ovpatch_plugins.pipeline.data_parallel import (
     FullyShardedGradients,
@@ -246,7 +246,7 @@ class StageRun:
             self._sent, self._expected = {}, None
             shapes = itertools.chain(self._inputs.get(0, ()), self._grads.get(0, ()))
             self.report.receive_nbytes = sum(shape.nbytes for shape in shapes if shape is not None)
-        kept_values(self.stage)[_TAKEN] = self._inputs, self._grads
+        attached_values(self.stage)[_TAKEN] = self._inputs, self._grads
 
     def forget_sizes(self) -> None:
         """Make the next messages in the shapes of the first step."""
@@ -407,7 +407,7 @@ def list_stages(schedule: Any) -> list[Any]:
 
 def give_buffers_back(stage: Any) -> None:
     """Give a stage receive buffers for all microbatches, where stock expects them and a :class:`StageRun` took them."""
-    taken = kept_values(stage).pop(_TAKEN, None)
+    taken = attached_values(stage).pop(_TAKEN, None)
     if taken is None:
         return
     for infos, kept in zip((stage.args_recv_info, stage.grad_recv_info), taken, strict=True):

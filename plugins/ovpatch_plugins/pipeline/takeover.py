@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ovpatch.hookspecs import cache_dir, note_failures
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values
-from ovpatch.overlap.comm.kept_state import find_owners, kept_values
+from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
 from ovpatch_plugins.pipeline.clock import make_clock
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
 from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO, COPIES
@@ -127,7 +127,7 @@ class Takeover:
         facts = _facts_of(schedule, owner)
         if known is None or not known.is_for(facts):
             with note_failures("pipeline", f"preparing {type(schedule).__name__}"):
-                known = kept_values(schedule)[_RECORD] = _Record(facts, *self._make_engine(schedule, owner))
+                known = attached_values(schedule)[_RECORD] = _Record(facts, *self._make_engine(schedule, owner))
         return known
 
     def _make_engine(
@@ -394,14 +394,14 @@ def _give_all_back(schedule: Any) -> None:
 
 
 def _find_record(schedule: Any) -> _Record | None:
-    return kept_values(schedule).get(_RECORD)
+    return attached_values(schedule).get(_RECORD)
 
 
 def release_all() -> None:
     """Give all stages what stock expects, and forget the engines."""
     give_all_buffers_back()
     for schedule, _ in find_owners(_RECORD):
-        del kept_values(schedule)[_RECORD]
+        del attached_values(schedule)[_RECORD]
     close_edges()
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ovpatch.hookspecs import refuse_option
 from ovpatch.overlap.comm.collectives import Work, WorkWithEpilogue, backend_name
 from ovpatch.overlap.comm.consensus import agree_on_name, gather_values
-from ovpatch.overlap.comm.kept_state import (
+from ovpatch.overlap.comm.lifetimes import (
     group_state,
     group_store,
     group_timeout_s,

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ovpatch.overlap.comm.kept_state import kept_values
+from ovpatch.overlap.comm.lifetimes import attached_values
 from ovpatch_plugins.pipeline.data_parallel import is_data_parallel
 from ovpatch_plugins.pipeline.report import COUNTERS
 from ovpatch_plugins.pipeline.stage_run import StageRun
@@ -39,14 +39,14 @@ def attach_optimizer(schedule: Any, *optimizers: torch.optim.Optimizer) -> None:
         optimizers: Those of all trained parameters of this rank's stages, and of nothing else that has gradients. They
             replace those of an earlier call.
     """
-    kept_values(schedule).setdefault(_OPTIMIZERS, [])[:] = optimizers
+    attached_values(schedule).setdefault(_OPTIMIZERS, [])[:] = optimizers
 
 
 def find_reason_against(schedule: Any, stages: Sequence[Any], options: Mapping[str, Any]) -> str:
     """Return why this rank cannot stash weights, or ""."""
     if options["schedule"] not in ("as-given", "1f1b"):
         return f"weight_stash needs schedule=as-given or 1f1b, not {options['schedule']}"
-    if not kept_values(schedule).get(_OPTIMIZERS):
+    if not attached_values(schedule).get(_OPTIMIZERS):
         return "weight_stash needs ovpatch_plugins.pipeline.attach_optimizer(schedule, optimizer)"
     if getattr(schedule, "_shared_grads", None):
         return "weight_stash cannot add up gradients of weights that several stages share"
@@ -75,7 +75,7 @@ class StashedStageRun(StageRun):
     def __init__(self, stage: Any, schedule: Any, *, varies: bool) -> None:
         super().__init__(stage, delay_wgrad_compute="off", varies=varies)
         self.objection = self.report.objection = "weight_stash steps the optimizer behind each backward"
-        self._optimizers: list[torch.optim.Optimizer] = kept_values(schedule)[_OPTIMIZERS]
+        self._optimizers: list[torch.optim.Optimizer] = attached_values(schedule)[_OPTIMIZERS]
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._version: dict[int, Tensor] = {}  # copies of the newest weights, by id of the parameter
         self._stashes: dict[int, dict[int, nn.Parameter]] = {}  # by microbatch, those of its forward

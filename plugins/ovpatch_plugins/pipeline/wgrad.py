@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ovpatch.overlap.data_parallel.reducer import Due, accumulate_grads, accumulate_products
+from ovpatch.overlap.data_parallel.graph_tasks import DeferredGrads, accumulate_deferred, accumulate_grads
 from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD, DELAYS_WGRAD, ComputeGrad, autocast_dtype
 from ovpatch_plugins.pipeline.graph import find_readers
 from ovpatch_plugins.pipeline.report import StageReport
@@ -388,18 +388,18 @@ class WeightGradQueue:
             alike[id(call.weight)] = [*alike.pop(id(call.weight), ()), call]
             self.pending -= 1
         self.computed += len(alike)
-        due: list[Due] = []
+        due: list[DeferredGrads] = []
         while alike:
             same = alike.pop(next(iter(alike)))
             weight, bias = same[0].weight, same[0].bias
             if same[0].compute is not None:
-                accumulate_products(due)
+                accumulate_deferred(due)
                 products = [product for call in same if (product := _compute_other(call)) is not None]
                 if products:  # else they were added already
                     accumulate_grads([weight], [functools.reduce(torch.add, products).to(weight.dtype)])
             elif not self._fuse or len(same) > 1 or not _add_product(same[0]):
                 due.append(([weight] if bias is None else [weight, bias], functools.partial(_compute_products, same)))
-        accumulate_products(due)
+        accumulate_deferred(due)
 
     def clear(self) -> None:
         """Drop what is due, after an error."""

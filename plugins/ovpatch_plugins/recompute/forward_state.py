@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ovpatch.overlap.comm.kept_state import kept_values
+from ovpatch.overlap.comm.lifetimes import attached_values
 from ovpatch_plugins.recompute.report import note
 
 # Key of a block's tensors that its forward changes in place.
@@ -225,7 +225,7 @@ class ModuleState:
 
     def __init__(self, block: nn.Module, modules: Sequence[nn.Module]) -> None:
         self._block, self._modules = block, modules
-        self._known: frozenset[tuple[int, str]] | None = kept_values(block).get(_CHANGING)
+        self._known: frozenset[tuple[int, str]] | None = attached_values(block).get(_CHANGING)
         self._is_training = [module.training for module in modules]
         self.generators: list[Any] = []
         self._places: list[_Place] = []
@@ -246,7 +246,7 @@ class ModuleState:
         for place in self._places:
             changed |= place.end_forward(self._known or frozenset())
         if self._known is None or not changed <= self._known:
-            kept_values(self._block)[_CHANGING] = frozenset(changed.union(self._known or ()))
+            attached_values(self._block)[_CHANGING] = frozenset(changed.union(self._known or ()))
         self._places = [place for place in self._places if place.before]
 
     @contextmanager

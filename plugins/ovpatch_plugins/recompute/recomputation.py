@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ovpatch.overlap.comm.kept_state import kept_values, without_modes
+from ovpatch.overlap.comm.lifetimes import attached_values, outside_modes
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch_plugins.recompute.forward_state import (
     Autocast,
@@ -114,7 +114,7 @@ class Recomputation:
         self._seen = 0  # tensors of the recomputation that runs
         self._has_begun = False  # backward has used one of them
         tensors = list(find_tensors([args, kwargs]))
-        kept = kept_values(block)
+        kept = attached_values(block)
         number = kept[_CALLS] = kept.get(_CALLS, -1) + 1
         # The first call, 0, counts as a power as well.
         is_power_of_two = number & (number - 1) == 0
@@ -137,7 +137,7 @@ class Recomputation:
             output = self._forward(self._block, *args, **kwargs)
         try:
             if self._random.end_forward():
-                kept_values(self._block)[_DRAWS] = True
+                attached_values(self._block)[_DRAWS] = True
             self._state.end_forward()
         except KeyError as error:
             raise self._make_error(f"its forward changes {error}, which earlier ones did not") from None
@@ -277,7 +277,7 @@ class Recomputation:
                     f"tensor {index} that it saved, {_describe(self._kinds[index])}, has other values"
                 )
         elif then is not None:
-            with without_modes():
+            with outside_modes():
                 self._doubts.append(_differ(then, _take_sample(tensor)))
 
     def _make_doubt(self) -> RecomputeError:
@@ -326,7 +326,7 @@ _TOLERANCE: Final = 1e-3
 
 def _digest(tensor: Tensor) -> Any:
     """Return a checksum of a tensor's bytes, a sample on its device, or None where neither can be taken."""
-    with without_modes():
+    with outside_modes():
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
             return None
         if tensor.numel() <= 2 and not (tensor.is_floating_point() or tensor.is_complex()):

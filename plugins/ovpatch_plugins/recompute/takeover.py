@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from ovpatch.overlap.comm.kept_state import find_owners, kept_values
+from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
 from ovpatch.overlap.comm.streams import BACKWARD_WAITS, hide_frames
 from ovpatch_plugins.recompute.options import AUTO, FULL, GRANULARITIES, NONE, split_names
 from ovpatch_plugins.recompute.recomputation import (
@@ -128,7 +128,7 @@ _hook_handles: list[RemovableHandle] = []
 
 def note_parent(module: nn.Module) -> None:
     """Note a module that has children, and so may be a model."""
-    kept_values(module)[_PARENT] = True
+    attached_values(module)[_PARENT] = True
 
 
 def _note_registered(module: nn.Module, _name: str, _child: nn.Module | None) -> None:
@@ -162,10 +162,10 @@ def take_over_models(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     # Torch registers only Parameters with modules.
-    wanted = {id(param) for param in params if isinstance(param, nn.Parameter) and _SEEN not in kept_values(param)}
+    wanted = {id(param) for param in params if isinstance(param, nn.Parameter) and _SEEN not in attached_values(param)}
     for model in _find_models(wanted) if wanted else ():
         for param in model.parameters():
-            kept_values(param)[_SEEN] = True
+            attached_values(param)[_SEEN] = True
         patterns = split_names(options["blocks"])
         found = find_blocks(model, patterns)
         if found:
@@ -327,7 +327,7 @@ def take_over(model: nn.Module, blocks: Sequence[Block], granularity: str, keep:
     for block in blocks:
         reason = find_reason_against(block.module)
         if reason:
-            if _TAKEN not in kept_values(block.module):
+            if _TAKEN not in attached_values(block.module):
                 note_left(reason)
             continue
         owner = _find_owner(block.module)
@@ -335,8 +335,8 @@ def take_over(model: nn.Module, blocks: Sequence[Block], granularity: str, keep:
             _wrapped[owner] = _WrappedForward(owner)
         mark: Mark = granularity, tuple(keep), f"{owner.__module__}.{owner.__qualname__}"
         block.module.__dict__[_MARK], block.module.__dict__[_NAME] = mark, block.name
-        COUNTERS.blocks += _TAKEN not in kept_values(block.module)
-        kept_values(block.module)[_TAKEN] = True
+        COUNTERS.blocks += _TAKEN not in attached_values(block.module)
+        attached_values(block.module)[_TAKEN] = True
         taken.append(block)
     if taken:
         classes = ", ".join(list_class_names(taken))
@@ -374,7 +374,7 @@ def give_back_all() -> None:
         _hook_handles.pop().remove()
     for name in (_PARENT, _SEEN):
         for owner, _ in find_owners(name):
-            kept_values(owner).pop(name, None)
+            attached_values(owner).pop(name, None)
     CHECKS.when = AUTO
     drop_remarks()
     BACKWARD_WAITS.launch_inside = BACKWARD_WAITS.launch_before = None
@@ -389,7 +389,7 @@ def _restore_classes(used: set[type[nn.Module]]) -> None:
 def _give_back(block: nn.Module) -> None:
     for attribute in (_MARK, _NAME):
         vars(block).pop(attribute, None)
-    kept_values(block).pop(_TAKEN, None)
+    attached_values(block).pop(_TAKEN, None)
 
 
 def fill_backward_waits(ahead: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.data_parallel.reducer import will_execute
+from ovpatch.overlap.data_parallel.graph_tasks import will_execute
 from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD
 from ovpatch_plugins.tp_linear.layout import (
     PLAIN,

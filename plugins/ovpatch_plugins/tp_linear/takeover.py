@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from ovpatch.hookspecs import note_failures
-from ovpatch.overlap.comm.kept_state import find_owners, kept_values
+from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
 from ovpatch_plugins.tp_linear import layout, tp_group
 from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules import fused
@@ -84,7 +84,7 @@ def take_over(linear: nn.Linear, style: Style, mesh: DeviceMesh, ours: Callable[
         LEFT[type(linear).__name__] = reason
         return None
     removed = _remove_hooks(linear._forward_pre_hooks, ours), _remove_hooks(linear._forward_hooks, ours)
-    kept_values(linear)[_REMOVED] = removed
+    attached_values(linear)[_REMOVED] = removed
     parallel = TPLinear(isinstance(style, ColwiseParallel), mesh, style)
     object.__setattr__(linear, "_ovpatch_parallel", parallel)
     linear.__class__ = Linear
@@ -116,7 +116,7 @@ def take_over_gather(module: nn.Module, key: int, style: PrepareModuleInput, mes
     if overridden or several or mesh.ndim != 1 or style.use_local_output:
         return
     module._forward_pre_hooks[key] = SharedAllGather(module._forward_pre_hooks[key], style, mesh)
-    kept_values(module)[_GATHERS] = True
+    attached_values(module)[_GATHERS] = True
     COUNTERS.gathers += 1
 
 
@@ -130,9 +130,9 @@ def give_back_modules() -> None:
         _restore_hooks(module._forward_hooks, post)
         object.__setattr__(module, "__class__", nn.Linear)
         del module.__dict__["_ovpatch_parallel"]
-        del kept_values(module)[_REMOVED]
+        del attached_values(module)[_REMOVED]
     for module, _ in find_owners(_GATHERS):
-        del kept_values(module)[_GATHERS]
+        del attached_values(module)[_GATHERS]
         for key, hook in module._forward_pre_hooks.items():
             if isinstance(hook, SharedAllGather):
                 module._forward_pre_hooks[key] = hook.stock

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from ovpatch.overlap.comm.collectives import AllGather, AllReduce, ReduceScatter, Work, WorkGroup, WorkWithEpilogue
-from ovpatch.overlap.comm.kept_state import drop_values, group_state
+from ovpatch.overlap.comm.lifetimes import drop_values, group_state
 
 # Where a backend tells messages apart by tags (gloo), ours must not be taken for the script's, nor for each other.
 _TAGS = range(1 << 20, 1 << 21)

@@ -30,7 +30,7 @@ def reduced_in_place(loop: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(loop)
     def run(*args: Any, in_place: bool = True, **kwargs: Any) -> Any:
-        from ovpatch.overlap.data_parallel.bucket import GradBucket
+        from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
 
         # Not the module's constant: a module that is imported meanwhile would keep this value, in one rank's process.
         with mock.patch.object(GradBucket, "flat_below", 1) if in_place else nullcontext():
@@ -167,7 +167,7 @@ def stock_and_patched(function: Callable[..., Any], *args: Any) -> tuple[Any, An
 
 def is_patched() -> bool:
     """Return whether models that are wrapped now get our reducer, for loops that stock cannot run as they are."""
-    from ovpatch_plugins.ddp.reducer import GradReducer
+    from ovpatch_plugins.ddp.grad_reducer import GradReducer
 
     return isinstance(DistributedDataParallel(nn.Linear(1, 1).to(device())).reducer, GradReducer)
 

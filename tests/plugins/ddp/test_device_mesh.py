@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
-from ovpatch_plugins.ddp.reducer import GradReducer
+from ovpatch_plugins.ddp.grad_reducer import GradReducer
 from tests.plugins.ddp.arms import Record, both
 from tests.plugins.ddp.checks import check
 

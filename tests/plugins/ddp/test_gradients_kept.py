@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ovpatch
-from ovpatch.overlap.data_parallel import bucket
+from ovpatch.overlap.data_parallel import grad_bucket
 from tests.plugins.ddp.arms import Record, both, data, device, is_patched, reduced_in_place, seen, table
 from tests.plugins.ddp.checks import check, check_cases
 
@@ -32,7 +32,7 @@ def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def test_a_loop_reduced_in_place_changes_no_constant_that_a_module_may_import_meanwhile():
-    assert reduced_in_place(lambda: dict(vars(bucket)))() == vars(bucket)
+    assert reduced_in_place(lambda: dict(vars(grad_bucket)))() == vars(grad_bucket)
 
 
 @reduced_in_place

@@ -144,7 +144,7 @@ def train(way: str, wrapped: nn.Module, model: nn.Module, *, by_hand: bool = Fal
 
 def by_hand_or_ours(way: str, ddp: dict[str, Any], reentrant: bool = False, **more: Any) -> list[Record]:
     """Where DistributedDataParallel is stock's, which leaves the second backward local, average by hand."""
-    from ovpatch_plugins.ddp.reducer import GradReducer
+    from ovpatch_plugins.ddp.grad_reducer import GradReducer
 
     model = TwoHeads(reentrant)
     wrapped = DDP(model, **ddp)

@@ -241,7 +241,7 @@ def train_alone_first(patched: bool) -> tuple[list[Record], list[str]]:
     model = DDP(torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)))
     records: list[Record] = []
     # gloo has no budget, but may have a second communicator.
-    with mock.patch("ovpatch_plugins.ddp.reducer.get_budgeted_group", get_budgeted_group):
+    with mock.patch("ovpatch_plugins.ddp.grad_reducer.get_budgeted_group", get_budgeted_group):
         when = "alone"
         if dist.get_rank() == 0:
             model(data(0, 5, 6))

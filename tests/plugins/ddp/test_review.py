@@ -171,7 +171,7 @@ def test_a_failed_step_may_be_followed_by_one_without_synchronisation(ranks):
 
 def interrupted_while_waiting() -> list[Record]:
     """Ctrl-C arrives in the engine's callback, after some or all collectives of the step; not under stock."""
-    from ovpatch.overlap.data_parallel.bucket import GradBucket
+    from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
 
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

@@ -302,17 +302,17 @@ def test_a_rank_without_ovpatch_is_named(ranks):
 
 def objecting_alone() -> dict[str, Any]:
     """One rank cannot take part: all of them keep the stock reducer."""
-    from ovpatch_plugins.ddp import takeover
+    from ovpatch_plugins.ddp import ddp_attach
     from ovpatch_plugins.ddp.report import REMARKS
 
-    original = takeover.find_reason_for_stock
-    takeover.find_reason_for_stock = lambda *a: "planted" if dist.get_rank() == 1 else original(*a)
+    original = ddp_attach.find_reason_for_stock
+    ddp_attach.find_reason_for_stock = lambda *a: "planted" if dist.get_rank() == 1 else original(*a)
     try:
         with ovpatch.applied("ddp"):
             wrapped = DDP(net())
             return {"ours": is_ours(wrapped), "records": steps(wrapped, 2), "remarks": list(REMARKS)}
     finally:
-        takeover.find_reason_for_stock = original
+        ddp_attach.find_reason_for_stock = original
 
 
 def test_an_objection_of_one_rank_holds_for_all(ranks):

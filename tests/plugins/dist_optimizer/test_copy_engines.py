@@ -20,7 +20,7 @@ import ovpatch
 from ovpatch.overlap.comm.collectives import step_communicator
 from ovpatch.overlap.copy_engine import selection
 from ovpatch.overlap.copy_engine.collectives import Engine
-from ovpatch_plugins.dist_optimizer import optimizers
+from ovpatch_plugins.dist_optimizer import optimizer_attach
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_loop_styles, test_loops, test_main_params
 from tests.plugins.dist_optimizer.checks import SMALL, all_cases, check_all, on, some
@@ -111,15 +111,15 @@ def test_a_rank_that_stays_away_is_noticed(where, noticed):
 
 def test_a_group_that_is_destroyed_gives_its_memory_back_afterwards(monkeypatch):
     calls: list[str] = []
-    for owner, name in ((optimizers.pending_param, "wait_for_all"), (selection, "finish")):
+    for owner, name in ((optimizer_attach.pending_param, "wait_for_all"), (selection, "finish")):
         monkeypatch.setattr(owner, name, lambda *_, name=name: calls.append(name))
-    monkeypatch.setattr(optimizers.PeerRpc, "shutdown_all", lambda group: calls.append("drain"))
+    monkeypatch.setattr(optimizer_attach.PeerRpc, "shutdown_all", lambda group: calls.append("drain"))
     monkeypatch.setattr(selection, "forget", lambda group: calls.append(f"forget {group}"))
-    destroy = optimizers.wrap_destroy(lambda group: calls.append("destroy"))
+    destroy = optimizer_attach.wrap_destroy(lambda group: calls.append("destroy"))
     destroy("one")
     assert calls == ["wait_for_all", "finish", "drain", "destroy", "forget one"]
     calls.clear()
-    monkeypatch.setattr(optimizers, "is_exiting_by_error", lambda: True)
+    monkeypatch.setattr(optimizer_attach, "is_exiting_by_error", lambda: True)
     destroy("one")
     assert calls == ["wait_for_all", "destroy"], "peers may wait for this process in a collective"
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ovpatch.overlap.comm import step_flags
-from ovpatch.overlap.peer_rpc import versioned
-from ovpatch.overlap.peer_rpc.versioned import VersionedTensors
+from ovpatch.overlap.peer_rpc import sequence_lock
+from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch_plugins.dist_optimizer import optimizers, sharded_grads, takeover
+from ovpatch_plugins.dist_optimizer import optimizer_attach, sharded_grads, step_patches
 from ovpatch_plugins.dist_optimizer import sharded_optimizer as divided
 from tests.plugins.ddp.arms import Record, data, device, seen
 from tests.plugins.ddp.test_gpu import Mixed, loop_graphed
@@ -117,7 +117,7 @@ def test_a_whole_step_stays_stock(ranks):
 def as_if_captured() -> Iterator[None]:
     """Have everything on the CPU believe that a CUDA graph is captured."""
     with contextlib.ExitStack() as patches:
-        for module in (step_flags, versioned, sharded_grads, divided):
+        for module in (step_flags, sequence_lock, sharded_grads, divided):
             patches.enter_context(mock.patch.object(module, "is_capturing", return_value=True))
         yield
 
@@ -136,7 +136,7 @@ def loop_of_two_captures() -> list[Any]:
             if captured:
                 assert not any(isinstance(grad, LazyTensor) for grad in grads.values())
                 records.append({name: grad.clone() for name, grad in grads.items()})
-                if optimizers.find_sharded(optimizer) is not None:
+                if optimizer_attach.find_sharded(optimizer) is not None:
                     sharded = True
                     with pytest.raises(RuntimeError, match="AdamW would be captured into a CUDA graph"):
                         optimizer.step()
@@ -152,9 +152,9 @@ def test_what_is_captured_leaves_whole_gradients_and_no_step(ranks):
 
 
 def test_nobody_meets_an_event_of_a_capture():
-    one = VersionedTensors(torch.device("cpu"))
+    one = SequenceLock(torch.device("cpu"))
     one.asynchronous, one._staging = True, mock.Mock()
-    with mock.patch.object(versioned, "is_capturing", return_value=True):
+    with mock.patch.object(sequence_lock, "is_capturing", return_value=True):
         one.begin_update()
         one.end_update()
     assert one.version == 1
@@ -164,8 +164,12 @@ def test_nobody_meets_an_event_of_a_capture():
 
 def test_an_optimizer_that_may_be_captured_stays_stock():
     ones = [torch.nn.Parameter(torch.zeros(2))]
-    made = [torch.optim.AdamW([{"params": ones, "capturable": on}]) for on in (False, True)]
-    assert [takeover.unsupported_reason(one, takeover.NamedClasses())[:15] for one in made] == ["", "capturable=True"]
+    optimizers = [torch.optim.AdamW([{"params": ones, "capturable": on}]) for on in (False, True)]
+    named = step_patches.NamedClasses()
+    assert [step_patches.unsupported_reason(optimizer, named)[:15] for optimizer in optimizers] == [
+        "",
+        "capturable=True",
+    ]
 
 
 @pytest.mark.gpu(2)

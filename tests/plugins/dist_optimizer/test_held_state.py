@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from ovpatch.overlap.comm.kept_state import group_values
-from ovpatch.overlap.peer_rpc import rpc
-from ovpatch_plugins.dist_optimizer.optimizers import wrap_destroy
+from ovpatch.overlap.comm.lifetimes import group_values
+from ovpatch.overlap.peer_rpc import retention
+from ovpatch_plugins.dist_optimizer.optimizer_attach import wrap_destroy
 from tests.plugins.ddp.arms import Record, all_both, data, table
 from tests.plugins.ddp.checks import same_bits
 from tests.plugins.dist_optimizer.checks import apply, both, check_all, params
@@ -204,9 +204,9 @@ def kept_for_peers() -> tuple[int, int]:
         del opt
         gc.collect()
         ended = wrap_destroy(dist.destroy_process_group)  # one that was called before the feature was turned off
-    found = [sum(map(len, (kept for _, kept in group_values(rpc.Kept, group))))]
+    found = [sum(map(len, (kept for _, kept in group_values(retention.Retention, group))))]
     ended(group)
-    return found[0], sum(map(len, (kept for _, kept in group_values(rpc.Kept))))
+    return found[0], sum(map(len, (kept for _, kept in group_values(retention.Retention))))
 
 
 def test_shards_that_peers_may_read_go_with_their_group(ranks):

@@ -217,11 +217,11 @@ def test_the_report_says_which_and_why(ranks):
 def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
     """Train with an optimizer that has nothing to divide; return what the feature says of it."""
     import ovpatch
-    from ovpatch_plugins.dist_optimizer import optimizers, report, sharded_optimizer
+    from ovpatch_plugins.dist_optimizer import optimizer_attach, report, sharded_optimizer
 
     fresh = report.Counters()
     with contextlib.ExitStack() as stack:
-        for module in (report, optimizers, sharded_optimizer):
+        for module in (report, optimizer_attach, sharded_optimizer):
             stack.enter_context(mock.patch.object(module, "COUNTERS", fresh))
         stack.enter_context(mock.patch.object(report, "_remarks", []))
         stack.enter_context(mock.patch.object(report, "_strangers", set()))

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch_plugins.dist_optimizer import step_log
-from ovpatch_plugins.dist_optimizer.optimizers import find_sharded
+from ovpatch_plugins.dist_optimizer.optimizer_attach import find_sharded
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.dist_optimizer.checks import SMALL, all_cases, apply, both, ddp, params, train_step, train_steps
@@ -336,7 +336,7 @@ def over_two_groups() -> tuple[list[Record], int]:
             opt.step()
             records += [params(model) for model in mine]
         dist.barrier()
-        from ovpatch_plugins.dist_optimizer.optimizers import find_sharded
+        from ovpatch_plugins.dist_optimizer.optimizer_attach import find_sharded
 
         return records, find_sharded(opt) is not None
 

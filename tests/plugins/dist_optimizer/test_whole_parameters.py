@@ -177,7 +177,7 @@ def test_each_rank_keeps_its_share_of_the_state(ranks, world, kind):
 
 def dealt(numels: list[int]) -> list[int]:
     """Return how many elements each rank owns, when two optimizers share a model's parameters."""
-    from ovpatch_plugins.dist_optimizer.optimizers import find_sharded
+    from ovpatch_plugins.dist_optimizer.optimizer_attach import find_sharded
 
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | NAMED}):
         model = ddp(nn.ParameterList(torch.ones(numel) for numel in numels))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 
 import ovpatch
-from ovpatch.overlap.comm.kept_state import find_owners
+from ovpatch.overlap.comm.lifetimes import find_owners
 from ovpatch_plugins.megatron import pipeline, takeover
 from ovpatch_plugins.megatron.pipeline import PipelinePatches
 from ovpatch_plugins.megatron.report import COUNTERS

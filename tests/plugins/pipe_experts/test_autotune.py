@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ovpatch
 from ovpatch.overlap.autotune.autotuner import report_lines
-from ovpatch.overlap.comm.kept_state import drop_values
+from ovpatch.overlap.comm.lifetimes import drop_values
 from ovpatch_plugins.pipe_experts.layer import MeasuredPlans, expert_parallel_ffn
 from ovpatch_plugins.pipe_experts.options import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ovpatch.hookspecs import OptionError
-from ovpatch.overlap.comm.kept_state import drop_values
+from ovpatch.overlap.comm.lifetimes import drop_values
 from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.pipe_experts import all_to_all, layer, plugin
 from ovpatch_plugins.pipe_experts.all_to_all import SymmAllToAll

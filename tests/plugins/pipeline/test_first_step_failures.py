@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from ovpatch.overlap.comm.kept_state import group_store
+from ovpatch.overlap.comm.lifetimes import group_store
 from ovpatch_plugins.pipeline.failures import Vote
 from ovpatch_plugins.pipeline.stage_run import list_stages
 from tests.plugins.pipeline.cases import Case, differences, make_schedule, run_steps

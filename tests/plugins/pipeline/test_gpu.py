@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from ovpatch.overlap.comm.kept_state import group_values
+from ovpatch.overlap.comm.lifetimes import group_values
 from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
 from ovpatch.overlap.symm_mem import memory
 from ovpatch_plugins.pipeline import transport as transport_module

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from ovpatch.overlap.comm.kept_state import group_store
+from ovpatch.overlap.comm.lifetimes import group_store
 from ovpatch_plugins.pipeline.failures import Replicas
 from tests.plugins.pipeline.cases import Case, differences
 from tests.plugins.pipeline.models import Block, Part

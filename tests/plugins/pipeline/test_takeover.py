@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import ovpatch
-from ovpatch.overlap.comm import kept_state
+from ovpatch.overlap.comm import lifetimes
 from ovpatch_plugins.pipeline import takeover
 from ovpatch_plugins.pipeline.engine import Engine
 from ovpatch_plugins.pipeline.report import Prediction, StepTimes, list_schedules
@@ -312,7 +312,7 @@ def _predict_twice() -> list[list[float]]:
             prediction.add_step(StepTimes())
             found.append(list(prediction.bubbles))
         dist.barrier()
-        kept_state._states.clear()
+        lifetimes._states.clear()
     return found
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import ovpatch
-from ovpatch.overlap.comm.kept_state import group_values
+from ovpatch.overlap.comm.lifetimes import group_values
 from tests.plugins.ddp.arms import table
 from tests.plugins.tp_linear.arms import SCHEDULES, Record, both, check_same, draw, layout, mesh, whole
 from tests.plugins.tp_linear.models import MLP, WIDTH

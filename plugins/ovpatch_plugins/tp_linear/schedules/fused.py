@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import WorkGroup
-from ovpatch.overlap.comm.kept_state import drop_values, group_state, group_values
+from ovpatch.overlap.comm.lifetimes import drop_values, group_state, group_values
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.symm_mem import memory
 from ovpatch.overlap.symm_mem.memory import Workspace

@@ -29,7 +29,7 @@ from ovpatch_plugins.ddp.report import COUNTERS
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-    from ovpatch_plugins.ddp.options import ReducerConfig
+    from ovpatch_plugins.ddp.options import DDPConfig
 
 
 _RPC: Final = "RPC is in use, whose distributed autograd keeps gradients in contexts of its own"
@@ -37,7 +37,7 @@ _RPC: Final = "RPC is in use, whose distributed autograd keeps gradients in cont
 
 def find_reason_for_stock(ddp: DistributedDataParallel, params: Sequence[torch.nn.Parameter]) -> str:
     """Return why this model is left to the stock reducer, or ""."""
-    from ovpatch.overlap.comm.kept_state import group_store
+    from ovpatch.overlap.comm.lifetimes import group_store
 
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp is 'python_reducer'"
@@ -78,7 +78,7 @@ _PARAMETERS: Final = "ddp: parameters"
 _ranks_are_together: ContextVar[bool] = ContextVar("ovpatch_ddp_ranks_are_together", default=False)
 
 
-class Takeover:
+class DDPAttachment:
     """The feature's patches, made for one set of options.
 
     [Note: when ranks agree] While ``DistributedDataParallel(...)`` is constructed, stock torch has just compared shapes
@@ -135,7 +135,7 @@ class Takeover:
                 _note_sharing(ddp, parameters)
                 return
             from ovpatch.overlap.comm.consensus import check_consistent
-            from ovpatch.overlap.comm.kept_state import group_store
+            from ovpatch.overlap.comm.lifetimes import group_store
             from ovpatch.overlap.data_parallel.grad_sharder import is_chosen
 
             reason = find_reason_for_stock(ddp, parameters)
@@ -206,9 +206,9 @@ class Takeover:
 
         return method
 
-    def _config(self, ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], sparse: Sequence[bool]) -> ReducerConfig:
-        from ovpatch_plugins.ddp.options import ReducerConfig
-        from ovpatch_plugins.ddp.reducer import averages, check_budget
+    def _config(self, ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], sparse: Sequence[bool]) -> DDPConfig:
+        from ovpatch_plugins.ddp.nccl_budget import averages, check_budget
+        from ovpatch_plugins.ddp.options import DDPConfig
 
         options = self._options
         own = tuple(getattr(ddp, "bucket_bytes_cap_list", ()))
@@ -222,7 +222,7 @@ class Takeover:
         in_fp32: bool = options["grad_reduce_in_fp32"]
         summed = set() if in_fp32 else {param.dtype for param in parameters}
         check_budget(ddp.process_group, ddp.device, options["max_ctas"])
-        return ReducerConfig(
+        return DDPConfig(
             bucket_limits=limits,
             granularity=options["bucket_granularity"],
             sparse=tuple(sparse),
@@ -319,15 +319,15 @@ def restore_all() -> None:
 
 def _alive() -> list[Wrapper]:
     """Return the models with our reducer."""
-    from ovpatch.overlap.comm.kept_state import find_owners
+    from ovpatch.overlap.comm.lifetimes import find_owners
 
     return [ddp for ddp, _ in find_owners(_STOCK_HELPER)]
 
 
 def _kept_values(ddp: Wrapper) -> dict[Hashable, Any]:
-    from ovpatch.overlap.comm.kept_state import kept_values
+    from ovpatch.overlap.comm.lifetimes import attached_values
 
-    return kept_values(ddp)
+    return attached_values(ddp)
 
 
 def _refuse_inside_backward(ddp: Wrapper) -> None:
@@ -342,9 +342,9 @@ def get_model_name(ddp: Wrapper) -> str:
     return type(ddp.module).__name__
 
 
-def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: ReducerConfig) -> None:
-    from ovpatch_plugins.ddp.logger import ReducerLogger
-    from ovpatch_plugins.ddp.reducer import GradReducer
+def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: DDPConfig) -> None:
+    from ovpatch_plugins.ddp.grad_reducer import GradReducer
+    from ovpatch_plugins.ddp.reducer_stub import ReducerLogger
 
     by_id = {id(param): name for name, param in ddp.module.named_parameters()}
     names = [by_id[id(param)] for param in parameters]
@@ -369,7 +369,7 @@ def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: Red
 
 def _note_sharing(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter]) -> None:
     """Tell our reducers of parameters that another reducer works on, ours or a stock one."""
-    from ovpatch.overlap.comm.kept_state import find_owners
+    from ovpatch.overlap.comm.lifetimes import find_owners
 
     mine = _kept_values(ddp)[_PARAMETERS] = frozenset(map(id, parameters))
     sharing = [one for one, others in find_owners(_PARAMETERS) if not mine.isdisjoint(others)]
@@ -392,7 +392,7 @@ def _let_threads_go_at_exit() -> None:
 
 def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> None:
     from ovpatch.overlap.comm.consensus import check_consistent
-    from ovpatch.overlap.comm.kept_state import group_timeout_s
+    from ovpatch.overlap.comm.lifetimes import group_timeout_s
 
     ddp = reference()
     if ddp is not None:
@@ -403,13 +403,13 @@ def _agree_late(reference: weakref.ref[Wrapper], terms: Mapping[str, Any]) -> No
 
 def _identify(ddp: Wrapper) -> None:
     """Name a model. Its ranks have just agreed, so models get their numbers in one order on all ranks."""
-    from ovpatch.overlap.comm.kept_state import group_state
+    from ovpatch.overlap.comm.lifetimes import group_state
 
     number = next(group_state(ddp.process_group).get_or_create("models", functools.partial(itertools.count, 1)))
     ddp.reducer.set_name(f"{get_model_name(ddp)}, model {number} of its process group")
 
 
-def _terms(parameters: Sequence[torch.nn.Parameter], config: ReducerConfig, static_graph: bool) -> dict[str, Any]:
+def _terms(parameters: Sequence[torch.nn.Parameter], config: DDPConfig, static_graph: bool) -> dict[str, Any]:
     """Return what must be the same on all ranks, or their collectives would not match."""
     from importlib.metadata import version
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.peer_rpc import rpc
+from ovpatch.overlap.peer_rpc import retention
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, LostContent, TensorMeta
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, LostSource, TensorMeta
 from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState
 
 
@@ -159,7 +159,7 @@ class StateDictSource:
         """Fetch what is unread before this rank joins a further backward."""
         reference = weakref.WeakMethod(self.complete)
         for group in self._groups:
-            rpc.call_before_backward(group, lambda: (reference() or _nothing)())
+            retention.call_before_backward(group, lambda: (reference() or _nothing)())
 
     def complete_read(self) -> None:
         """Fetch what is unread if something was read; an error is raised by its readers."""
@@ -172,7 +172,7 @@ class StateDictSource:
         try:
             lazy_tensor.materialize(unread)
         except RuntimeError as error:
-            failed = LostContent(_UNREAD.format(error), error)
+            failed = LostSource(_UNREAD.format(error), error)
             for lazy in unread:
                 lazy_tensor.set_source(lazy, failed, lazy.key)
         self._entries.clear()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from ovpatch.overlap.data_parallel.bucket import Bucket
+from ovpatch.overlap.data_parallel.grad_bucket import Bucket
 from ovpatch_plugins.ddp import report
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ _AVERAGED = (
 
 
 class LoggedReducer(Protocol):
-    """What the logger asks of :class:`ovpatch_plugins.ddp.reducer.GradReducer`, which describes the attributes."""
+    """What the logger asks of :class:`ovpatch_plugins.ddp.grad_reducer.GradReducer`, which describes the attributes."""
 
     params: list[torch.nn.Parameter]
     times: StepTimes

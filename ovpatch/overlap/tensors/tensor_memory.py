@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.kept_state import without_modes
+from ovpatch.overlap.comm.lifetimes import outside_modes
 
 #: Returns how many owners a tensor object has; all of Python is one.
 use_count: Final[Callable[[Any], int]] = torch.Tensor._use_count  # type: ignore[attr-defined]  # no stub
@@ -35,7 +34,7 @@ def count_references_of_one() -> int:
 
     Measured, because the counts that Python and torch add differ between their versions.
     """
-    with without_modes():
+    with outside_modes():
         return count_storage_references(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
 
@@ -84,7 +83,7 @@ def _holds_its_base(view: Tensor) -> bool:
 @functools.cache
 def count_grad_owners() -> int:
     """Return :data:`use_count` of a gradient that only its parameter and one Python object know."""
-    with without_modes():
+    with outside_modes():
         param = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
         param.grad = torch.zeros(1, dtype=torch.float32, device="cpu")
         return use_count(param.grad)
@@ -92,7 +91,7 @@ def count_grad_owners() -> int:
 
 @functools.cache
 def _counts_of_a_base() -> tuple[int, int]:
-    with without_modes():
+    with outside_modes():
         view = torch.zeros(2, dtype=torch.float32, device="cpu").view(2)
         base = view._base
         assert base is not None
@@ -107,88 +106,3 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def compute_contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor of this shape."""
-    strides, step = [0] * len(shape), 1
-    for i in reversed(range(len(shape))):
-        strides[i] = step
-        step *= max(shape[i], 1)
-    return tuple(strides)
-
-
-def has_same_layout(tensor: Tensor, strides: tuple[int, ...]) -> bool:
-    """Return whether the tensor has these strides; those of dimensions of size 1 do not matter."""
-    return tensor.stride() == strides or all(
-        size == 1 or mine == theirs for size, mine, theirs in zip(tensor.shape, tensor.stride(), strides, strict=True)
-    )
-
-
-# --- shards ---
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The elements ``[begin, end)`` of a tensor, in memory order."""
-
-    begin: int  # first element
-    end: int  # one past the last element
-    size: int  # elements that the shard of any rank takes in a collective; the last ones may be padded
-
-    @functools.cached_property
-    def numel(self) -> int:
-        """Number of elements owned."""
-        return self.end - self.begin
-
-
-@functools.lru_cache(maxsize=4096)  # every step asks for every parameter several times
-def shard_range(numel: int, world: int, rank: int) -> Shard:
-    """Return the shard of ``numel`` elements that a rank of ``world`` ranks owns."""
-    size = -(-numel // world)
-    return Shard(min(rank * size, numel), min((rank + 1) * size, numel), size)
-
-
-def can_be_sharded(param: Tensor, world: int, minimum: int) -> bool:
-    """Return whether a parameter is sharded: dense, of floating point, and large enough for a shard on every rank.
-
-    Args:
-        param: The parameter.
-        world: Number of ranks.
-        minimum: Smallest number of elements that is worth it. Small parameters stay whole on all ranks: together they
-            are a per mille of a model, and a launch for each would cost more than it saves.
-    """
-    return (
-        param.numel() >= max(minimum, world * world)
-        and param.layout is torch.strided
-        and param.is_floating_point()
-        and is_dense(param)
-    )
-
-
-def shard_view(tensor: Tensor, own: Shard) -> Tensor:
-    """Return a rank's shard of a dense tensor as a one-dimensional view, ``[own.numel]``."""
-    return tensor.as_strided((own.numel,), (1,), tensor.storage_offset() + own.begin)
-
-
-def view_flat(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's elements in memory order, as a one-dimensional view.
-
-    Shape ``[*]`` -> ``[numel]``.
-    """
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def unshard(param: Tensor, shards: Mapping[int, Tensor], ranges: Sequence[Shard]) -> Tensor:
-    """Return a tensor like ``param`` made of the ranks' shards.
-
-    Args:
-        param: What the result is like.
-        shards: The shards, by rank, ``[size]`` or ``[numel]`` each.
-        ranges: Which elements each rank owns.
-    """
-    whole = torch.empty_like(param, requires_grad=False)
-    for rank, shard in shards.items():
-        own = ranges[rank]
-        shard_view(whole, own).copy_(shard[: own.numel])
-    return whole

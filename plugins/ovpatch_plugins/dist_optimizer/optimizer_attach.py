@@ -13,20 +13,21 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm import collectives
-from ovpatch.overlap.comm.kept_state import drop_values, find_owners, group_values, is_exiting_by_error, kept_values
-from ovpatch.overlap.peer_rpc import rpc
+from ovpatch.overlap.comm.lifetimes import attached_values, drop_values, find_owners, group_values, is_exiting_by_error
+from ovpatch.overlap.peer_rpc import retention
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor, pending_param
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.pending_param import PENDING
 from ovpatch_plugins.dist_optimizer import sharded_grads
+from ovpatch_plugins.dist_optimizer.elementwise_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, load_in_fp32
-from ovpatch_plugins.dist_optimizer.owned_state import NamedOwnedState, OwnedState, ParamBroadcast
+from ovpatch_plugins.dist_optimizer.owned_state import NamedOwnedState, OwnedState
 from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather, finish_orphans, finish_when_dropped, orphans
+from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcast
 from ovpatch_plugins.dist_optimizer.report import COUNTERS, note_stranger, remark
 from ovpatch_plugins.dist_optimizer.sharded_optimizer import BESIDE, ShardedOptimizer, leave_beside
-from ovpatch_plugins.dist_optimizer.sharded_state import ElementwiseState
-from ovpatch_plugins.dist_optimizer.takeover import (
+from ovpatch_plugins.dist_optimizer.step_patches import (
     Kind,
     NamedClasses,
     find_inner_optimizer,
@@ -65,12 +66,13 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         leaving = not is_exiting_by_error()
         copies = sys.modules.get("ovpatch.overlap.copy_engine.selection")
         if leaving:
-            for owner, _ in group_values(rpc.BeforeBackward, ending):
-                rpc.prepare_backward(owner)  # fetch the rest of what was read in part: there will be no other time
+            for owner, _ in group_values(retention.BeforeBackward, ending):
+                # What was read in part is fetched now, because there will be no other time.
+                retention.prepare_backward(owner)
             if copies is not None:
                 copies.finish(ending)
             PeerRpc.shutdown_all(ending)
-            drop_values(rpc.Kept, ending)  # no peer reads it any more
+            drop_values(retention.Retention, ending)  # no peer reads it any more
             collectives.close_step_communicators(ending)
         original(group)
         if leaving and copies is not None:
@@ -93,7 +95,7 @@ def wrap_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
     return zero_grad
 
 
-class Optimizers:
+class OptimizerAttachment:
     """Divides the steps of optimizers whose parameters' gradients are sharded, for one set of options.
 
     Args:
@@ -109,7 +111,7 @@ class Optimizers:
         """Step an optimizer; ``inner`` is the stock function of its class."""
         if orphans:
             finish_orphans()
-        kept = kept_values(optimizer)
+        kept = attached_values(optimizer)
         sharded = kept.get(_SHARDED) or self._take_over(optimizer)
         if sharded is None:
             if BESIDE in kept:
@@ -159,16 +161,16 @@ class Optimizers:
 
     def before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Look at an optimizer before its step, as a global step hook: those whose step is not patched are reported."""
-        if torch.compiler.is_compiling() or kept_values(optimizer).get(_SHARDED) is not None:
+        if torch.compiler.is_compiling() or attached_values(optimizer).get(_SHARDED) is not None:
             return
         inner = find_inner_optimizer(optimizer)
-        if inner is not None and _SHARDED not in kept_values(inner) and _has_sharded_grads(inner):
+        if inner is not None and _SHARDED not in attached_values(inner) and _has_sharded_grads(inner):
             _leave_stock(inner, f"it is inside a {type(optimizer).__name__}, which divides the work itself")
         self._take_over(optimizer)
 
     def _take_over(self, optimizer: Optimizer) -> ShardedOptimizer | None:
         """Return what divides an optimizer's steps, made at the first call; None if it is stock."""
-        kept = kept_values(optimizer)
+        kept = attached_values(optimizer)
         if _SHARDED not in kept:
             seen = sharded_grads.get_generation(), [list(map(id, group["params"])) for group in optimizer.param_groups]
             if kept.get(_SEEN) == seen:  # no parameter has got shards since
@@ -220,7 +222,7 @@ class Optimizers:
 
 def find_sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
     """Return what divides an optimizer's steps; None if it is stock."""
-    return kept_values(optimizer).get(_SHARDED)
+    return attached_values(optimizer).get(_SHARDED)
 
 
 def release_all() -> None:
@@ -230,7 +232,7 @@ def release_all() -> None:
             one.release()
     for name in (_SHARDED, _SEEN, BESIDE):
         for optimizer, _ in find_owners(name):
-            del kept_values(optimizer)[name]
+            del attached_values(optimizer)[name]
     _note_sharded(lazy=False)
     finish_orphans()
 
@@ -245,7 +247,7 @@ def _has_sharded_grads(optimizer: Optimizer) -> bool:
 
 
 def _leave_stock(optimizer: Optimizer, reason: str) -> None:
-    kept_values(optimizer)[_SHARDED] = None
+    attached_values(optimizer)[_SHARDED] = None
     COUNTERS.stock_optimizers += 1
     text = f"{type(optimizer).__name__} stays stock: {reason}"
     if remark(text):

@@ -7,103 +7,30 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.hookspecs import refuse_option
-from ovpatch.overlap.comm.collectives import AllReduce, Work, backend_name
 from ovpatch.overlap.comm.consensus import check_consistent
-from ovpatch.overlap.comm.kept_state import group_state, group_timeout_s
+from ovpatch.overlap.comm.lifetimes import group_timeout_s
 from ovpatch.overlap.comm.step_flags import StepFlags
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch.overlap.data_parallel.bucket import Bucket, BucketAssignment
+from ovpatch.overlap.data_parallel.backward_reducer import BackwardReducer, ReducerState
+from ovpatch.overlap.data_parallel.bucket_assignment import BucketAssignment
+from ovpatch.overlap.data_parallel.grad_bucket import Bucket
+from ovpatch.overlap.data_parallel.grad_hooks import ForeignHooks, GradHooks, watch_outputs
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder, make_grad_sharder
 from ovpatch.overlap.data_parallel.grad_sync import ANY, GradSync, SurplusGradientError, register_reducer
-from ovpatch.overlap.data_parallel.reducer import (
-    BackwardReducer,
-    ForeignHooks,
-    GradHooks,
-    ReducerState,
-    find_executed,
-    is_compiled_autograd_on,
-    watch_outputs,
-    will_accumulate,
-)
+from ovpatch.overlap.data_parallel.graph_tasks import find_executed, is_compiled_autograd_on, will_accumulate
+from ovpatch.overlap.data_parallel.usage_map import UsageMap
 from ovpatch_plugins.ddp import report
-from ovpatch_plugins.ddp.logger import ReducerLogger, StepTimes, StockOnly
-from ovpatch_plugins.ddp.options import OPTIONS, ReducerConfig
+from ovpatch_plugins.ddp.nccl_budget import get_budgeted_group
+from ovpatch_plugins.ddp.options import DDPConfig
+from ovpatch_plugins.ddp.reducer_stub import ReducerLogger, StepTimes, StockOnly
 from ovpatch_plugins.ddp.report import COUNTERS, warn_of_create_graph
-
-# --- the communicator ---
-
-
-def averages(
-    group: dist.ProcessGroup, device: torch.device, wanted: bool | None, dtypes: Collection[torch.dtype] = ()
-) -> bool:
-    """Return whether the collective is to divide by the number of ranks.
-
-    Args:
-        group: The process group.
-        device: Where the gradients are.
-        wanted: The option; ``None`` leaves it to the backend and the dtypes.
-        dtypes: What is summed.
-
-    Raises:
-        ovpatch.OptionError: The option is on, and the backend cannot.
-    """
-    able = backend_name(group, device) == "nccl"
-    if wanted and not able:
-        refuse_option(
-            "ddp", OPTIONS, "average_in_collective", wanted, report.say_needs_nccl(backend_name(group, device))
-        )
-    return able and _keeps_bits(group.size(), dtypes) if wanted is None else wanted
-
-
-def _keeps_bits(ranks: int, dtypes: Collection[torch.dtype]) -> bool:
-    # NCCL multiplies each rank's part before it adds, by a factor of the part's own dtype, and rounds product and sum
-    # once. For a power of two all that is exact, except for parts of float16 below 2^-13. Otherwise a third in bfloat16
-    # is off by 0.2%, which is too much, and one in float32 by a last bit, as sums in another order are.
-    power_of_two = ranks & (ranks - 1) == 0
-    return torch.float16 not in dtypes and (power_of_two or torch.bfloat16 not in dtypes)
-
-
-def check_budget(group: dist.ProcessGroup, device: torch.device, max_ctas: int | None) -> None:
-    """Raise an error if there is an SM budget and the backend has none.
-
-    Raises:
-        ovpatch.OptionError: Names the option, the backend and the remedy.
-    """
-    if max_ctas is not None and backend_name(group, device) != "nccl":
-        refuse_option("ddp", OPTIONS, "max_ctas", max_ctas, report.say_needs_nccl(backend_name(group, device)))
-
-
-def get_budgeted_group(group: dist.ProcessGroup, max_ctas: int | None) -> dist.ProcessGroup:
-    """Return a communicator over the ranks of ``group`` that takes at most ``max_ctas`` thread blocks.
-
-    All ranks of ``group`` call this together the first time; ``group`` itself comes back if there is no budget.
-    """
-    if max_ctas is None:
-        return group
-    # Models share it: each communicator takes memory on the device.
-    return group_state(group).get_or_create(("max_ctas", max_ctas), lambda: _new_group(group, max_ctas))
-
-
-def _new_group(group: dist.ProcessGroup, max_ctas: int) -> dist.ProcessGroup:
-    options: Any = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = max_ctas
-    options.config.min_ctas = 1
-    made: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
-        backend="nccl",
-        pg_options=options,
-        use_local_synchronization=True,
-        group_desc=f"ovpatch ddp, max_ctas {max_ctas}",
-    )
-    return made
 
 
 def wait_for_late_backward(group: dist.ProcessGroup, model: str, number: int, timeout_s: float) -> None:
@@ -126,7 +53,6 @@ def wait_for_late_backward(group: dist.ProcessGroup, model: str, number: int, ti
 
 
 _SEARCH_LABEL = "torch.distributed.ddp.reducer::search_unused_parameters"  # stock's name
-_USAGE_LABEL = profiler_label("ddp", "usage")
 _RECOVER_LABEL = profiler_label("ddp", "recover")
 
 
@@ -169,7 +95,7 @@ class GradReducer(BackwardReducer, StockOnly):
         group: dist.ProcessGroup,
         params: Sequence[torch.nn.Parameter],
         names: Sequence[str],
-        config: ReducerConfig,
+        config: DDPConfig,
     ) -> None:
         super().__init__()
         self.params, self.names, self.config = list(params), list(names), config
@@ -492,7 +418,7 @@ class GradReducer(BackwardReducer, StockOnly):
     def _attach(self) -> None:
         self._device = self.params[0].device
         self._hooks = GradHooks(self.params, self, sums_in_fp32=self.config.sums_in_fp32)
-        self._usage = LocallyUsedMap(len(self.params), self._group, self._device)
+        self._usage = UsageMap(len(self.params), self._group, self._device)
         self._flags = StepFlags(self._group, self._device, "ddp")
         self._nested: set[int] = set()  # parameters whose gradients a backward inside the backward makes
         self.state = ReducerState.IDLE
@@ -630,61 +556,3 @@ def _no_logger() -> None:
 
 def _no_thread() -> None:
     return None
-
-
-class LocallyUsedMap:
-    """Which parameters took part in a step: a flag for each, summed over ranks on request.
-
-    A parameter that only other ranks used gets their average; one that no rank used keeps the gradient it had, so that
-    optimizers skip it (no weight decay), as under stock DDP.
-
-    Args:
-        count: Number of parameters.
-        group: The process group.
-        device: Where its collectives run.
-
-    Attributes:
-        is_uniform: Whether in the last map with counts each parameter was used once by all ranks, or by none.
-        is_reducing: Whether a sum is under way.
-        last: By how many ranks each parameter was used in the last step, int32, ``[count]``.
-    """
-
-    def __init__(self, count: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._used, self._world = [0] * count, group.size()
-        self._has_counts = self.is_uniform = self.is_reducing = False
-        self._device = device
-        self.last = self._map = torch.zeros(count, dtype=torch.int32, device=device)
-        self._all_reduce = AllReduce(group, device)
-        self._works: Sequence[Work] = ()
-
-    def record(self, index: int) -> None:
-        """Record that this rank gave the parameter a gradient."""
-        self._used[index] = 1
-
-    def start_all_reduce(self, counts: Sequence[int] = ()) -> None:
-        """Start the sum over ranks.
-
-        Args:
-            counts: How often this rank used each parameter, by which :attr:`is_uniform` is set.
-        """
-        self._has_counts, self.is_reducing = bool(counts), True
-        several = self._world + 1  # which makes a sum that no ranks have that used it once
-        by_count = [one * (several if n > 1 else 1) for one, n in zip(self._used, counts, strict=False)]
-        self._map = torch.tensor(by_count or self._used, dtype=torch.int32, device=self._device)
-        with profiler_span(_USAGE_LABEL):
-            self._works = self._all_reduce([self._map])
-
-    def finish_all_reduce(self) -> frozenset[int]:
-        """Return the parameters that no rank used, and start afresh.
-
-        Reading the sum makes the host wait for the device, so it is read only if this rank left a parameter out, or
-        has counted.
-        """
-        for work in self._works:
-            work.wait()
-        totals = self._map.tolist() if self._has_counts or not all(self._used) else ()
-        if self._has_counts:
-            self.is_uniform = all(total in (0, self._world) for total in totals)
-        self._used = [0] * len(self._used)
-        self.last, self._works, self.is_reducing = self._map, (), False
-        return frozenset(i for i, total in enumerate(totals) if total == 0)

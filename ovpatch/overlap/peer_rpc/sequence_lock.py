@@ -16,8 +16,8 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.kept_state import renew_in_children
-from ovpatch.overlap.comm.streams import is_capturing, quietly_on
+from ovpatch.overlap.comm.lifetimes import renew_in_children
+from ovpatch.overlap.comm.streams import is_capturing, unwatched_stream
 
 _BYTES: Final = 32 * 1024 * 1024
 
@@ -41,7 +41,7 @@ class PinnedStaging:
     @contextmanager
     def on_stream(self) -> Iterator[None]:
         """Run the block's work on the stream for copies, one thread at a time. Its inputs have to be complete."""
-        with self._lock, quietly_on(self._stream):
+        with self._lock, unwatched_stream(self._stream):
             yield
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class TornReadError(RuntimeError):
     """The requested version is not there yet, or not any more."""
 
 
-class VersionedTensors:
+class SequenceLock:
     """The versions of some tensors on one device, by a sequence lock.
 
     [Note: sequence lock] A reader copies first and then checks that no update had begun meanwhile; a lock around the

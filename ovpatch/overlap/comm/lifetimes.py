@@ -2,8 +2,8 @@
 
 This module alone handles groups that are destroyed or collected, processes that are forked, and tables by ``id()``,
 which need a weak reference each: an id is given to another object once the first one is gone. Other modules keep values
-by :func:`group_state` for a process group, :func:`param_state` for a parameter, :func:`kept_values` for a module or an
-optimizer, :class:`WeakParams` for the parameters of a model.
+by :func:`group_state` for a process group, :func:`param_record` for a parameter, :func:`attached_values` for a module
+or an optimizer, :class:`WeakParams` for the parameters of a model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 T = TypeVar("T")
 
 
-class without_modes:  # it is used as a function is
+class outside_modes:  # it is used as a function is
     """Run a block outside of all modes: torch function, dispatch, functorch, autocast, inference and grad.
 
     Tensors that outlive the call that creates them are created in it. A functorch level would leave a wrapper that is
@@ -238,7 +238,7 @@ _registered: dict[Callable[[], None], int] = {}  # the process that registered i
 # --- parameters, and other objects of the script ---
 
 
-class ParamState:
+class ParamRecord:
     """What is known of one parameter."""
 
     __slots__ = ("dtensor", "experts", "local_grad_hook", "param", "reducers", "sharder")
@@ -255,16 +255,16 @@ class ParamState:
         self.experts: Callable[[], Any] = lambda: None  # what averages its gradient as an expert's
 
 
-def param_state(param: Tensor) -> ParamState:
+def param_record(param: Tensor) -> ParamRecord:
     """Return the state of a parameter, made at the first call; it goes with the parameter."""
     known = _param_states.get(id(param))
     if known is None or known.param() is not param:
-        known = _param_states[id(param)] = ParamState(weak_key(param, _param_states))
+        known = _param_states[id(param)] = ParamRecord(weak_key(param, _param_states))
     return known
 
 
-def find_param_state(param: Tensor) -> ParamState | None:
-    """Return the state of a parameter if :func:`param_state` has made one."""
+def find_param_record(param: Tensor) -> ParamRecord | None:
+    """Return the state of a parameter if :func:`param_record` has made one."""
     known = _param_states.get(id(param)) if _param_states else None
     return known if known is not None and known.param() is param else None
 
@@ -279,10 +279,10 @@ def drop_entry(table: dict[int, Any], key: int, _dead: object) -> None:
     table.pop(key, None)
 
 
-_param_states: dict[int, ParamState] = {}
+_param_states: dict[int, ParamRecord] = {}
 
 
-def kept_values(owner: object) -> dict[Hashable, Any]:
+def attached_values(owner: object) -> dict[Hashable, Any]:
     """Return what is kept for a module, an optimizer or another object, by name; it goes with the object.
 
     No value may reference the owner.
