@@ -293,7 +293,8 @@ class LaterInterleaved(Interleaved):
     begin = 2
 
 
-# Without Interleaved: where ranks vote, the step of one rank waits for a peer whose backward waits for that rank.
+# Without Interleaved, a limit that the documentation names: where ranks vote, one rank's step waits for a
+# peer whose backward waits for that rank.
 CASES: dict[str, type[Script]] = {cls.__name__: cls for cls in (
     Steps, LaterSteps, NewOptimizers, OneNewOptimizer, ThreeOptimizers, Constructions, Params, Groups, Clips,
     ClipOfBoth, ClipOfOne, ClipByOne, ClipByHand, ClipOfSome, Unscales, ClipOrUnscale, Reads, Saves,
