@@ -1,6 +1,6 @@
 """Plants faults in the sources, one at a time, and tells which of them the tests catch.
 
-    $ python tools/plant_faults.py              # all, some twenty minutes
+    $ python tools/plant_faults.py              # all, more than half an hour
     $ python tools/plant_faults.py wait stale   # those whose names hold one of these words
 
 A fault is a small replacement in one file of a scratch copy of the repository, in which the tests that should catch it
@@ -30,6 +30,8 @@ _FAILED: Final = re.compile(r"^FAILED (.+?)(?: - .*)?$", re.MULTILINE)
 
 _REDUCTION: Final = "ovpatch/overlap/data_parallel/"
 _SHARDING: Final = "plugins/ovpatch_plugins/dist_optimizer/"
+_DDP: Final = "plugins/ovpatch_plugins/ddp/"
+_RPC: Final = "ovpatch/overlap/peer_rpc/"
 _PIPELINE: Final = "plugins/ovpatch_plugins/pipeline/"
 _PIPELINE_TESTS: Final = "tests/plugins/pipeline/"
 _RECOMPUTE: Final = "plugins/ovpatch_plugins/recompute/"
@@ -459,6 +461,258 @@ FAULTS: Final = (
         "        finally:\n            state.restore()\n\n",
         "        finally:\n            pass\n\n",
         (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "a vote does not report that a rank leaves",
+        "ovpatch/overlap/comm/step_flags.py",
+        "else (leaves, tag, -tag)",
+        "else (False, tag, -tag)",
+        (_SHARDING_TESTS + "test_local_afterwards.py::test_one_rank_alone_may_add_gradients_of_its_own",),
+    ),
+    Fault(
+        "a rank forgets the votes that it has left",
+        "ovpatch/overlap/comm/step_flags.py",
+        "self._wait(*self._left.popleft())",
+        "self._left.popleft()",
+        ("tests/overlap/test_step_votes.py",),
+    ),
+    Fault(
+        "a vote does not name its kind",
+        _SHARDING + "sharded_grads.py",
+        'f"{kind} {shards.identity}"',
+        'f"{shards.identity}"',
+        (_SHARDING_TESTS + "test_orders_by_rank.py",),
+    ),
+    Fault(
+        "a vote does not name its parameters",
+        _SHARDING + "sharded_optimizer.py",
+        "(number, *sorted(sharded.index for sharded in params))",
+        "(number,)",
+        (_SHARDING_TESTS + "test_orders_by_rank.py",),
+    ),
+    Fault(
+        "one failure is reported in each step",
+        "ovpatch/overlap/comm/step_flags.py",
+        "self._last, self._failed = step, 0",
+        "self._last = step",
+        (_DDP_TESTS + "test_failures.py::test_a_rank_whose_peer_lost_a_backward_hears_of_it",),
+    ),
+    Fault(
+        "a rank whose backward failed raises for its peers",
+        "ovpatch/overlap/comm/step_flags.py",
+        "oldest.totals()[0] > 0 and not oldest.has_failed",
+        "oldest.totals()[0] > 0",
+        (_DDP_TESTS + "test_failures.py",),
+    ),
+    Fault(
+        "a failed backward raises no flag",
+        _DDP + "reducer.py",
+        "self._raise_flags(failed=True)",
+        "self._raise_flags(failed=False)",
+        (_DDP_TESTS + "test_failures.py",),
+    ),
+    Fault(
+        "inputs of a failed backward are reduced in the next one",
+        _DDP + "reducer.py",
+        "self._sync.drop_inputs()",
+        "pass",
+        (_DDP_TESTS + "test_failures.py",),
+    ),
+    Fault(
+        "a failed backward leaves gradients that are being reduced",
+        _REDUCTION + "grad_sync.py",
+        "bucket.detach_grads()",
+        "pass",
+        (_DDP_TESTS + "test_failures.py",),
+    ),
+    Fault(
+        "each rank has its own order of buckets",
+        _REDUCTION + "bucket.py",
+        "dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)",
+        "pass",
+        (_DDP_TESTS + "test_backward_styles.py",),
+    ),
+    Fault(
+        "buckets leave out parameters that the first backward did not use",
+        _REDUCTION + "bucket.py",
+        "order = [*self.ready_order, *sorted(missing)]",
+        "order = list(self.ready_order)",
+        (_DDP_TESTS + "test_failures.py",),
+    ),
+    Fault(
+        "a bucket starts before its last gradient",
+        _REDUCTION + "grad_sync.py",
+        "self._waiting[self.launched] == 0",
+        "self._waiting[self.launched] <= 1",
+        (_DDP_TESTS + "test_loops.py",),
+    ),
+    Fault(
+        "a failed step leaves shards in the groups",
+        _SHARDING + "sharded_state.py",
+        "    finally:\n        for group, params in groups:",
+        "    except OSError:\n        raise\n    else:\n        for group, params in groups:",
+        (_SHARDING_TESTS + "test_hooks_and_failures.py",),
+    ),
+    Fault(
+        "an interrupted step counts as running",
+        _SHARDING + "sharded_optimizer.py",
+        "            finally:\n                self._stepping = False",
+        "            except OSError:\n                raise\n            else:\n                self._stepping = False",
+        (_SHARDING_TESTS + "test_hooks_and_failures.py",),
+    ),
+    Fault(
+        "an interrupted step loses its update",
+        _SHARDING + "sharded_optimizer.py",
+        "            self._sync.keep_update()",
+        "            pass",
+        (_SHARDING_TESTS + "test_hooks_and_failures.py",),
+    ),
+    Fault(
+        "an interrupted update of state does not end",
+        _SHARDING + "sharded_state.py",
+        "        finally:  # whatever raises: peers wait for the end of a version that has begun",
+        "        except OSError:\n            raise\n        else:",
+        (_SHARDING_TESTS + "test_state.py",),
+    ),
+    Fault(
+        "a dropped model takes its shards along",
+        _SHARDING + "sharded_grads.py",
+        "weakref.finalize(self._reducer(), rpc.keep_until_backward, self.group, self._peers).atexit = False",
+        "pass",
+        (_SHARDING_TESTS + "test_local_afterwards.py",),
+    ),
+    Fault(
+        "state that peers may read is dropped after one backward",
+        _RPC + "rpc.py",
+        "one.left -= 1",
+        "one.left = 0",
+        (_SHARDING_TESTS + "test_same_work.py",),
+    ),
+    Fault(
+        "a gradient that the script keeps is lost in the next backward",
+        _SHARDING + "sharded_grads.py",
+        "if self._is_own(grad) and grad is not self.params[index].grad",
+        "if grad is None",
+        (_SHARDING_TESTS + "test_reads_of_gradients.py",),
+    ),
+    Fault(
+        "a read that is due before a backward is left out",
+        _RPC + "rpc.py",
+        "due.pop()()",
+        "due.pop()",
+        (_SHARDING_TESTS + "test_state_dict.py",),
+    ),
+    Fault(
+        "the host barrier opens one rank early",
+        _RPC + "host_barrier.py",
+        "return arrived >= self._number * self._world",
+        "return arrived >= self._number * self._world - 1",
+        ("tests/overlap/test_gate.py",),
+    ),
+    Fault(
+        "a step does not wait for readers",
+        _SHARDING + "sharded_state.py",
+        'PeerRpc.for_group(self.group).call(self._topic, {"next step": self._next_step})',
+        "pass",
+        (_SHARDING_TESTS + "test_state.py::test_a_rank_that_has_read_leaves_its_peers_the_time_to_read_as_well",),
+    ),
+    Fault(
+        "parameters are gathered in the optimizer's order",
+        _SHARDING + "param_all_gather.py",
+        "in sorted(params, key=lambda one: (models.index(one.shards), one.index)):",
+        "in params:",
+        (_SHARDING_TESTS + "test_orders_by_rank.py",),
+    ),
+    Fault(
+        "a step overwrites parameters that another optimizer gathers",
+        _SHARDING + "sharded_optimizer.py",
+        "                    other._sync.finish_param_sync()",
+        "                    pass",
+        (_SHARDING_TESTS + "test_models.py",),
+    ),
+    Fault(
+        "an unused parameter gets a gradient of zeros",
+        _DDP + "reducer.py",
+        "if total == 0)",
+        "if total < 0)",
+        (_DDP_TESTS + "test_loops.py",),
+    ),
+    Fault(
+        "the usage map is never cleared",
+        _DDP + "reducer.py",
+        "self._used = [0] * len(self._used)",
+        "pass",
+        (_DDP_TESTS + "test_loops.py",),
+    ),
+    Fault(
+        "a static graph does not learn its counts",
+        _DDP + "reducer.py",
+        "self._static_counts, self.learns_graph = counts, False",
+        "self._static_counts, self.learns_graph = None, False",
+        (_DDP_TESTS + "test_failures.py",),
+    ),
+    Fault(
+        "gradients added under no_sync count as reduced",
+        _DDP + "reducer.py",
+        "self.sharder.local, self.quiet = True,",
+        "self.sharder.local, self.quiet = False,",
+        (_SHARDING_TESTS + "test_hooks_and_failures.py",),
+    ),
+    Fault(
+        "a microbatch is added to a lazy gradient",
+        _SHARDING + "sharded_grads.py",
+        "if self.has_lazy_grads and self.is_lazy(index):",
+        "if False:",
+        (_SHARDING_TESTS + "test_loop_styles.py",),
+    ),
+    Fault(
+        "hooks on nodes change gradients that wait for their bucket",
+        _DDP + "reducer.py",
+        "self.foreign_hooks.has_any() or self._hooks.has_foreign()",
+        "self.foreign_hooks.has_any()",
+        (_DDP_TESTS + "test_foreign_hands.py::test_what_they_do_counts_as_under_stock",),
+    ),
+    Fault(
+        "a staged gradient is no copy",
+        _SHARDING + "sharded_bucket.py",
+        "self._make_rows(i, self.params[i].grad).clone()",
+        "self._make_rows(i, self.params[i].grad)",
+        (_SHARDING_TESTS + "test_hooks_and_failures.py",),
+    ),
+    Fault(
+        "a gradient whose memory the script holds is not filled",
+        _SHARDING + "sharded_bucket.py",
+        "GradState.HELD, grad",
+        "GradState.SHARDED, grad",
+        (_SHARDING_TESTS + "test_reads_of_gradients.py",),
+    ),
+    Fault(
+        "a gradient is read that the running backward has freed",
+        _SHARDING + "sharded_grads.py",
+        "if self._grads.states[index] is GradState.FREED:",
+        "if False:",
+        (_SHARDING_TESTS + "test_in_flight.py",),
+    ),
+    Fault(
+        "updates by another owner are no writes",
+        _SHARDING + "owned_state.py",
+        "[self._writes.get(one.index, 1) for one in others]",
+        "[0] * len(others)",
+        (_SHARDING_TESTS + "test_whole_parameters.py",),
+    ),
+    Fault(
+        "a main parameter misses the script's writes",
+        _SHARDING + "main_params.py",
+        "known.append((main, rounded))",
+        "pass",
+        (_SHARDING_TESTS + "test_main_params.py",),
+    ),
+    Fault(
+        "a gradient that was read is clipped without its shard",
+        _SHARDING + "sharded_grads.py",
+        "model.reduced_shard(index).copy_(model.local_shard(index))",
+        "pass",
+        (_SHARDING_TESTS + "test_reads_of_gradients.py",),
     ),
 )
 

@@ -416,3 +416,25 @@ def differently() -> str:
 def test_options_that_differ_between_ranks_are_named(ranks):
     for text in ranks(2)(differently):
         assert f'dist_optimizer.element_wise is "" on rank 0 but "{SIGNED}" on rank 1' in text
+
+
+def scaled_in_backward() -> list[Record]:
+    """A hook in the middle of each backward scales the gradients that have come before it."""
+    model = ddp(net())
+    opt = OPTIMIZERS["adamw"](model.parameters())
+
+    def scale(*_: Any) -> None:
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(3)
+
+    model.module[0].register_full_backward_pre_hook(scale)
+    records = []
+    for step in range(5):
+        train_step(model, opt, step)
+        records.append(params(model))
+    return records
+
+
+def test_a_hook_that_changes_other_gradients_in_backward_has_stocks_effect(ranks):
+    check_all(ranks(2)(all_cases, scaled_in_backward, {"scaled": {}}), steps=5)

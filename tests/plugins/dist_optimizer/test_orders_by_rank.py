@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from typing import Any
 from unittest import mock
@@ -35,7 +36,9 @@ class Script:
     begin = 0
 
     def __init__(self) -> None:
-        self.models = [ddp(net()), ddp(net())]
+        # Ranks of a group that have once voted on different subjects vote no more, so each case has its own group.
+        group = dist.new_group()
+        self.models = [ddp(net(), process_group=group) for _ in range(2)]
         with torch.no_grad():
             for param in self.models[1].parameters():
                 param.mul_(0.5)
@@ -210,6 +213,16 @@ class Unscales(Script):
         self.scaler.update()
 
 
+class ClipOrUnscale(Unscales):
+    """One rank clips gradients before it unscales them."""
+
+    def reduced(self, step: int) -> None:
+        clip = functools.partial(nn.utils.clip_grad_norm_, self.models[0].parameters(), 0.05)
+        unscale = functools.partial(self.scaler.unscale_, self.opts[0])
+        for do in self.order(step, [unscale, clip]):
+            do()
+
+
 class Reads(Script):
     def reduced(self, step: int) -> None:
         for model in by_rank(self.models) if step in (2, 3) else ():
@@ -280,10 +293,12 @@ class LaterInterleaved(Interleaved):
     begin = 2
 
 
+# Without Interleaved, a limit that the documentation names: where ranks vote, one rank's step waits for a
+# peer whose backward waits for that rank.
 CASES: dict[str, type[Script]] = {cls.__name__: cls for cls in (
     Steps, LaterSteps, NewOptimizers, OneNewOptimizer, ThreeOptimizers, Constructions, Params, Groups, Clips,
-    ClipOfBoth, ClipOfOne, ClipByOne, ClipByHand, ClipOfSome, Unscales, Reads, Saves, SaveBeforeOneModel,
-    ReadsOfState, NoGradient, Interleaved,
+    ClipOfBoth, ClipOfOne, ClipByOne, ClipByHand, ClipOfSome, Unscales, ClipOrUnscale, Reads, Saves,
+    SaveBeforeOneModel, ReadsOfState, NoGradient,
 )}  # fmt: skip
 
 
@@ -303,7 +318,11 @@ def checked(results: list[dict[str, Any]]) -> None:
 def test_ranks_that_differ_in_the_order_of_what_stock_does_not_pair(ranks, world):
 
     cases = {name: {"name": name} for name in CASES}
-    check_all(ranks(world)(all_cases, trained, on(world, cases), timeout=120), check=checked)
+    results = ranks(world)(all_cases, trained, on(world, cases), timeout=120)
+    check_all(results, check=checked)
+    stock = {name for result in results for name, case in result.items() if not case["counters"]["steps"]}
+    # In this case ranks differ from the first step on.
+    assert stock <= {"Steps"}
 
 
 WITHOUT_VOTES = {cls.__name__: cls for cls in (LaterSteps, Clips, LaterInterleaved, Params)}

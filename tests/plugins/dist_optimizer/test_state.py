@@ -24,13 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import ovpatch
+from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch_plugins.dist_optimizer.sharded_grads import find
+from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, find
 from tests.plugins.ddp.arms import all_both, table
 from tests.plugins.ddp.checks import check_all, same_bits
 from tests.plugins.dist_optimizer.checks import SMALL, apply, both, params
 from tests.plugins.dist_optimizer.checks import train_step as step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+from tests.support import signs
 from tests.support.equality import compare
 
 
@@ -517,3 +519,31 @@ def saved_last() -> Any:
 def saved_by_stock() -> Any:
     _model, opt = trained(4)
     return copy.deepcopy(opt.state_dict())
+
+
+def read_as_the_peer_steps() -> dict[str, Any]:
+    """Read before a step, on rank 1 only once rank 0 waits for it in its own step, or has ended that."""
+    # As on GPUs, where no vote makes ranks wait for each other before a step changes anything.
+    with apply(), mock.patch.object(ShardedGrads, "tells", False):
+        model, opt = trained(3)
+        opt.zero_grad()
+        model(torch.ones(5, 6)).square().mean().backward()
+        if dist.get_rank():
+            signs.await_others("it steps")
+        read = on_cpu(copy.deepcopy(opt.state_dict()))
+        original = PeerRpc.call
+
+        def call(self: PeerRpc, topic: str, arguments: Any, *args: Any, **kwargs: Any) -> Any:
+            if "next step" in arguments:
+                signs.give("it steps")
+            return original(self, topic, arguments, *args, **kwargs)
+
+        opt.register_step_post_hook(lambda *_: signs.give("it steps"))
+        with mock.patch.object(PeerRpc, "call", call):
+            opt.step()
+        return read
+
+
+def test_a_rank_that_has_read_leaves_its_peers_the_time_to_read_as_well(ranks):
+    first, second = ranks(2)(read_as_the_peer_steps)
+    compare([first], [second]).assert_bitwise()
