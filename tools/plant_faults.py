@@ -506,14 +506,14 @@ FAULTS: Final = (
     ),
     Fault(
         "a failed backward raises no flag",
-        _DDP + "reducer.py",
+        _DDP + "grad_reducer.py",
         "self._raise_flags(failed=True)",
         "self._raise_flags(failed=False)",
         (_DDP_TESTS + "test_failures.py",),
     ),
     Fault(
         "inputs of a failed backward are reduced in the next one",
-        _DDP + "reducer.py",
+        _DDP + "grad_reducer.py",
         "self._sync.drop_inputs()",
         "pass",
         (_DDP_TESTS + "test_failures.py",),
@@ -527,14 +527,14 @@ FAULTS: Final = (
     ),
     Fault(
         "each rank has its own order of buckets",
-        _REDUCTION + "bucket.py",
+        _REDUCTION + "bucket_assignment.py",
         "dist.broadcast(shared, src=dist.get_global_rank(group, 0), group=group)",
         "pass",
         (_DDP_TESTS + "test_backward_styles.py",),
     ),
     Fault(
         "buckets leave out parameters that the first backward did not use",
-        _REDUCTION + "bucket.py",
+        _REDUCTION + "bucket_assignment.py",
         "order = [*self.ready_order, *sorted(missing)]",
         "order = list(self.ready_order)",
         (_DDP_TESTS + "test_failures.py",),
@@ -548,7 +548,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a failed step leaves shards in the groups",
-        _SHARDING + "sharded_state.py",
+        _SHARDING + "sharded_param.py",
         "    finally:\n        for group, params in groups:",
         "    except OSError:\n        raise\n    else:\n        for group, params in groups:",
         (_SHARDING_TESTS + "test_hooks_and_failures.py",),
@@ -577,13 +577,13 @@ FAULTS: Final = (
     Fault(
         "a dropped model takes its shards along",
         _SHARDING + "sharded_grads.py",
-        "weakref.finalize(self._reducer(), rpc.keep_until_backward, self.group, self._peers).atexit = False",
+        "weakref.finalize(self._reducer(), retention.retain, self.group, self._peers).atexit = False",
         "pass",
         (_SHARDING_TESTS + "test_local_afterwards.py",),
     ),
     Fault(
         "state that peers may read is dropped after one backward",
-        _RPC + "rpc.py",
+        _RPC + "retention.py",
         "one.left -= 1",
         "one.left = 0",
         (_SHARDING_TESTS + "test_same_work.py",),
@@ -597,7 +597,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a read that is due before a backward is left out",
-        _RPC + "rpc.py",
+        _RPC + "retention.py",
         "due.pop()()",
         "due.pop()",
         (_SHARDING_TESTS + "test_state_dict.py",),
@@ -618,7 +618,7 @@ FAULTS: Final = (
     ),
     Fault(
         "parameters are gathered in the optimizer's order",
-        _SHARDING + "param_all_gather.py",
+        _SHARDING + "param_sync.py",
         "in sorted(params, key=lambda one: (models.index(one.shards), one.index)):",
         "in params:",
         (_SHARDING_TESTS + "test_orders_by_rank.py",),
@@ -646,14 +646,14 @@ FAULTS: Final = (
     ),
     Fault(
         "a static graph does not learn its counts",
-        _DDP + "reducer.py",
+        _DDP + "grad_reducer.py",
         "self._static_counts, self.learns_graph = counts, False",
         "self._static_counts, self.learns_graph = None, False",
         (_DDP_TESTS + "test_failures.py",),
     ),
     Fault(
         "gradients added under no_sync count as reduced",
-        _DDP + "reducer.py",
+        _DDP + "grad_reducer.py",
         "self.sharder.local, self.quiet = True,",
         "self.sharder.local, self.quiet = False,",
         (_SHARDING_TESTS + "test_hooks_and_failures.py",),
@@ -667,7 +667,7 @@ FAULTS: Final = (
     ),
     Fault(
         "hooks on nodes change gradients that wait for their bucket",
-        _DDP + "reducer.py",
+        _DDP + "grad_reducer.py",
         "self.foreign_hooks.has_any() or self._hooks.has_foreign()",
         "self.foreign_hooks.has_any()",
         (_DDP_TESTS + "test_foreign_hands.py::test_what_they_do_counts_as_under_stock",),
