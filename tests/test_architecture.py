@@ -200,14 +200,26 @@ def test_inside_a_plugin_late_and_type_only_imports_make_no_circle_either():
 # --- tensors ---
 
 FACTORIES = {"empty", "zeros", "ones", "full", "tensor", "arange", "empty_strided"}
-KEEP_TENSORS = ("ovpatch.overlap", "ovpatch_plugins.ddp", "ovpatch_plugins.dist_optimizer")
+# Methods of tensors that make new ones. Copies of a script's tensor are left out: they follow its class.
+MAKING_METHODS = {"new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"}
+CACHES = {"cache", "lru_cache", "cached_property"}
+KEEP_TENSORS = ("ovpatch.overlap", "ovpatch_plugins")
 
-# A backward of the runtime's own runs with gradients on. The sources of lazy tensors read others by their class.
+# A backward of the runtime's own runs with gradients on.
 LEAVES_INFERENCE_ONLY = {
     "ovpatch.overlap.data_parallel.graph_tasks",
     "ovpatch.overlap.data_parallel.grad_hooks",
-    "ovpatch.overlap.tensors.lazy_tensor",
-    "ovpatch_plugins.dist_optimizer.sharded_state",
+}
+
+# Tensors that are stored although a mode of the script may be on when they are made, each with its reason.
+STORED_IN_MODES = {
+    "ovpatch.overlap.data_parallel.usage_map: self.last": "integers that only the host reads, made when a model is wrapped",
+    "ovpatch.overlap.data_parallel.usage_map: self._map": "integers that only collectives and the host read",
+    "ovpatch_plugins.pipe_experts.all_to_all: self._memory": "rows of one call, which are part of its graph",
+    "ovpatch_plugins.pipe_experts.layer: self.up": "a parameter of the script's module, as in nn.Linear",
+    "ovpatch_plugins.pipe_experts.layer: self.down": "a parameter of the script's module, as in nn.Linear",
+    "ovpatch_plugins.pipe_experts.routing: row_of_slot": "integers of one call, kept while that runs",
+    "ovpatch_plugins.pipeline.stage_run: tensors[place]": "a message of one backward, in a local list",
 }
 
 
@@ -223,10 +235,53 @@ def careless_makers(name: str, tree: ast.AST) -> Iterator[str]:
             yield f"{name}:{node.lineno} leaves inference mode alone: use outside_modes()"
 
 
+def makes_tensor(node: ast.AST) -> bool:
+    """Return whether some call below a node makes a tensor while modes of the script may be on."""
+    if isinstance(node, ast.With) and any("outside_modes()" in ast.unparse(item) for item in node.items):
+        return False
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        function = ast.unparse(node.func)
+        if function.removeprefix("torch.") in FACTORIES and function.startswith("torch."):
+            return True
+        if node.func.attr in MAKING_METHODS:
+            return True
+    return any(map(makes_tensor, ast.iter_child_nodes(node)))
+
+
+def stored_makers(node: ast.AST) -> Iterator[str]:
+    """Yield what outlives a call and is bound to a new tensor: attributes, items of containers, cached functions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.With) and any("outside_modes()" in ast.unparse(item) for item in child.items):
+            continue
+        if isinstance(child, (ast.Assign, ast.AnnAssign)) and child.value is not None and makes_tensor(child.value):
+            for target in child.targets if isinstance(child, ast.Assign) else [child.target]:
+                if isinstance(target, (ast.Attribute, ast.Subscript)):
+                    yield ast.unparse(target)
+        if isinstance(child, ast.FunctionDef) and makes_tensor(child):
+            names = {part for decorator in child.decorator_list for part in re.findall(r"\w+", ast.unparse(decorator))}
+            if names & CACHES:
+                yield child.name
+        yield from stored_makers(child)
+
+
 def test_tensors_of_the_runtime_depend_on_no_mode():
     found = [text for name in of(*KEEP_TENSORS) for text in careless_makers(name, ast.parse(FILES[name].read_text()))]
     assert not found
     assert len(list(careless_makers("x", ast.parse("torch.zeros(1, dtype=d)\ntorch.inference_mode(False)")))) == 2
+
+
+def test_tensors_that_outlive_a_call_are_made_outside_of_modes():
+    text = (
+        "self.a = torch.zeros(1)\nb = torch.zeros(1)\nwith outside_modes():\n    self.c = torch.zeros(1)\n"
+        "d[1] = x.new_empty(1).pin_memory()\nself.e = x.clone()\n"
+        "@functools.lru_cache(maxsize=1)\ndef f(): return torch.ones(1)\n"
+        "@cached_property\ndef g(self):\n    with outside_modes(): return torch.ones(1)\n"
+    )
+    assert list(stored_makers(ast.parse(text))) == ["self.a", "d[1]", "f"]
+    found = {
+        f"{name}: {place}" for name in of(*KEEP_TENSORS) for place in stored_makers(ast.parse(FILES[name].read_text()))
+    }
+    assert found == set(STORED_IN_MODES)
 
 
 # --- size ---

@@ -117,6 +117,20 @@ FAULTS: Final = (
         ("tests/plugins/dist_optimizer/test_modes.py",),
     ),
     Fault(
+        "reads of lazy tensors run in dispatch modes of the script",
+        "ovpatch/overlap/tensors/lazy_tensor.py",
+        "    with _lock, outside_user_modes():\n        by_source",
+        "    with _lock, torch.no_grad():\n        by_source",
+        ("tests/plugins/dist_optimizer/test_modes.py",),
+    ),
+    Fault(
+        "the positions of experts belong to a mode of the script",
+        "plugins/ovpatch_plugins/pipe_experts/routing.py",
+        "    with outside_modes():\n        return torch.tensor(plan",
+        "    with torch.no_grad():\n        return torch.tensor(plan",
+        ("tests/plugins/pipe_experts/test_modes.py",),
+    ),
+    Fault(
         "another name of the first parameter is accepted",
         "ovpatch/patching/wrapper_chain.py",
         "if name != old_name and old_name not in names:",

@@ -143,7 +143,8 @@ def _explain(outcome: variants.Outcome) -> int:
         _say("interrupted; nothing was measured")
         return ExitCode.INTERRUPTED
     if outcome.timed_out or outcome.code:
-        what = "no step for too long, so it was ended" if outcome.timed_out else f"it ended with {outcome.code}"
+        end = outcome.describe_exit()
+        what = "no step for too long, so it was ended" if outcome.timed_out else f"it ended with {end}"
         _say(f"{what}. How it ended:\n{outcome.read_failure()}")
         return outcome.code or ExitCode.PROBLEM
     if outcome.report is None:
@@ -260,7 +261,7 @@ def _ask(question: Mapping[str, Any]) -> Mapping[str, Any]:
         plugins.load_feature(found)
         answer = plugins.call_hook(_FEATURE, "ovpatch_plan", question=question, progress=progress)
     except PluginError as error:
-        raise SettingsError(f"feature pipeline: {str(error).rstrip('.')}. `ovpatch doctor` tells more.") from error
+        raise SettingsError(f"feature pipeline: {str(error).rstrip('.')}. Run `ovpatch doctor` for more.") from error
     if answer is None:
         raise SettingsError(f"{found.origin} has no planner. Install ovpatch again.")
     checked: Mapping[str, Any] = answer

@@ -262,8 +262,8 @@ def _judge(outcome: Outcome) -> int:
     if outcome.timed_out:
         _say(f"{outcome.variant.name}: no step for too long, so it was ended. Its stacks are in {outcome.folder}")
     elif outcome.code:
-        name, code = outcome.variant.name, outcome.code
-        _say(f"{name}: the command ended with {code}; see {outcome.log}\n{outcome.read_failure()}")
+        name, end = outcome.variant.name, outcome.describe_exit()
+        _say(f"{name}: the command ended with {end}; see {outcome.log}\n{outcome.read_failure()}")
     elif outcome.variant.patched and not outcome.applied:
         _say(f"{outcome.variant.name}: no feature of ovpatch was on in every process. `ovpatch doctor` tells why.")
         return ExitCode.PROBLEM

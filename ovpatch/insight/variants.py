@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -148,6 +149,22 @@ class Outcome:
             return f"{name_process(pid, read_ranks(self.folder))} waits in ovpatch's {match['name']}()"
         return ""
 
+    @cached_property
+    def rank_ends(self) -> dict[str, str]:
+        """The ends of the ranks that the launcher names; see :func:`find_rank_ends`."""
+        return find_rank_ends(self.read_log())
+
+    def describe_exit(self, cause: str = "") -> str:
+        """Return the exit code in words, with the end of the rank that failed first if its code is another.
+
+        Args:
+            cause: The exception or the signal that ended the command, if known.
+        """
+        text = f"exit code {self.code}"
+        rank, end = next(reversed(self.rank_ends.items()), ("", text))
+        by = f" by {cause}" if cause else ""
+        return f"{text}{by}" if end == text else f"{text}{by} ({rank}: {end})"
+
     def read_log(self) -> str:
         """Return the command's output."""
         return self.log.read_text(encoding="utf-8", errors="replace")
@@ -184,6 +201,31 @@ def find_failure(log: str, lines: int = 20) -> str:
     told = [line for line in every[:end] if not _LAUNCHERS_LOG.match(line)][-lines:]
     root = next((start for start in range(end, len(every)) if every[start].startswith("Root Cause")), len(every))
     return "\n".join([*told, *every[root:]] if told else every[-lines:])
+
+
+# A rank in torchrun's report of a failed job, and torch.multiprocessing.spawn's error about a process.
+_RANK_END: Final = re.compile(r"^  rank +: (\d+) .*\n  exitcode +: (-?\d+)\b", re.MULTILINE)
+_PROCESS_END: Final = re.compile(
+    r"\.ProcessExitedException: (process \d+) terminated with (?:signal )?(.+)$", re.MULTILINE
+)
+
+
+def find_rank_ends(log: str) -> dict[str, str]:
+    """Return the exit code or the signal of each rank that the launcher's report names; the first to fail is last.
+
+    Launchers exit with their own code, 1 for torchrun, whatever the code of the rank is. Ranks that the launcher has
+    ended after the first failure are left out.
+    """
+    ends = [(f"rank {rank}", _describe_code(int(code))) for rank, code in _RANK_END.findall(log)]
+    ends = [*(end for end in ends[:-1] if end[1] != signal.SIGTERM.name), *ends[-1:]]
+    return dict(ends or _PROCESS_END.findall(log)[:1])
+
+
+def _describe_code(code: int) -> str:
+    """Return an exit code in words; a negative one means a signal."""
+    with suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"exit code {code}"
 
 
 def find_exception_name(log: str) -> str:

@@ -145,8 +145,10 @@ class PatchManager:
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f" Did you mean {close[0]!r}?" if close else ""
-                remedy = "Correct the name, or register its patches before they are applied"
-                raise PatchError(f"nothing is registered for feature {name!r}.{hint} {remedy}")
+                raise PatchError(
+                    f"nothing is registered for feature {name!r}.{hint} Correct the name, or register its patches "
+                    "before they are applied"
+                )
         self._apply(self._select(features))
 
     def revert(self, *features: str) -> None:

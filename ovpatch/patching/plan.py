@@ -302,6 +302,8 @@ def _install(hook: Hook) -> Removable:
         ) from error
     if not callable(getattr(handle, "remove", None)):
         raise PatchError(
-            f"{hook} returned {handle!r} when it was installed: it must return a handle with a method remove()", hook
+            f"{hook} returned {handle!r} when it was installed: it must return a handle. Return one with a method "
+            "remove()",
+            hook,
         )
     return handle

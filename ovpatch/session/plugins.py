@@ -158,12 +158,13 @@ class Plugins:
 
     def _import(self, found: FoundPlugin) -> object:
         if found.entry_point is None:
-            raise PluginError(f"{found.origin} has no entry point")
+            raise PluginError(f"{found.origin} has no entry point. Install the distribution again")
         try:
             return found.entry_point.load()
         except (Exception, SystemExit) as error:  # a plugin may raise any exception at import
             raise PluginError(
-                f"importing {found.target} of {found.distribution} raised {describe_error(error)}"
+                f"importing {found.target} of {found.distribution} raised {describe_error(error)}. Correct the plugin, "
+                f"or turn it off by OVPATCH=-{found.name}"
             ) from error
 
     def _register(self, found: FoundPlugin, plugin: object) -> None:
@@ -171,8 +172,8 @@ class Plugins:
         try:
             self._manager.register(plugin, name=found.name)
         except (pluggy.PluginValidationError, ValueError) as error:
-            text = " ".join(str(error).split())
-            raise PluginError(f"{found.target} does not fit the specification: {text}") from error
+            cause = " ".join(str(error).split()).rstrip(".")
+            raise PluginError(f"{found.target} does not fit the specification: {cause}. Correct its hook") from error
 
     def _check_hooks(self, name: str, plugin: object) -> None:
         try:
@@ -181,15 +182,15 @@ class Plugins:
             callers = self._manager.get_hookcallers(plugin) or []
             unknown = [caller.name for caller in callers if caller.name not in _HOOKS]
             hints = " and ".join(f"{name!r}{suggest_name(name, _HOOKS)}" for name in unknown)
-            raise PluginError(f"unknown hook {hints}") from error
+            raise PluginError(f"unknown hook {hints}. Correct the name") from error
         missing = [hook for hook in _MANDATORY if not self.implements(name, hook)]
         if missing:
-            raise PluginError(f"does not implement {' and '.join(missing)}")
+            raise PluginError(f"does not implement {' and '.join(missing)}. Add it to the plugin")
 
     def _describe(self, found: FoundPlugin) -> Feature:
         feature = self.call_hook(found.name, "ovpatch_feature")
         if not isinstance(feature, Feature):
-            raise PluginError(f"ovpatch_feature returned {type(feature).__name__}, not a Feature")
+            raise PluginError(f"ovpatch_feature returned {type(feature).__name__}, not a Feature. Return a Feature")
         if feature.name != found.name:
             raise PluginError(f"its feature is called {feature.name!r}, its entry point {found.name!r}: use one name")
         try:
@@ -223,7 +224,7 @@ class Plugins:
         try:
             return tuple(str(text) for text in found or ())
         except Exception as error:  # a plugin's objects may raise any exception
-            raise PluginError(f"{hook} returned {type(found).__name__}, not a list of texts") from error
+            raise PluginError(f"{hook} returned {type(found).__name__}, not a list of texts. Return a list") from error
 
 
 def describe_error(error: BaseException) -> str:
@@ -238,4 +239,4 @@ def _check_marks(plugin: object) -> None:
         if name.startswith(_PREFIX):
             value = getattr(plugin, name, None)
             if callable(value) and not isinstance(value, type) and not hasattr(value, f"{PROJECT}_impl"):
-                raise PluginError(f"{name!r} looks like a hook but is not marked with @hookimpl")
+                raise PluginError(f"{name!r} looks like a hook but is not marked with @hookimpl. Mark it, or rename it")

@@ -82,7 +82,7 @@ class ActiveFeatures:
             del self.active[name]
             drop_failures(name)
         if left:
-            raise FeatureError(f"turned off, and yet something is left: {'; '.join(left)}.")
+            raise FeatureError(f"turned off, and yet something is left: {'; '.join(left)}. Remove it, or restart.")
 
     def drop_unfinished(self) -> None:
         """Revert features that an interrupted call patched but did not activate."""
@@ -362,7 +362,7 @@ class Session:
 
 def _name(name: object) -> str:
     if not isinstance(name, str):
-        raise SettingsError(f"names are texts, given one by one, as in apply('a', 'b'); got {name!r}")
+        raise SettingsError(f"names are texts; got {name!r}. Give them one by one, as in apply('a', 'b').")
     return normalise_name(name)
 
 

@@ -39,7 +39,7 @@ def merge_reports(reports: Sequence[_Json]) -> dict[str, Any]:
     report, because they were killed or called ``os._exit``.
     """
     if not reports:
-        raise ValueError("there are no reports to merge; at least one process must have reported")
+        raise ValueError("there are no reports to merge: give that of one process at least")
     ordered = sorted(reports, key=lambda r: (r["rank"] is None, r["rank"] or 0, r.get("restart", 0), r["pid"]))
     counted = _last_generation(ordered)
     names = list(dict.fromkeys(f["name"] for report in counted for f in report["features"]))

@@ -49,9 +49,9 @@ def check_declaration(feature: Feature) -> None:
     for option in feature.options:
         for name in (option.name, *option.aliases):
             if not NAME.fullmatch(name):
-                raise ValueError(f"option name {name!r} is not a lower-case identifier")
+                raise ValueError(f"option name {name!r} is not a lower-case identifier: rename it")
             if name in seen:
-                raise ValueError(f"two options are called {name!r}")
+                raise ValueError(f"two options are called {name!r}: rename one")
             seen.add(name)
         _check_default(option)
 
@@ -69,20 +69,21 @@ def _check_shape(feature: Feature) -> None:
     for name, kind in kinds.items():
         value = getattr(feature, name)
         if not isinstance(value, kind):
-            raise ValueError(f"{name}= of the feature is {value!r}, not a {kind.__name__}")
+            raise ValueError(f"{name}= of the feature is {value!r}, not a {kind.__name__}: write one")
 
 
 def _check_all(what: str, values: Any, kind: type) -> None:
     if not isinstance(values, (tuple, list)) or not all(isinstance(value, kind) for value in values):
-        raise ValueError(f"{what} must be a tuple of {kind.__name__}, not {values!r}")
+        raise ValueError(f"{what} must be a tuple of {kind.__name__}, not {values!r}: write one")
 
 
 def _check_default(option: Option) -> None:
     if option.parse is None and option.default is not None and type(option.default) not in _KINDS:
-        raise ValueError(f"option {option.name!r}: a default of type {type(option.default).__name__} needs parse=")
+        kind = type(option.default).__name__
+        raise ValueError(f"option {option.name!r}: a default of type {kind} needs parse=: add it")
     for default in (option.default, option.default_unless_named, option.verified):
         if option.choices and default is not None and default not in option.choices:
-            raise ValueError(f"option {option.name!r}: the default {default!r} is not among its choices")
+            raise ValueError(f"option {option.name!r}: the default {default!r} is not among its choices: add it there")
 
 
 def resolve_options(
@@ -100,7 +101,7 @@ def resolve_options(
         if name not in known:
             near = suggest_name(name, known)
             raise SettingsError(
-                f"Feature {feature.name!r} has no option {name!r}{near}. Its options: {', '.join(sorted(known))}."
+                f"Feature {feature.name!r} has no option {name!r}{near}. Choose one of {', '.join(sorted(known))}."
             )
     return {option.name: _resolve_one(feature.name, option, given, environment, named) for option in feature.options}
 

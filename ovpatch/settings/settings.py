@@ -252,12 +252,12 @@ def check_names(environment: Environment, asked: Iterable[str], options: Iterabl
     for name in environment.features:
         if name not in own and not any(name.startswith(one + "_") for one in own):
             near = suggest_variable(name, own)
-            raise SettingsError(f"Unknown environment variable {name}{near}. Unset it, or correct it. {_all(known)}")
+            raise SettingsError(f"Unknown environment variable {name}{near}. Unset it, or correct it: {_all(known)}")
 
 
 def describe_unknown_feature(place: str, name: str, known: Collection[str]) -> str:
     """Return the error text for an unknown feature."""
-    return f"{place} names an unknown feature {name!r}{suggest_name(name, known)}. {_all(known)}"
+    return f"{place} names an unknown feature {name!r}{suggest_name(name, known)}. Correct the name: {_all(known)}"
 
 
 def suggest_variable(name: str, known: Iterable[str]) -> str:
@@ -268,7 +268,7 @@ def suggest_variable(name: str, known: Iterable[str]) -> str:
 
 
 def _all(known: Collection[str]) -> str:
-    return f"Installed features: {', '.join(sorted(known)) or 'none'}."
+    return f"installed features are {', '.join(sorted(known)) or 'none'}."
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path | None:

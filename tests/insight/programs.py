@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.support.environment import cleaned
 
@@ -34,3 +35,15 @@ def step():
 def environment(monkeypatch):
     """Nothing of the environment of whoever runs the tests reaches the command."""
     cleaned(monkeypatch, PYTHONPATH=str(ROOT))
+
+
+def report_ends(**codes):
+    """Return torchrun's report of ranks that ended with these codes, ``rank0=7``; the first one failed first."""
+    failures = {}
+    for order, (rank, code) in enumerate(codes.items()):
+        failure = ProcessFailure(int(rank.removeprefix("rank")), 100 + order, code, "missing")
+        failure.timestamp = 1000 + order
+        failures[failure.local_rank] = failure
+    return f"torch.distributed.elastic.multiprocessing.errors.{ChildFailedError.__name__}: " + str(
+        ChildFailedError("train.py", failures)
+    )

@@ -15,11 +15,11 @@ import pytest
 
 from ovpatch.cli import command_line
 from ovpatch.insight import launch, variants
-from ovpatch.insight.variants import find_failure
+from ovpatch.insight.variants import Outcome, find_failure, find_rank_ends
 from ovpatch.session import workers
 from ovpatch.settings.settings import SettingsError
 from tests.insight import programs
-from tests.insight.programs import TORCHRUN
+from tests.insight.programs import TORCHRUN, report_ends
 from tests.support.preloaded import preloaded
 
 environment = programs.environment
@@ -214,7 +214,7 @@ def test_what_cannot_be_seen_is_refused(monkeypatch, tmp_path):
     with pytest.raises(SettingsError, match="Unset it"):
         variants.check_autoload()
     with pytest.raises(launch.NotStartedError, match="not found"):
-        variants.run_variant(variants.Variant("stock"), ["no-such-program"], WORKER, tmp_path, timeout=1.0)
+        variants.run_variant(variants.variants.Variant("stock"), ["no-such-program"], WORKER, tmp_path, timeout=1.0)
 
 
 def test_an_variant_has_its_own_environment(monkeypatch, tmp_path):
@@ -285,6 +285,38 @@ def test_a_launchers_traceback_alone_is_not_it():
     assert find_failure(f"step 7\n{log}\nFailures:\n{root}", 2) == f"step 7\n{root}"
     assert find_failure("a\nb\nc", 2) == "b\nc"
     assert find_failure("") == ""
+
+
+SPAWNED = "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with "
+
+
+@pytest.mark.parametrize(
+    ("log", "ends"),
+    [
+        (report_ends(rank1=7), {"rank 1": "exit code 7"}),
+        (report_ends(rank1=-9), {"rank 1": "SIGKILL"}),
+        (report_ends(rank1=7, rank0=-15, rank2=1), {"rank 2": "exit code 1", "rank 1": "exit code 7"}),
+        (report_ends(rank0=-15), {"rank 0": "SIGTERM"}),
+        (f"{SPAWNED}exit code 7\n", {"process 1": "exit code 7"}),
+        (f"{SPAWNED}signal SIGKILL\n", {"process 1": "SIGKILL"}),
+        (LOG, {}),
+    ],
+)
+def test_how_the_ranks_ended_that_a_launcher_names(log, ends):
+    assert list(find_rank_ends(f"step 1\n{log}\n").items()) == list(ends.items())
+
+
+def test_the_end_of_a_rank_is_told_if_the_launcher_has_another_code(tmp_path):
+    log = tmp_path / "log"
+
+    def describe(text, code, cause=""):
+        log.write_text(text)
+        return Outcome(variants.Variant("stock"), tmp_path, log, code, 1.0).describe_exit(cause)
+
+    assert describe(report_ends(rank1=7), 1) == "exit code 1 (rank 1: exit code 7)"
+    assert describe(report_ends(rank1=-9), 1, "E") == "exit code 1 by E (rank 1: SIGKILL)"
+    assert describe(report_ends(rank1=1), 1, "E") == "exit code 1 by E"
+    assert describe("", 7) == "exit code 7"
 
 
 def test_a_deep_traceback_keeps_its_two_ends():

@@ -12,7 +12,7 @@ import pytest
 from ovpatch.cli import main
 from ovpatch.insight import variants
 from ovpatch.insight.verify.verify import Conclusion
-from tests.insight.programs import ROOT
+from tests.insight.programs import ROOT, TORCHRUN
 from tests.support.environment import clean, cleaned, free_port
 from tests.support.fake_plugins import Site
 from tests.support.preloaded import preloaded
@@ -180,6 +180,25 @@ def test_the_first_line_says_how_far_the_runs_are_equal_and_how_the_script_ends(
     assert (found, data["exit_code"]) == (code, code)
     assert out.startswith(head), out
     assert "counts      calls 2" in out or ending == "raises only in stock", "also of a process that was killed"
+
+
+ONE_EXITS = """
+import os, sys, time
+step()
+step()
+if os.environ["RANK"] == "1":
+    sys.exit(7)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_the_first_line_has_the_exit_code_of_a_rank_of_torchrun(site, monkeypatch, capfd):
+    cleaned(monkeypatch, PYTHONPATH=f"{site.folder}{os.pathsep}{ROOT}")
+    monkeypatch.syspath_prepend(str(site.folder))
+    (site.folder / "train.py").write_text(loop(ONE_EXITS))
+    main.main(["verify", "--features=counts", "--", *TORCHRUN, str(site.folder / "train.py")])
+    assert capfd.readouterr().out.startswith(f"{UNTIL} 1 (rank 1: exit code 7) (bitwise equal: 2 steps, 2 ranks")
 
 
 NODE = """

@@ -15,6 +15,7 @@ from ovpatch.insight.verify import verify as verifying
 from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, EventRecorder, keep_value
 from ovpatch.insight.verify.verify import Conclusion, Request
 from ovpatch.session.report import NEVER_CALLED
+from tests.insight.programs import report_ends
 
 STOCK = 1.0
 SKIPPED = -1.0  # its second step
@@ -208,6 +209,16 @@ CASES = [
          ends=ALL_FAIL, logs=dict.fromkeys(ALL_FAIL, f"{TRACEBACK}ValueError: no data: 1\n")),
     case("by another exception", Conclusion.DIFFERENT, "with exit code 1 by a.b.OddError, stock",
          ends=ALL_FAIL, logs={"patched": OTHER_TRACEBACK}),
+    case("by the same end of a rank", Conclusion.FAILS_LATER, head=f"{UNTIL} with exit code 1 (rank 1: exit code 7) (b",
+         ends=ALL_FAIL, logs=dict.fromkeys(ALL_FAIL, report_ends(rank1=7))),
+    case("two ranks, either of them first", Conclusion.FAILS_LATER, ends=ALL_FAIL, ran="stock patched",
+         logs={"stock": report_ends(rank1=7, rank0=9), "patched": report_ends(rank0=9)}),
+    case("by another end of a rank", Conclusion.DIFFERENT, "exit code 1 (rank 0: SIGSEGV), stock after step 2 with",
+         ends=ALL_FAIL, logs={"patched": report_ends(rank0=-11)} | {
+             name: report_ends(rank1=7) for name in ("stock", "rerun", "reordered")}),
+    case("only patched, by a rank", Conclusion.DIFFERENT,
+         "the patched run fails with exit code 1 (rank 1: exit code 7), as stock does not",
+         ends={"patched": {"code": 1}}, logs={"patched": report_ends(rank1=7)}),
     case("now here and now there", Conclusion.FAILS_LATER, "other stock runs end elsewhere, too",
          ends=ALL_FAIL, beats={"patched": 1, "rerun": 1}),
 ]  # fmt: skip

@@ -55,7 +55,7 @@ class Judgement:
 def compute_spread(times: Sequence[float]) -> Spread:
     """Return the distribution of one or more times."""
     if not times:
-        raise ValueError("no times to tell the spread of")
+        raise ValueError("no times to tell the spread of: give one or more")
     return Spread(median(times), compute_quantile(times, 0.1), compute_quantile(times, 0.9), max(times))
 
 
@@ -71,7 +71,7 @@ def compute_quantile(values: Sequence[float], share: float) -> float:
 def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Judgement:
     """Judge the second kind of run, a pair at each index, by step times; see [Note: when a difference is one]."""
     if not first or len(first) != len(second):
-        raise ValueError(f"{len(first)} and {len(second)} runs make no pairs")
+        raise ValueError(f"{len(first)} and {len(second)} runs make no pairs: give one or more of each, and as many")
     pairs = [median(a) / median(b) for a, b in zip(first, second, strict=True)]
     if len(pairs) == 1:
         low, high = compute_interval(first, second, 0.99)

@@ -299,7 +299,7 @@ def _describe_problem(outcome: Outcome, timeout: float) -> str:
     if outcome.failures:
         whose = "; ".join(dict.fromkeys(failure["error"] for failure in outcome.failures))
         return f"ovpatch could not do its work in a process: {whose}"
-    return f"the command failed with exit code {outcome.code}" if outcome.code else ""
+    return f"the command failed with {outcome.describe_exit()}" if outcome.code else ""
 
 
 def _describe_too_few(measured: Measured, plan: BenchPlan) -> str:

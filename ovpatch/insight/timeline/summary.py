@@ -403,8 +403,8 @@ def _why(facts: Sequence[Mapping[str, Any]], wanted: range) -> str:
         return f"{yielded[:1].upper()}{yielded[1:]}, and ours gave way. Choose other steps with --step, or turn it off."
     if not facts:
         return (
-            "No process made a step of an optimizer of torch.optim. Is torch imported by the command's processes, and "
-            "is ovpatch installed for their Python? `ovpatch run -- …` tells."
+            "No process made a step of an optimizer of torch.optim. Look with `ovpatch run -- …` whether the command's "
+            "processes import torch, and whether ovpatch is installed for their Python."
         )
     last = max(one["last"] for one in facts)
     return (

@@ -343,8 +343,8 @@ class _Verifier:
             )
         if stock.code:
             self.notes.append(
-                f"The script itself fails under stock PyTorch, with exit code {stock.code}, and patched with exit code "
-                f"{outcome.code}. What it computed before that was compared."
+                f"The script itself fails under stock PyTorch, with {stock.describe_exit()}, and patched with "
+                f"{outcome.describe_exit()}. What it computed before that was compared."
             )
         return run
 
@@ -396,14 +396,14 @@ class _Verifier:
         """Run stock once more, and note a different end."""
         run = self.noise_runs[name] = self._run(self.request.make_variant(name, **details))
         if self.outcomes[name].code != self.outcomes["stock"].code:
-            self.notes.append(f"The run '{name}' ended with exit code {self.outcomes[name].code}, stock did not.")
+            self.notes.append(f"The run '{name}' ended with {self.outcomes[name].describe_exit()}, stock did not.")
         return run
 
     def _unless_stock_does_so_too(self, wrong: str) -> str:
         """Return nothing if stock fails now here, now there: another end of the patched run means nothing."""
         stock, patched = self.outcomes["stock"], self.outcomes["patched"]
-        ends = {_describe_end(self.outcomes[name]) for name in self.noise_runs}
-        if not (wrong and stock.code and patched.code) or ends <= {_describe_end(stock)}:
+        is_steady = all(_end_alike(self.outcomes[name], stock) for name in self.noise_runs)
+        if not (wrong and stock.code and patched.code) or is_steady:
             return wrong
         self.notes.append(f"That {wrong} says nothing: other stock runs end elsewhere, too.")
         return ""
@@ -501,19 +501,35 @@ def _describe_failure(stock: Outcome, patched: Outcome) -> str:
     if patched.timed_out:
         return "the patched run hangs, as stock does not"
     if patched.code and not stock.code:
-        return f"the patched run fails with exit code {patched.code}, as stock does not"
-    if patched.code and _describe_end(patched) != _describe_end(stock):
+        return f"the patched run fails with {patched.describe_exit()}, as stock does not"
+    if patched.code and not _end_alike(patched, stock):
         return f"the patched run fails {_describe_end(patched)}, stock {_describe_end(stock)}"
     return ""
 
 
-def _describe_end(outcome: Outcome) -> str:
+def _end_alike(outcome: Outcome, stock: Outcome) -> bool:
+    """Return whether two runs fail in the same way.
+
+    If several ranks fail, the launcher may name another rank in each run. So one common end of a rank is enough.
+    """
+    ends, stock_ends = set(outcome.rank_ends.values()), set(stock.rank_ends.values())
+    if ends and stock_ends and not ends & stock_ends:
+        return False
+    return (_find_end(outcome), outcome.code) == (_find_end(stock), stock.code)
+
+
+def _find_end(outcome: Outcome) -> tuple[int, str]:
+    """Return the step after which a run failed, and the exception or the signal that ended it, "" if unknown."""
     found = variants.find_exception_name(outcome.read_log())
-    by = f" by {found}" if found else ""
     # A code above 128 may also be the script's own.
     with suppress(ValueError):
-        by = by or f" by {signal.Signals(outcome.code - 128).name}"
-    return f"after step {variants.read_furthest_step(outcome.folder)} with exit code {outcome.code}{by}"
+        found = found or signal.Signals(outcome.code - 128).name
+    return variants.read_furthest_step(outcome.folder), found
+
+
+def _describe_end(outcome: Outcome) -> str:
+    step, found = _find_end(outcome)
+    return f"after step {step} with {outcome.describe_exit(found)}"
 
 
 def _why_not_exercised(patched: Outcome) -> str:

@@ -63,6 +63,23 @@ class outside_modes:  # it is used as a function is
             guard.__exit__(None, None, None)
 
 
+class outside_user_modes(outside_modes):
+    """Leave all modes but torch functions, by whose classes a block reads pending parameters and lazy tensors."""
+
+    __slots__ = ("_functions",)
+
+    def __enter__(self) -> None:
+        """Leave all modes but torch functions."""
+        super().__enter__()
+        self._functions = torch._C._EnableTorchFunction()
+        self._functions.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        """Return to the modes from before."""
+        self._functions.__exit__(None, None, None)
+        super().__exit__(*error)
+
+
 class GroupState:
     """The values kept for one process group, from :func:`group_state`. They are dropped with the group object."""
 
@@ -340,7 +357,10 @@ def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         target = reference()
         if target is None:
-            raise RuntimeError("ovpatch: the object that answers this call does not exist any more")
+            raise RuntimeError(
+                "ovpatch: the object that answers this call does not exist any more. Keep the model and its optimizer "
+                "on every rank as long as peers read from them."
+            )
         return target(*args)
 
     return call

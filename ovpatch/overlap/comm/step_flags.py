@@ -140,17 +140,18 @@ class StepVotes:
         """
         # A vote that this rank has left ends before its next one can. Peers may have found there that tags differ, and
         # then vote no more.
-        while self._left and not (leaves or self.has_diverged):
-            self._wait(*self._left.popleft())
-        if self.has_diverged:
-            return False
-        own = (leaves, _NO_TAG, _NO_TAG) if tag is None else (leaves, tag, -tag)
-        found = torch.tensor(own, dtype=torch.int32, device=self._device)
-        work = self._communicator.allreduce([found], self._options)
-        if leaves:
-            self._left.append((work, found))
-            return False
-        return self._wait(work, found)
+        with outside_modes():
+            while self._left and not (leaves or self.has_diverged):
+                self._wait(*self._left.popleft())
+            if self.has_diverged:
+                return False
+            own = (leaves, _NO_TAG, _NO_TAG) if tag is None else (leaves, tag, -tag)
+            found = torch.tensor(own, dtype=torch.int32, device=self._device)
+            work = self._communicator.allreduce([found], self._options)
+            if leaves:
+                self._left.append((work, found))
+                return False
+            return self._wait(work, found)
 
     def _wait(self, work: dist.Work, found: torch.Tensor) -> bool:
         work.wait()

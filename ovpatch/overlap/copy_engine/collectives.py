@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import Work
+from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.copy_engine.window import (
     SLOT_BYTES,
     Addend,
@@ -156,7 +157,8 @@ class Engine:
     @functools.cached_property
     def number(self) -> Tensor:
         """The tensor of the collective behind copies; see :func:`.selection.attend`."""
-        return torch.zeros(1, dtype=torch.int32, device=self._device)
+        with outside_modes():
+            return torch.zeros(1, dtype=torch.int32, device=self._device)
 
     def behind(self) -> AbstractContextManager[None]:
         """Run the block's work behind all copies that have been started."""
@@ -225,7 +227,10 @@ def _addresses(tensors: Sequence[Tensor], sizes: Sequence[int] = (), times: int 
     """Return the addresses of contiguous tensors; check that they have ``times`` the given sizes in bytes."""
     fit = not sizes or all(tensor.nbytes == times * size for tensor, size in zip(tensors, sizes, strict=True))
     if not fit or not all(tensor.is_contiguous() for tensor in tensors):
-        raise ValueError("ovpatch: copies between ranks take contiguous tensors whose sizes fit together")
+        raise ValueError(
+            "ovpatch: copies between ranks got tensors that are not contiguous, or whose sizes do not fit together. "
+            "Give contiguous tensors, with as many bytes as peers expect."
+        )
     return [tensor.data_ptr() for tensor in tensors]
 
 

@@ -121,7 +121,10 @@ def _function(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Callab
 
 def _check(status: int) -> None:
     if status:
-        raise RuntimeError(f"the CUDA driver refused what a stream was to do (CUresult {status})")
+        raise RuntimeError(
+            f"ovpatch: the CUDA driver refused what a stream was to do (CUresult {status}). If it happens again, set "
+            "OVPATCH_DIST_OPTIMIZER_COPY_ENGINES=off."
+        )
 
 
 # --- rounds ---

@@ -209,11 +209,12 @@ _NO_STORE = (
     "ovpatch: the process group's store does not answer, so ranks cannot be found. Look at the output of the rank that "
     "hosts it, normally rank 0: keep that process until all others have ended."
 )
-_REMEDY_DESTROYED = (
-    "The process group was destroyed, so its other ranks cannot be asked any more. Read what needs them, such as "
+_WAS_DESTROYED = (
+    "process group was destroyed, so its other ranks cannot be asked any more. Read what needs them, such as "
     "optimizer.state_dict(), before destroy_process_group()."
 )
-_DESTROYED = f"ovpatch: {_REMEDY_DESTROYED[0].lower()}{_REMEDY_DESTROYED[1:]}"
+_REMEDY_DESTROYED = f"The {_WAS_DESTROYED}"
+_DESTROYED = f"ovpatch: the {_WAS_DESTROYED}"
 _FORKED = (
     "ovpatch: a forked process is no rank of its parent's process group. It can read what is sharded on the CPU, and "
     "do nothing else that needs the peers. Do that in the parent, before the fork."

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.lifetimes import renew_in_children
+from ovpatch.overlap.comm.lifetimes import outside_modes, renew_in_children
 from ovpatch.overlap.comm.streams import is_capturing, unwatched_stream
 
 _BYTES: Final = 32 * 1024 * 1024
@@ -36,7 +36,8 @@ class PinnedStaging:
         # Torch has a pool of 32 streams for each priority, and the 33rd is the first again: at the usual priorities it
         # may be a communicator's, which waits for the rank that waits for this copy. No one else asks for this one.
         self._stream = torch.cuda.Stream(device, priority=-2)
-        self._pinned = torch.empty(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        with outside_modes():
+            self._pinned = torch.empty(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:

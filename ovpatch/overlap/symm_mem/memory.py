@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.consensus import check_consistent, gather_values, identify_host, join_texts
-from ovpatch.overlap.comm.lifetimes import group_state
+from ovpatch.overlap.comm.lifetimes import group_state, outside_modes
 from ovpatch.overlap.comm.streams import is_capturing
 
 _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -60,13 +60,14 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare:
     from torch.distributed import _symmetric_memory
 
     global rendezvous_count
-    own = _empty(size, device)
-    prepare(own)
-    torch.cuda.synchronize(device)
-    rendezvous_count += 1
-    with _without_multicast():
-        handle = _symmetric_memory.rendezvous(own, group)
-    addresses = [handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(group.size())]
+    with outside_modes():
+        own = _empty(size, device)
+        prepare(own)
+        torch.cuda.synchronize(device)
+        rendezvous_count += 1
+        with _without_multicast():
+            handle = _symmetric_memory.rendezvous(own, group)
+        addresses = [handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(group.size())]
     return Memory(own, addresses, handle)
 
 
@@ -254,7 +255,8 @@ class Scratch:
         """Return memory for a kernel on a stream; torch's allocations are aligned well enough for any alignment."""
         if size <= self._size:
             return self._made[-1]
-        made = torch.empty(size, dtype=torch.int8, device=self._device)
+        with outside_modes():
+            made = torch.empty(size, dtype=torch.int8, device=self._device)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return made  # it belongs to the graph
         self._made.append(made)  # smaller ones may still be in use, by any stream or graph
@@ -274,9 +276,10 @@ class Workspace:
         self.group, self.device, self.world, self.rank = group, device, group.size(), group.rank()
         self._allocate = make_memory or allocate
         self.half_bytes = 0
-        self.peers = self.state = torch.empty(0, dtype=torch.int64, device=device)
-        # Counts of arrived tiles, int32; only this rank's kernels see them.
-        self.counts = torch.empty(0, dtype=torch.int32, device=device)
+        with outside_modes():
+            self.peers = self.state = torch.empty(0, dtype=torch.int64, device=device)
+            # Counts of arrived tiles, int32; only this rank's kernels see them.
+            self.counts = torch.empty(0, dtype=torch.int32, device=device)
         self.kept: dict[Any, Any] = {}  # what operators keep, by key, while sizes and addresses stay the same
         self.scratch = Scratch(device)  # makes memory for descriptors of its kernels
         self._memory: Memory | None = None
@@ -311,12 +314,13 @@ class Workspace:
         self.half_bytes = max(-(-half_bytes // _GRAIN) * _GRAIN, self.half_bytes)
         size = HEADER + 2 * self.half_bytes
         self._memory = self._allocate(size, self.group, self.device, lambda own: own[:HEADER].zero_())
-        self.peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=self.device)
-        self.state = torch.zeros(_STATE, dtype=torch.int64, device=self.device)
-        self.state[0] = 1
         # They take few bytes, and too few mean that all memory is made again.
-        count = max(1 << (max(counts, len(self.counts)) - 1).bit_length(), _MIN_COUNTS)
-        self.counts = torch.zeros(count, dtype=torch.int32, device=self.device)
+        count = max(1 << (max(counts, self.counts.shape[0]) - 1).bit_length(), _MIN_COUNTS)
+        with outside_modes():
+            self.peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=self.device)
+            self.state = torch.zeros(_STATE, dtype=torch.int64, device=self.device)
+            self.state[0] = 1
+            self.counts = torch.zeros(count, dtype=torch.int32, device=self.device)
         self._captured = False
 
 

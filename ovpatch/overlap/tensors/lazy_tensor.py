@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.lifetimes import outside_modes, renew_in_children
+from ovpatch.overlap.comm.lifetimes import outside_modes, outside_user_modes, renew_in_children
 from ovpatch.overlap.tensors.shard import compute_contiguous_strides
 from ovpatch.overlap.tensors.tensor_memory import is_dense
 
@@ -149,7 +149,8 @@ class LazyTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         found = dict.fromkeys(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, LazyTensor))
-        if func in _ZEROING:
+        # A dispatch mode decides whether its call writes: that of fake tensors does not.
+        if func in _ZEROING and not torch._C._len_torch_dispatch_stack():
             for tensor in found:
                 _fill_with_zeros(tensor)
         else:
@@ -172,7 +173,7 @@ def materialize(tensors: Iterable[Tensor | None]) -> None:
 
 
 def _materialize(tensors: Sequence[Tensor]) -> None:
-    with _lock, torch.inference_mode(False), torch.no_grad():
+    with _lock, outside_user_modes():
         by_source: dict[int, list[LazyTensor]] = {}
         for tensor in tensors:
             if isinstance(tensor, LazyTensor):  # still, now that the lock is held
@@ -189,7 +190,7 @@ def peek(tensor: Tensor) -> Tensor:
     """Return a tensor's content and change nothing: for observers, whose reads are not the script's."""
     if not isinstance(tensor, LazyTensor):
         return tensor
-    with _lock, torch.inference_mode(False), torch.no_grad():
+    with _lock, outside_user_modes():
         return tensor.source.fetch([tensor], noticed=False)[0] if isinstance(tensor, LazyTensor) else tensor
 
 
@@ -267,11 +268,9 @@ _zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def _fill_with_zeros(tensor: LazyTensor) -> None:
-    with _lock, torch.inference_mode(False), torch.no_grad():
+    with _lock, outside_modes():
         if isinstance(tensor, LazyTensor):  # still, now that the lock is held
-            with outside_modes():
-                content = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            fill(tensor, content)
+            fill(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device))
 
 
 def fill(tensor: LazyTensor, content: Tensor) -> None:

@@ -16,11 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ovpatch.overlap.comm.lifetimes import renew_in_children, weak_method
+from ovpatch.overlap.comm.lifetimes import outside_user_modes, renew_in_children, weak_method
 from ovpatch.overlap.peer_rpc.retention import FinalReads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock, TornReadError, copy_to_host
@@ -173,7 +172,7 @@ class ShardedState(abc.ABC):
         """Fill what stays whole, after a step; see [Note: the same tensor]."""
         if self._held:
             # Lazy state is read by its class here, so torch functions must stay on.
-            with torch.inference_mode(False), torch.no_grad():
+            with outside_user_modes():
                 for tensor, whole in zip(self._held.values(), self._unshard(list(self._held)), strict=True):
                     tensor.copy_(whole)
             COUNTERS.state_refilled += len(self._held)

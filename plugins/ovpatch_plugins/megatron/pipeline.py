@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, wait_limit_s
-from ovpatch.overlap.comm.lifetimes import attached_values, find_owners, weak_method
+from ovpatch.overlap.comm.lifetimes import attached_values, find_owners, outside_modes, weak_method
 from ovpatch.overlap.data_parallel.graph_tasks import apply_function
 from ovpatch.overlap.tensors.pending_param import wait_for_param
 from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad, find_wrapped, wrap_function
@@ -355,7 +355,8 @@ class PipelinePatches:
 
 
 def _make_buffer(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=torch.cuda.current_device(), requires_grad=True)
+    with outside_modes():
+        return torch.empty(shape, dtype=dtype, device=torch.cuda.current_device(), requires_grad=True)
 
 
 def _find_foreign_messages(given: Mapping[str, Any], schedules: Any) -> str:

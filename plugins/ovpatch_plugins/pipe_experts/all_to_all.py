@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.collectives import WorkGroup
-from ovpatch.overlap.comm.lifetimes import group_state
+from ovpatch.overlap.comm.lifetimes import group_state, outside_modes
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.data_parallel.graph_tasks import apply_function
 from ovpatch.overlap.symm_mem import memory
@@ -294,8 +294,9 @@ class SymmAllToAll:
         self.channels, self._slot, self._depth, self._block = channels, slot, depth, block
         size = HEADER.value + channels * self._world * depth * slot
         self._memory = memory.allocate_on_all(size, group, device, lambda own: own[: HEADER.value].zero_())
-        self._peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
-        self._state = torch.zeros(HEADER.value // 8, dtype=torch.int64, device=device)
+        with outside_modes():
+            self._peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
+            self._state = torch.zeros(HEADER.value // 8, dtype=torch.int64, device=device)
         self._padding = [0] * (RANKS.value - self._world)  # splits of ranks that do not exist
         self._kernels: dict[tuple[torch.dtype, bool, int], Any] = {}
         self._in_flight: collections.deque[_KernelWork] = collections.deque()

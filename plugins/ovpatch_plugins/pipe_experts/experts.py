@@ -146,7 +146,7 @@ class GroupedExperts(_SortedExperts):
     def _compute(self, rows: Tensor, experts: range, sizes: list[int]) -> Tensor:
         all_sizes = [0] * self._num_local_experts
         all_sizes[experts.start : experts.stop] = sizes
-        return self._function(rows, torch.tensor(all_sizes, device=rows.device))
+        return self._function(rows, torch.tensor(all_sizes, dtype=torch.int64, device=rows.device))
 
 
 class IndexedExperts(Experts):
@@ -166,8 +166,8 @@ class IndexedExperts(Experts):
         if not len(rows):
             return self._compute_nothing(chunk, rows)
         by_rank, experts = self._splits.expert_splits[chunk], self._chunks[chunk][1]
-        index = torch.arange(experts.start, experts.stop, device=rows.device).repeat(len(by_rank))
-        sizes = torch.tensor(by_rank, device=rows.device).view(-1)
+        index = torch.arange(experts.start, experts.stop, dtype=torch.int64, device=rows.device).repeat(len(by_rank))
+        sizes = torch.tensor(by_rank, dtype=torch.int64, device=rows.device).view(-1)
         return self._function(rows, index.repeat_interleave(sizes, output_size=len(rows))).to(rows.dtype)
 
     def _compute_nothing(self, chunk: int, rows: Tensor) -> Tensor:
@@ -235,7 +235,8 @@ def run_pipelined(
     Returns:
         The combined rows of each chunk, and the output of ``shared_experts``.
     """
-    anchor = torch.empty(0, requires_grad=trains and torch.is_grad_enabled())
+    has_anchor = trains and torch.is_grad_enabled()
+    anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=has_anchor)
     dispatched = [dispatch(chunk) for chunk in range(num_chunks)]
     shared = None if shared_experts is None else shared_experts()
     combined = []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.data_parallel.graph_tasks import apply_function, will_execute
 
 _ALIGNMENT = 16  # bytes; the grouped kernel asks it of every row
@@ -26,8 +27,10 @@ class GroupSizes:
     def get_offsets(self, device: torch.device) -> Tensor:
         """Return the end of each expert's rows, ``[e]`` of int32; copied to the device once."""
         if self._offsets is None:
-            offsets = torch.tensor(list(itertools.accumulate(self.sizes)), dtype=torch.int32)
-            self._offsets = offsets.pin_memory().to(device, non_blocking=True)
+            ends = list(itertools.accumulate(self.sizes))
+            with outside_modes():
+                offsets = torch.tensor(ends, dtype=torch.int32, device="cpu")
+                self._offsets = offsets.pin_memory().to(device, non_blocking=True)
         return self._offsets
 
 
@@ -188,7 +191,8 @@ class _Accumulator:
             self._sum = accumulate_wgrad(None, grad, x, groups, fresh)
         else:
             if self._sum is None:
-                self._sum = torch.empty(self._shape, dtype=self._sum_dtype, device=self._device)
+                with outside_modes():
+                    self._sum = torch.empty(self._shape, dtype=self._sum_dtype, device=self._device)
             accumulate_wgrad(self._sum[experts], grad, x, groups, fresh)
         self._fresh[experts] = [False] * len(fresh)
 

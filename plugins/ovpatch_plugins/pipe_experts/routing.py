@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.data_parallel.graph_tasks import apply_function
 from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
 from ovpatch_plugins.pipe_experts.all_to_all import AllToAllTransport, CollectiveAllToAll
@@ -98,7 +99,7 @@ def make_plan(
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange={exchange!r}: choose one of {', '.join(EXCHANGES)}")
     if parts < 0:
-        raise ValueError(f"parts={parts}: expected a number of parts, or 0 for as many as the cut thinks best")
+        raise ValueError(f"parts={parts}: expected a number of parts. Give one, or 0 for what the cut thinks best")
     symmetric = exchange == "symmetric" and ep_size > 1
     if cut == "tokens":
         return ChunkPlan(ep_size, (range(num_local_experts),), parts or 2, symmetric)
@@ -129,7 +130,8 @@ def list_candidates(
 @functools.lru_cache(maxsize=64)
 def get_positions_on(plan: ChunkPlan, device: torch.device) -> torch.Tensor:
     """Return :meth:`ChunkPlan.compute_positions` as a tensor on a device, ``[experts]``."""
-    return torch.tensor(plan.compute_positions(), device=device)
+    with outside_modes():
+        return torch.tensor(plan.compute_positions(), dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,8 @@ def drop_over_capacity(top_k_index: Tensor, experts: int, capacity: int) -> Tens
     chosen = top_k_index.reshape(-1)
     keys = chosen.where(chosen >= 0, experts)
     ordered, order = keys.sort(stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(experts + 1, device=chosen.device))
-    rank = torch.arange(len(ordered), device=chosen.device) - starts[ordered]
+    starts = torch.searchsorted(ordered, torch.arange(experts + 1, dtype=torch.int64, device=chosen.device))
+    rank = torch.arange(len(ordered), dtype=torch.int64, device=chosen.device) - starts[ordered]
     kept = torch.empty_like(chosen, dtype=torch.bool).index_copy_(0, order, rank < capacity)
     return chosen.where(kept, DROPPED).view_as(top_k_index)
 
@@ -218,8 +220,10 @@ class Route:
     @functools.cached_property
     def row_of_slot(self) -> Tensor:
         """The row of each slot, ``[slots]``; -1 for dropped slots."""
-        row_of_slot = torch.full((self.slots,), -1, device=self.order.device)
-        return row_of_slot.index_copy_(0, self.order, torch.arange(len(self.order), device=self.order.device))
+        device = self.order.device
+        row_of_slot = torch.full((self.slots,), -1, dtype=torch.int64, device=device)
+        rows = torch.arange(len(self.order), dtype=torch.int64, device=device)
+        return row_of_slot.index_copy_(0, self.order, rows)
 
     def scatter_rows(self, rows: Tensor) -> Tensor:
         """Return rows by slot, ``[slots, h]``; zero for dropped slots."""
@@ -304,7 +308,8 @@ def _token_slice(chosen: Tensor, token_chunks: int, tokens: int) -> Tensor | int
     """Return the index of the slice that has each slot's token."""
     if token_chunks == 1 or not len(chosen):
         return 0
-    return torch.arange(len(chosen), device=chosen.device) // (len(chosen) // tokens) * token_chunks // tokens
+    slots = torch.arange(len(chosen), dtype=torch.int64, device=chosen.device)
+    return slots // (len(chosen) // tokens) * token_chunks // tokens
 
 
 def _exchange_counts(

@@ -16,6 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ovpatch.overlap.tensors.linear_ops import is_generator_class, make_random_stream
+
 Path = tuple[Any, ...]
 
 
@@ -413,7 +415,10 @@ class ForwardState:
         ]
         self._buffers = [dict(module._buffers) for module in self._modules]
         values = [value for attributes in self._attributes for value in attributes.values()]
-        self._streams = [restore for restore in map(_keep_stream, values) if restore is not None]
+        classes: list[Any] = list(map(type, values))
+        generators = [value for value, cls in zip(values, classes, strict=True) if is_generator_class(cls)]
+        streams = [make_random_stream(generator) for generator in generators]
+        self._streams = [(stream, stream.read()) for stream in streams]
         self._containers = {id(value): (value, copy.copy(value)) for value in values if type(value) in _CONTAINERS}
         tensors = [buffer for buffers in self._buffers for buffer in buffers.values()]
         self._tensors = {
@@ -434,8 +439,8 @@ class ForwardState:
                 own.update((key, value) for key, value in attributes.items() if isinstance(value, (int, float, str)))
             module._buffers.clear()
             module._buffers.update(buffers)
-        for restore in self._streams:
-            restore()
+        for stream, state in self._streams:
+            stream.write(state)
         for container, kept in self._containers.values():
             container.clear()
             (container.update if isinstance(container, (dict, set)) else container.extend)(kept)
@@ -445,21 +450,6 @@ class ForwardState:
                 # read. A write with a new version would invalidate that graph.
                 if not torch.equal(buffer, value):
                     buffer.data.copy_(value)
-
-
-def _keep_stream(value: Any) -> Callable[[], object] | None:
-    """Return a function that puts a random generator of torch, Python or numpy back; None for other objects."""
-    numpy = sys.modules.get("numpy.random")  # imported if there is a generator of it
-    if isinstance(value, torch.Generator):
-        return functools.partial(value.set_state, value.get_state())
-    # The system's generator has no state.
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return functools.partial(value.setstate, value.getstate())
-    if numpy is not None and isinstance(value, numpy.RandomState):
-        return functools.partial(value.set_state, value.get_state())
-    if numpy is not None and isinstance(value, numpy.Generator):
-        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    return None
 
 
 MODULE_STATE: Final = frozenset(nn.Module().__dict__)

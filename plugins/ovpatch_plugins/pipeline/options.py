@@ -61,7 +61,7 @@ def read_memory_limit(text: str) -> MemoryLimit:
         return MemoryLimit()
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:(x)|([kmgt]?)(i?)b)", text.strip().lower())
     if found is None or not float(found[1]):
-        raise ValueError("auto, a multiple such as 1.5x, or a size such as 40GiB")
+        raise ValueError("expected auto, a multiple such as 1.5x, or a size such as 40GiB")
     number, times, unit, binary = found.groups()
     if times:
         return MemoryLimit(times=float(number))

@@ -453,7 +453,7 @@ def _check_each_once(schedule: Schedule, placement: Placement) -> None:
                 if count != 1:
                     raise ScheduleError(
                         f"rank {rank}: {kind.value} of stage {stage} and microbatch {microbatch} is there "
-                        f"{count} times. Each computation runs once."
+                        f"{count} times. Have each computation there once."
                     )
 
 

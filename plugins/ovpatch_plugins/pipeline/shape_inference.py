@@ -85,7 +85,7 @@ class ShapeInference:
                 restore()
             raise
         if not self._on_host and any(connects_by_metadata(one.stage) for one in stages):
-            dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
+            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self._device), group=self._group)
 
     def _run(
         self,

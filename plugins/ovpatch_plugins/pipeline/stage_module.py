@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch_plugins.pipeline.block_stack import (
     MODULE_STATE,
     BlockStack,
@@ -282,8 +283,9 @@ def _play(role: type, module: nn.Module, part: Any) -> nn.Module:
 
 def _set_zeros(module: nn.Module, name: str, tensor: Tensor, device: torch.device | None = None) -> None:
     """Have a module hold zeros without memory in the place of a parameter or buffer that the stage does not have."""
-    zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device if device is None else device)
-    module.__dict__[name] = zero.expand(tensor.shape)
+    shape, dtype, device = tensor.shape, tensor.dtype, tensor.device if device is None else device
+    with outside_modes():
+        module.__dict__[name] = torch.zeros((), dtype=dtype, device=device).expand(shape)
     module.__dict__.setdefault(_ZEROS, set()).add(name)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
+from ovpatch.overlap.comm.lifetimes import attached_values, find_owners, outside_modes
 from ovpatch.overlap.comm.streams import BACKWARD_WAITS
 from ovpatch_plugins.pipeline.data_parallel import (
     FullyShardedGradients,
@@ -426,7 +426,8 @@ def give_all_buffers_back() -> None:
 def _make_buffer(shape: Tensor | None, device: torch.device) -> Tensor | None:
     if shape is None:
         return None
-    made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=device)
+    with outside_modes():
+        made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=device)
     return made.requires_grad_(shape.requires_grad)
 
 

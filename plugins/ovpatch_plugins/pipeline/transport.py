@@ -442,7 +442,7 @@ def _list_sizes(tensors: Sequence[Tensor]) -> Tensor:
                 f"{_MOST_DIMENSIONS}. Flatten some before the end of the stage."
             )
         rows.append([tensor.dim(), *tensor.shape, *[0] * (_MOST_DIMENSIONS - tensor.dim())])
-    return torch.tensor(rows, dtype=torch.int64)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -498,7 +498,7 @@ def _make_communicator(
     made._set_default_backend(kind)
     with torch.cuda.device(device):
         made._register_backend(torch.device("cuda"), kind, dist.ProcessGroupNCCL(store, rank, 2, options))
-        token = torch.zeros(1, device=device)
+        token = torch.zeros(1, dtype=torch.float32, device=device)
         with warnings.catch_warnings():  # that a transfer connects lazily is what is wanted here
             warnings.filterwarnings("ignore", message="An unbatched P2P op")
             (made.send([token], 1, 0) if rank == 0 else made.recv([token], 0, 0)).wait()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ovpatch.overlap.comm.lifetimes import attached_values
+from ovpatch.overlap.tensors.linear_ops import RandomStream, is_generator_class, make_random_stream
 from ovpatch_plugins.recompute.report import note
 
 # Key of a block's tensors that its forward changes in place.
@@ -42,9 +43,9 @@ class RandomState:
         on_devices = {tensor.device: tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
         self._kind = next(iter(on_devices)).type if on_devices else ""
         self._devices, self._states = get_device_states(*on_devices.values()) if on_devices else ([], [])
-        self._streams: list[tuple[_Stream, Any]] = []
+        self._streams: list[tuple[RandomStream, Any]] = []
         for generator in {id(generator): generator for generator in generators}.values():
-            stream = _make_stream(generator)
+            stream = make_random_stream(generator)
             self._streams.append((stream, stream.read()))
         self._python: Any = random.getstate()
         self._numpy: Any = _NUMPY.read() if draws_from_numpy else None
@@ -89,14 +90,6 @@ class RandomState:
                     stream.write(state)
 
 
-class _Stream(NamedTuple):
-    """A stream of random numbers outside of torch's global generators."""
-
-    # Returns a state that later draws do not change.
-    read: Callable[[], Any]
-    write: Callable[[Any], object]
-
-
 def _read_numpy() -> Any:
     return sys.modules["numpy.random"].get_state(legacy=False)
 
@@ -105,31 +98,8 @@ def _write_numpy(state: Any) -> None:
     sys.modules["numpy.random"].set_state(state)
 
 
-_PYTHON: Final = _Stream(random.getstate, random.setstate)
-_NUMPY: Final = _Stream(_read_numpy, _write_numpy)
-
-
-def _make_stream(generator: Any) -> _Stream:
-    """Return how the state of a generator is read and written; see :func:`_is_generator_class`."""
-    if isinstance(generator, random.Random):
-        return _Stream(generator.getstate, generator.setstate)
-    if isinstance(generator, torch.Generator):
-        return _Stream(generator.get_state, generator.set_state)
-    if hasattr(generator, "bit_generator"):
-        bits = generator.bit_generator
-        return _Stream(lambda: bits.state, functools.partial(setattr, bits, "state"))
-    return _Stream(functools.partial(generator.get_state, legacy=False), generator.set_state)
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_generator_class(cls: Any) -> bool:
-    """Return whether instances of a class are generators of torch, Python or numpy whose state can be restored."""
-    if issubclass(cls, random.SystemRandom):
-        return False
-    numpy_classes = ("numpy.random._generator.Generator", "numpy.random.mtrand.RandomState")
-    return issubclass(cls, (torch.Generator, random.Random)) or any(
-        f"{base.__module__}.{base.__qualname__}" in numpy_classes for base in cls.__mro__
-    )
+_PYTHON: Final = RandomStream(random.getstate, random.setstate)
+_NUMPY: Final = RandomStream(_read_numpy, _write_numpy)
 
 
 def _read_numpy_position() -> Any:
@@ -315,7 +285,7 @@ class _Place:
                 self._versions[name] = _version(value)
                 if known is None or averages or (id(module), name) in known:
                     self._clones[name] = value.detach().clone()
-            elif _is_generator_class(cls):
+            elif is_generator_class(cls):
                 generators.append(value)
 
     def end_forward(self, known: Container[tuple[int, str]]) -> set[tuple[int, str]]:
@@ -463,7 +433,7 @@ class _Save(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _token: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -483,7 +453,7 @@ class BlockInputs:
         tensors: list[Tensor] = []
         self._args = [_keep(item, tensors, generators) for item in args]
         self._kwargs = {key: _keep(item, tensors, generators) for key, item in kwargs.items()}
-        token = torch.empty(0, requires_grad=True)
+        token = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         # Torch 2.11 releases what a node saved as soon as no output of it is left.
         self._output: Any = _Save.apply(token, *tensors)  # type: ignore[no-untyped-call]  # torch's apply()
 
@@ -539,7 +509,7 @@ def _keep(value: Any, tensors: list[Tensor], generators: list[Any]) -> Any:
             tensors.append(leaf)
             return _Argument(len(tensors) - 1)
         cls: Any = type(leaf)
-        if _is_generator_class(cls):
+        if is_generator_class(cls):
             generators.append(leaf)
         if not is_cache(leaf):
             return leaf

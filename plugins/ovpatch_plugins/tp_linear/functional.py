@@ -128,10 +128,11 @@ def _check(
             raise ValueError(f"complex numbers ({dtype}) are not supported: compute on real and imaginary parts")
     if name not in SCHEDULES or chunks < 1:
         expected = f"{', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}"
-        raise ValueError(f"schedule={name!r} with chunks={chunks}: expected {expected}, and 1 or more")
+        raise ValueError(f"schedule={name!r} with chunks={chunks}: choose {expected}, and 1 or more chunks")
     dims = len(shape)
     if not -dims <= dim < dims or dim % dims == dims - 1:
         raise ValueError(
-            f"dim={dim} is no sequence dimension of an input of shape {tuple(shape)}: the last one holds features"
+            f"dim={dim} is no sequence dimension of an input of shape {tuple(shape)}: choose another than the last "
+            "one, which holds features"
         )
     return find_schedule(name, chunks, anew=anew), dim % dims

@@ -3,64 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import Record, data
-from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params
+from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, train_steps
 from tests.plugins.dist_optimizer.test_loops import net
-
-
-class Functions(TorchFunctionMode):
-    """Sees functions, and does nothing else."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Operators(TorchDispatchMode):
-    """Sees operators, and does nothing else."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def wide() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextlib.contextmanager
-def filled() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-#: By default torch fills new memory with NaN under deterministic algorithms.
-MODES: dict[str, Callable[[], Any]] = {
-    "functions": Functions,
-    "operators": Operators,
-    "meta device": lambda: torch.device("meta"),
-    "default dtype": wide,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "deterministic fill": filled,
-    "no_grad": torch.no_grad,
-    "inference": torch.inference_mode,
-}
-
+from tests.support.modes import MODES
 
 #: The parts of a step, one of which runs inside of the mode.
 PHASES: dict[str, Callable[[Any, Any, Any], Any]] = {
@@ -136,9 +91,66 @@ def test_first_read_after_a_functorch_transform(ranks, options):
 
 
 def test_phases_of_a_step_inside_of_each_mode(ranks):
-    pairs = [(mode, phase) for mode in MODES for phase in PHASES if is_possible(mode, phase)]
+    modes = [mode for mode in MODES if mode != "fake"]
+    pairs = [(mode, phase) for mode in modes for phase in PHASES if is_possible(mode, phase)]
     cases = {f"{phase} in {mode}": {"mode": mode, "phase": phase} for mode, phase in pairs}
     check_all(ranks(2)(all_cases, train_in_mode, cases, timeout=240), by_parts=None)
+
+
+#: Phases for ``FakeTensorMode``, on a model whose gradients are sharded and whose parameters are pending.
+FAKE_PHASES: dict[str, Callable[[Any, Any], Any]] = {
+    "read": lambda model, opt: [p.grad.clone() for p in model.parameters()],
+    "norm": lambda model, opt: nn.utils.get_total_norm([p.grad for p in model.parameters()]),
+    "clip": lambda model, opt: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "clip value": lambda model, opt: nn.utils.clip_grad_value_(model.parameters(), 0.1),
+    "add to gradients": lambda model, opt: [p.grad.add_(1.0) for p in model.parameters()],
+    "zero gradients": lambda model, opt: opt.zero_grad(set_to_none=False),
+    "read parameters": lambda model, opt: [p.clone() for p in model.parameters()],
+    "forward": lambda model, opt: model.module(torch.ones(5, 6)),
+    "step": lambda model, opt: opt.step(),
+    "state": lambda model, opt: [s["exp_avg"].clone() for s in opt.state.values()],
+}
+#: Phases that follow the step, in which parameters are pending and the optimizer's state is lazy.
+AFTER_STEP = ("read parameters", "forward", "state")
+
+
+def describe_found(found: Any) -> list[str]:
+    """Return the classes and shapes of the tensors that a phase has returned."""
+    values = found if isinstance(found, list) else [found]
+    return [f"{type(value).__name__} {getattr(value, 'shape', '')}" for value in values]
+
+
+def fake_loop(*, phase: str, allow: bool) -> list[Record]:
+    """Run a phase of two steps inside of ``FakeTensorMode``, and record its tensors or its error, and the training."""
+    model = ddp(net())
+    opt = (torch.optim.SGD if phase == "step" else torch.optim.AdamW)(model.parameters(), lr=0.05)
+    records: list[Record] = train_steps(model, opt, 2)
+    for step in range(2, 4):
+        opt.zero_grad()
+        model(data(step, 5, 6)).square().mean().backward()
+        record: Record = {"lazy": any(type(p.grad) is LazyTensor for p in model.parameters())}
+        if phase in AFTER_STEP:
+            opt.step()
+        with FakeTensorMode(allow_non_fake_inputs=allow):
+            try:
+                record["found"] = describe_found(FAKE_PHASES[phase](model, opt))
+            except AssertionError as error:
+                record["found"] = str(error).partition(".")[0]
+        if step > 2:
+            record |= {name: p.grad.clone() for name, p in model.named_parameters()}
+        opt.step()
+        records += [record, params(model)]
+    return records
+
+
+def test_phases_of_a_step_inside_of_fake_tensor_mode(ranks):
+    pairs = [(phase, allow) for phase in FAKE_PHASES for allow in (False, True)]
+    cases = {f"{phase}, allow={allow}": {"phase": phase, "allow": allow} for phase, allow in pairs}
+    results = ranks(2)(all_cases, fake_loop, cases, timeout=240)
+    for arms in (result[name] for result in results for name in cases):
+        assert [record.pop("lazy") for record in arms["patched"] if "lazy" in record] == [True, True]
+        assert [record.pop("lazy") for record in arms["stock"] if "lazy" in record] == [False, False]
+    check_all(results, by_parts=None)
 
 
 def keyword_loop() -> list[Record]:
