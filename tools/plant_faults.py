@@ -646,14 +646,14 @@ FAULTS: Final = (
     ),
     Fault(
         "an unused parameter gets a gradient of zeros",
-        _DDP + "reducer.py",
+        _REDUCTION + "usage_map.py",
         "if total == 0)",
         "if total < 0)",
         (_DDP_TESTS + "test_loops.py",),
     ),
     Fault(
         "the usage map is never cleared",
-        _DDP + "reducer.py",
+        _REDUCTION + "usage_map.py",
         "self._used = [0] * len(self._used)",
         "pass",
         (_DDP_TESTS + "test_loops.py",),
