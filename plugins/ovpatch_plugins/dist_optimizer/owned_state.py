@@ -103,11 +103,7 @@ class OwnedState(ShardedState):
                 continue
             self._shard_whole(one.param, state)
             if self._owns(one.index):
-                self._stood[one.index] = stood = {
-                    name: value
-                    for name, value in state.items()
-                    if self._is_own(value) or self._held.get((one.index, name), self) is value
-                }
+                self._stood[one.index] = stood = {name: value for name, value in state.items() if self._is_own(value)}
                 state.update({name: self._local[one.index, name] for name in stood})
 
     def _write_back_param(self, one: ShardedParam, shown: Parameter, states: States) -> None:

@@ -29,8 +29,6 @@ class Counters(FeatureCounters):
         state_reads: Reads of lazy optimizer state.
         bytes_pulled: Optimizer state that peers sent for that, in bytes.
         state_read_ms: How long that took, in milliseconds.
-        state_refilled: Tensors of optimizer state that were filled after a step because a view, or the like, of them is
-            held.
         state_bytes: Optimizer state that this rank keeps, of parameters whose update is divided, in bytes.
         state_bytes_whole: What stock would keep here of the same, in bytes.
     """
@@ -51,7 +49,6 @@ class Counters(FeatureCounters):
     state_reads: int = 0
     bytes_pulled: int = 0
     state_read_ms: int = 0
-    state_refilled: int = 0
     state_bytes: int = 0
     state_bytes_whole: int = 0
 
@@ -62,6 +59,13 @@ _log = logging.getLogger("ovpatch.dist_optimizer")
 
 _remarks: Final[list[str]] = []
 _strangers: Final[set[str]] = set()  # classes of optimizers that stepped and had no parameter of ours
+
+
+_SHARED_STATE: Final = "the script shares the memory of optimizer state"
+_SHARED_STATE_EFFECT: Final = (
+    "over a step, as by a view, an array or a graph, which keeps the values from before the step. Read the tensor from "
+    "optimizer.state again after each step."
+)
 
 
 def remark(text: str) -> bool:
@@ -81,6 +85,14 @@ def note_choice(text: str) -> None:
     """Report whether a model is sharded."""
     if remark(text):
         _log.info("%s", text)
+
+
+def note_shared_state(name: object) -> None:
+    """Report, once, that a script shares the memory of a tensor of optimizer state over a step."""
+    if not any(text.startswith(_SHARED_STATE) for text in _remarks):
+        text = f"{_SHARED_STATE} '{name}' {_SHARED_STATE_EFFECT}"
+        remark(text)
+        _log.warning("%s", text)
 
 
 def list_remarks() -> Sequence[str]:

@@ -398,8 +398,6 @@ class ShardedOptimizer:
             for shards in self._of_groups:
                 (shards.start_host_barrier if self._quiet else shards.wait_for_hosts)()
             self._sync.start_param_sync(params)
-        for shards in self._by_model:
-            self._states[shards].refill_held()
 
     def params_to_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters with a gradient whose update is divided."""

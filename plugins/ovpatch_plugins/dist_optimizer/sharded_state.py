@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -27,8 +26,8 @@ from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock, TornReadError, 
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
 from ovpatch.overlap.tensors.shard import Shard, shard_view, view_flat
-from ovpatch.overlap.tensors.tensor_memory import is_dense, is_unshared
-from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch.overlap.tensors.tensor_memory import has_sole_object, is_dense, is_unshared
+from ovpatch_plugins.dist_optimizer.report import COUNTERS, note_shared_state
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 from ovpatch_plugins.dist_optimizer.step_log import Turn
@@ -77,9 +76,10 @@ class ShardedState(abc.ABC):
     begins a step before all ranks have taken part in its backward. A rank that has read after the backward waits until
     its peers, which may read as well, have come to their steps (:meth:`wait_for_readers`).
 
-    [Note: the same tensor] A script may hold a tensor of the state over steps, read it and write to it: stock updates
-    it in place. So a lazy tensor that was materialized becomes lazy again in the next step. If its memory is referenced
-    elsewhere (a view, an array of NumPy), it stays whole, and is filled again after every step.
+    [Note: the same tensor] A script may hold a tensor of the state over steps, read it and write to it: stock PyTorch
+    updates it in place. So the next step makes a tensor that was read lazy again, and the object stays the same. A view
+    of it, or an array, keeps the memory, with the values of the read. If C++ holds the tensor object itself, as a view
+    or a graph does, the state gets another object: a graph must not find zeros, nor a DLPack capsule freed memory.
 
     Args:
         shards: The sharded gradients of the model.
@@ -95,7 +95,6 @@ class ShardedState(abc.ABC):
         self._metas: dict[Key, TensorMeta] = {}
         # Weakly: they know their source, whose shards must not wait for the garbage collector.
         self._lazy: weakref.WeakValueDictionary[Key, LazyTensor] = weakref.WeakValueDictionary()
-        self._held: dict[Key, Tensor] = {}  # what stays whole in this step; see [Note: the same tensor]
         self._counted = 0, 0  # bytes that this rank keeps, and bytes of the whole
         self._steps = self._next_step = turn.steps
         self.turn = turn
@@ -169,15 +168,6 @@ class ShardedState(abc.ABC):
         """Show the state that other ranks' parameters have after a step; here each rank knows it."""
         del params, states
 
-    def refill_held(self) -> None:
-        """Fill what stays whole, after a step; see [Note: the same tensor]."""
-        if self._held:
-            # Lazy state is read by its class here, so torch functions must stay on.
-            with torch.inference_mode(False), torch.no_grad():
-                for tensor, whole in zip(self._held.values(), self._unshard(list(self._held)), strict=True):
-                    tensor.copy_(whole)
-            COUNTERS.state_refilled += len(self._held)
-
     def load(self, states: States) -> None:
         """Shard what was loaded; see [Note: versions of state]."""
         if self._shards.retired:
@@ -240,7 +230,6 @@ class ShardedState(abc.ABC):
         with self._changed:
             self._steps += 1
             self._changed.notify_all()
-        self._held.clear()
         if self._earlier:  # all ranks came to the end of the last step but one
             oldest = (self._steps - 1) * _VERSIONS_PER_STEP
             self._earlier = {number: local for number, local in self._earlier.items() if number >= oldest}
@@ -263,16 +252,14 @@ class ShardedState(abc.ABC):
         if self._is_own(held) and held.key == key and (known is meta or known == meta):
             state[key[1]] = held
             return
+        lazy = None
         is_whole = isinstance(held, Tensor) and not isinstance(held, LazyTensor)
         if is_whole and (held.shape, held.dtype, held.device) == (meta.shape, meta.dtype, meta.device):
-            if is_unshared(held) if sole is None else sole:
+            if not (is_unshared(held) if sole is None else sole):
+                note_shared_state(key[1])
+            if has_sole_object(held):
                 lazy = lazy_tensor.make_lazy_(held, self, key)
-            elif not held.is_inference():
-                self._held[key] = state[key[1]] = held
-                return
-            else:
-                lazy = lazy_tensor.make_lazy(meta, self, key, own=True)
-        else:
+        if lazy is None:
             lazy = lazy_tensor.make_lazy(meta, self, key, own=True)
         last = self._lazy.get(key)
         if last is not None and last is not lazy and self._is_own(last):
