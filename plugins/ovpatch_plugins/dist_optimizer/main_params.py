@@ -17,7 +17,7 @@ from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.elementwise_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_state import Key, States, Swapped
-from ovpatch_plugins.dist_optimizer.sharding_choice import is_half
+from ovpatch_plugins.dist_optimizer.sharding_choice import is_low_precision
 from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 #: The name of the main parameter in the optimizer's state.
@@ -76,7 +76,7 @@ class MainParamsState(ElementwiseState):
         with outside_modes():
             known: list[tuple[Tensor, Tensor]] = []
             for one, shard_param in swapped:
-                if not is_half(one.param):
+                if not is_low_precision(one.param):
                     continue
                 main, rounded = states.get(shard_param, {}).pop(MAIN, None), shard_param.detach()
                 shard_param.grad = None
@@ -108,7 +108,7 @@ class MainParamsState(ElementwiseState):
                     one.set_memory(one.memory)
 
     def _shard_tensor(self, key: Key, whole: Tensor, state: dict[Any, Any]) -> None:
-        if is_half(whole) and is_half(self._shards.params[key[0]]):  # as a stock run has saved it
+        if is_low_precision(whole) and is_low_precision(self._shards.params[key[0]]):  # as a stock run has saved it
             whole = state[key[1]] = whole.float()
         super()._shard_tensor(key, whole, state)
 
@@ -130,7 +130,7 @@ def load_in_fp32(optimizer: Optimizer, load: Callable[[], None]) -> None:
 def round_state(optimizer: Optimizer) -> None:
     """Round an optimizer's whole state to its parameters' dtype, as stock, which goes on with it, has it."""
     for param, state in optimizer.state.items():
-        if is_half(param) and _has_main(param):
+        if is_low_precision(param) and _has_main(param):
             for name, value in state.items():
                 if isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.shape == param.shape:
                     state[name] = value.to(param.dtype)
@@ -139,7 +139,7 @@ def round_state(optimizer: Optimizer) -> None:
 def drop_main_params(optimizer: Optimizer) -> None:
     """Drop an optimizer's main parameters."""
     for param, state in optimizer.state.items():
-        if is_half(param):
+        if is_low_precision(param):
             state.pop(MAIN, None)
 
 
@@ -152,7 +152,7 @@ def _restore_fp32(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in zip(saved, params, strict=True):
-        if is_half(param) and param in optimizer.state:
+        if is_low_precision(param) and param in optimizer.state:
             state = optimizer.state[param]
             if not _has_main(param):
                 state.pop(MAIN, None)

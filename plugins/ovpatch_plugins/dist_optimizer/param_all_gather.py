@@ -24,7 +24,7 @@ from ovpatch.overlap.data_parallel.grad_bucket import SMALL
 from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_ready
 from ovpatch.overlap.tensors.shard import shard_range, shard_view
 from ovpatch_plugins.dist_optimizer.options import OPTIONS
-from ovpatch_plugins.dist_optimizer.param_sync import group_alike, split_by_size
+from ovpatch_plugins.dist_optimizer.param_sync import group_by_kind, split_by_size
 from ovpatch_plugins.dist_optimizer.report import COUNTERS, remark
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, read_versions
 
@@ -156,7 +156,7 @@ class AllGatherBucket:
         # a graph that is still to run backward; they read memory without asking.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params if p.requires_grad]
 
-    def lend_shards(self) -> dict[int, Tensor]:
+    def make_input_views(self) -> dict[int, Tensor]:
         """Return memory for this rank's shards of coalesced parameters, ``[shard.numel]``, by ``id()`` of these.
 
         Between :meth:`begin_update` and the start of the all-gather they are here, and may be updated.
@@ -168,7 +168,7 @@ class AllGatherBucket:
         return dict(zip(map(id, self._coalesced), self._output.shards, strict=True))
 
     def begin_update(self) -> None:
-        """Copy this rank's shards of coalesced parameters to :meth:`lend_shards`, from where they are gathered.
+        """Copy this rank's shards of coalesced parameters to :meth:`make_input_views`, from where they are gathered.
 
         The others' places get what this rank has of them: to copy all is one call, and they are overwritten.
         """
@@ -230,7 +230,7 @@ class AllGatherBucket:
             self._stream = torch.cuda.current_stream(self._device)
         outputs, inputs = [], []
         if self._output is None:
-            self.lend_shards()
+            self.make_input_views()
         if self._output is not None:
             if not self._is_packed:
                 self.begin_update()
@@ -379,7 +379,7 @@ class ParamAllGather:
             for bucket in self._buckets:
                 bucket.keep_update()
 
-    def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
+    def start(self, params: Sequence[ShardedParam]) -> None:
         """Start the all-gather; all ranks do so for the same parameters."""
         if params != self._params or not self._buckets:
             self._set_buckets(params)
@@ -394,9 +394,9 @@ class ParamAllGather:
         COUNTERS.bytes_gathered += self._nbytes
         COUNTERS.gathers += len(self._buckets)
         if not self._overlap:
-            self.finish_param_sync()
+            self.finish()
 
-    def finish_param_sync(self) -> None:
+    def finish(self) -> None:
         """Wait for the buckets that are still in flight."""
         for bucket in self._buckets:
             if bucket._works:
@@ -442,7 +442,7 @@ class ParamAllGather:
             places = {place: None for place in places if self._copy_engines == "auto" and place[1].type == "cuda"}
         self._copied = tuple(places)
         divided: list[list[ShardedParam]] = []
-        for alike in group_alike(params, self._kind):
+        for alike in group_by_kind(params, self._kind):
             divided += split_by_size(alike, self._capacities_for(alike)) if self._granularity == "size" else [alike]
         self._buckets = [self._make_bucket(bucket) for bucket in divided]
 
@@ -455,7 +455,7 @@ class ParamAllGather:
             communicator=step_communicator(shards.group, first.param.device),
             before_wait=shards.finish_host_barrier,
         )
-        lent = bucket.lend_shards() if self._lends else {}
+        lent = bucket.make_input_views() if self._lends else {}
         for one in params:
             one.set_memory(lent.get(id(one.param)))
         return bucket
@@ -482,23 +482,23 @@ def _overlap(addresses: Sequence[int], sizes: Sequence[int]) -> bool:
 # its optimizer's next step waits for. If a script drops model and optimizer right after a step, there is neither, so
 # the next step of any other optimizer waits, or the end of the process group. Not the finaliser: it may run in a thread
 # on which the collective itself depends, or while a CUDA graph is captured.
-orphans: list[ParamAllGather] = []
+dropped_gathers: list[ParamAllGather] = []
 
 
 def finish_when_dropped(optimizer: Optimizer, gather: ParamAllGather) -> weakref.finalize[..., Optimizer]:
     """Have the next step of any optimizer wait for an all-gather once its own optimizer is gone."""
-    finalizer = weakref.finalize(optimizer, _keep_until_arrival, gather)
+    finalizer = weakref.finalize(optimizer, _keep_in_flight, gather)
     finalizer.atexit = False
     return finalizer
 
 
-def _keep_until_arrival(gather: ParamAllGather) -> None:
+def _keep_in_flight(gather: ParamAllGather) -> None:
     if gather.is_in_flight:
-        orphans.append(gather)
+        dropped_gathers.append(gather)
 
 
-def finish_orphans() -> None:
+def finish_dropped_gathers() -> None:
     """Wait for what dropped optimizers have left in flight."""
-    while orphans:
+    while dropped_gathers:
         with contextlib.suppress(RuntimeError):  # readers of these parameters get the error
-            orphans.pop().finish_param_sync()
+            dropped_gathers.pop().finish()

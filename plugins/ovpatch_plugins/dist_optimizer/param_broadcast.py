@@ -15,7 +15,7 @@ from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.tensors.shard import view_flat
 from ovpatch_plugins.dist_optimizer.param_all_gather import MIB
-from ovpatch_plugins.dist_optimizer.param_sync import group_alike, split_by_size
+from ovpatch_plugins.dist_optimizer.param_sync import group_by_kind, split_by_size
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 
@@ -96,14 +96,14 @@ class ParamBroadcast:
     def keep_update(self) -> None:
         """Do nothing, likewise."""
 
-    def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
+    def start(self, params: Sequence[ShardedParam]) -> None:
         """Broadcast, and wait; all ranks do so for the same parameters, whose owners stay the same."""
         if params != self._params or not self._buckets:
             self._params, self._buckets = params, []
             self._nbytes = sum(one.param.nbytes for one in params)
             divided = [
                 b
-                for alike in group_alike(params, _kind)
+                for alike in group_by_kind(params, _kind)
                 for b in split_by_size(alike, itertools.repeat(self._capacity))
             ]
             self._buckets = [_make_bucket(bucket) for bucket in divided]
@@ -115,7 +115,7 @@ class ParamBroadcast:
         COUNTERS.bytes_gathered += self._nbytes
         COUNTERS.gathers += len(self._buckets)
 
-    def finish_param_sync(self) -> None:
+    def finish(self) -> None:
         """Do nothing: nothing stays in flight."""
 
 

@@ -18,14 +18,14 @@ class ParamSync(Protocol):
     def keep_update(self) -> None:
         """Called instead of the start of the collectives, or after it has failed."""
 
-    def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
+    def start(self, params: Sequence[ShardedParam]) -> None:
         """Start the collectives; all ranks do so for the same parameters."""
 
-    def finish_param_sync(self) -> None:
+    def finish(self) -> None:
         """Wait for what is in flight."""
 
 
-def group_alike(
+def group_by_kind(
     params: Sequence[ShardedParam], kind: Callable[[ShardedParam], Hashable]
 ) -> Iterable[list[ShardedParam]]:
     """Return the parameters of each model and kind, in registration order, each kind where its first one stands.

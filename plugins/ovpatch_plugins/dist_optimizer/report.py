@@ -58,7 +58,7 @@ COUNTERS = Counters()
 _log = logging.getLogger("ovpatch.dist_optimizer")
 
 _remarks: Final[list[str]] = []
-_strangers: Final[set[str]] = set()  # classes of optimizers that stepped and had no parameter of ours
+_unmanaged: Final[set[str]] = set()  # classes of optimizers that stepped and had no parameter of ours
 
 
 _SHARED_STATE: Final = "the script shares the memory of optimizer state"
@@ -76,9 +76,9 @@ def remark(text: str) -> bool:
     return new
 
 
-def note_stranger(name: str) -> None:
+def note_unmanaged(name: str) -> None:
     """Note the class of an optimizer that stepped and had no parameter whose gradient is sharded."""
-    _strangers.add(name)
+    _unmanaged.add(name)
 
 
 def note_choice(text: str) -> None:
@@ -98,7 +98,7 @@ def note_shared_state(name: object) -> None:
 def list_remarks() -> Sequence[str]:
     """Return which models are sharded, if that is chosen, and which optimizers are stock or had nothing to divide."""
     found = list(_remarks)
-    if _strangers and not (_remarks or COUNTERS.optimizers):
-        names = ", ".join(sorted(_strangers))
+    if _unmanaged and not (_remarks or COUNTERS.optimizers):
+        names = ", ".join(sorted(_unmanaged))
         found.append(f"{names} had nothing to divide: no parameter of a model whose gradients feature ddp reduces")
     return found

@@ -199,7 +199,7 @@ class ShardedOptimizer:
 
     def _prepare_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters whose update is divided; none if the optimizer goes on as stock."""
-        self._sync.finish_param_sync()  # a second step without a forward in between
+        self._sync.finish()  # a second step without a forward in between
         self._thread = threading.get_ident()
         if self._state_dicts:
             for state_dict in list(self._state_dicts):
@@ -228,7 +228,7 @@ class ShardedOptimizer:
         for shards in models:
             for other in shards.optimizers:  # whose all-gather would overwrite what this step updates
                 if other is not self:
-                    other._sync.finish_param_sync()
+                    other._sync.finish()
         COUNTERS.grads_sharded += self._lazy_grads
         was_read = False
         for shards, of_model in models.items():
@@ -397,7 +397,7 @@ class ShardedOptimizer:
         finally:  # the others wait for the collective in any case
             for shards in self._of_groups:
                 (shards.start_host_barrier if self._quiet else shards.wait_for_hosts)()
-            self._sync.start_param_sync(params)
+            self._sync.start(params)
 
     def params_to_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters with a gradient whose update is divided."""
@@ -509,7 +509,7 @@ class ShardedOptimizer:
     def release(self) -> None:
         """Make everything whole again: the optimizer goes on as stock."""
         self.is_sharded = False
-        self._sync.finish_param_sync()
+        self._sync.finish()
         for hook in self._hooks:
             hook.remove()
         optimizer = self._optimizer()

@@ -20,19 +20,19 @@ from ovpatch_plugins.dist_optimizer.report import note_choice
 #: time; it saves the device the update of the other ranks' shards. The border is that of compiled models: scripts
 #: compile behind DistributedDataParallel as well as before, so it is not known here. What was measured on both sides
 #: is in docs/features/dist_optimizer-reference.md.
-MIN_SPARED_NUMEL: Final = {("nccl", "cuda"): 10_000_000, ("gloo", "cpu"): 2_000_000}
+MIN_SAVED_NUMEL: Final = {("nccl", "cuda"): 10_000_000, ("gloo", "cpu"): 2_000_000}
 
 _APART: Final = "its ranks did not build it together, so they cannot decide together"
 
 
-def is_half(param: Tensor) -> bool:
+def is_low_precision(param: Tensor) -> bool:
     """Return whether a parameter is of half precision."""
     return param.dtype in HALVES
 
 
 def get_min_sharded_numel(options: Mapping[str, Any], param: Tensor) -> int:
     """Return with how many elements a parameter is sharded; with a main parameter, any number is worth it."""
-    return 1 if options["main_params_in_fp32"] and is_half(param) else int(options["min_param_numel"])
+    return 1 if options["main_params_in_fp32"] and is_low_precision(param) else int(options["min_param_numel"])
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ModelFacts:
         """Return why a step would be longer with shards, or could be; "" if it would not."""
         if not self.tensors:
             return "no parameter is dense and has min_param_numel elements"
-        least = MIN_SPARED_NUMEL.get(self.backend)
+        least = MIN_SAVED_NUMEL.get(self.backend)
         if least is None:
             return self._off(f"not measured with backend {self.backend[0]} on {self.backend[1]}")
         spared = self.numel // self.tensors * (self.world - 1) // self.world
@@ -129,7 +129,7 @@ def choose_sharding(
         sparse: Those, by index, whose gradients are sparse.
         together: Whether all ranks are here.
     """
-    if options["main_params_in_fp32"] and any(map(is_half, params)):
+    if options["main_params_in_fp32"] and any(map(is_low_precision, params)):
         return True
     facts = ModelFacts.of(params, group, min_numel=lambda one: get_min_sharded_numel(options, one), sparse=sparse)
     reason = (facts.objection() or prepare()) if together else _APART
