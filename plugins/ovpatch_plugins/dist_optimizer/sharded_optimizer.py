@@ -462,8 +462,7 @@ class ShardedOptimizer:
         shards.optimizers.discard(self)
         if not PeerRpc.is_destroyed(shards.group):
             # Parameters that this step leaves out still have lazy state.
-            values = [value for values in optimizer.state.values() for value in values.values()]
-            lazy_tensor.materialize(v for v in values if isinstance(v, LazyTensor) and v.source is state)
+            state.unshard(optimizer.state)
         state.discount()
         retention.retain(shards.group, state)  # slower peers still fetch
 
@@ -524,8 +523,8 @@ class ShardedOptimizer:
         if in_fp32:
             drop_main_params(optimizer)
         leaving = [state for state in self._states.values() if state.start_final_calls()]
-        values = [value for state in optimizer.state.values() for value in state.values()]
-        lazy_tensor.materialize(v for v in values if isinstance(v, LazyTensor) and v.source in leaving)
+        for state in leaving:
+            state.unshard(optimizer.state)
         if in_fp32:
             round_state(optimizer)
         if self.is_elementwise:
