@@ -215,8 +215,8 @@ FAULTS: Final = (
     Fault(
         "a stream does not wait for what arrives on another one",
         _SHARDING + "param_all_gather.py",
-        "for work in arrived.works if arrived.event is None else (arrived.event,):",
-        "for work in arrived.works[:0]:",
+        "for work in finished.works if finished.event is None else (finished.event,):",
+        "for work in finished.works[:0]:",
         ("tests/overlap/test_side_streams.py",),
     ),
     Fault(
