@@ -112,9 +112,11 @@ class OwnedState(ShardedState):
 
     def swap_out(self, params: Sequence[ShardedParam], states: States) -> None:
         """Keep the result of a step, and count its writes to this rank's parameters."""
-        versions = read_versions(sharded.param for sharded in self._updated)
+        updated = self._updated
+        self._updated = []
+        versions = read_versions(sharded.param for sharded in updated)
         writes = list(map(operator.sub, versions, self._versions_before))
-        indices = [sharded.index for sharded in self._updated]
+        indices = [sharded.index for sharded in updated]
         self._writes.update(zip(indices, writes, strict=True))
         # A step that raised may have written to none of them.
         COUNTERS.params_owned += sum(map(bool, writes))

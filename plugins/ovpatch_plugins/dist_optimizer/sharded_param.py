@@ -166,11 +166,16 @@ def replaced_params(optimizer: Optimizer, by: Mapping[int, Parameter | None]) ->
     """
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     try:
-        for group, params in groups:
-            replaced = map(by.get, map(id, params), params)
-            group["params"] = [param for param in replaced if param is not None]
-        yield
+        try:
+            for group, params in groups:
+                replaced = map(by.get, map(id, params), params)
+                group["params"] = [param for param in replaced if param is not None]
+            yield
+        finally:
+            for group, params in groups:
+                group["params"] = params
     finally:
+        # A KeyboardInterrupt may have ended the loop above, and nothing else restores the groups.
         for group, params in groups:
             group["params"] = params
 

@@ -184,7 +184,8 @@ class ShardedState(abc.ABC):
     def swap_in(self, params: Sequence[ShardedParam], states: States) -> Shown:
         """Put this rank's shards into the optimizer's state, until :meth:`swap_out`.
 
-        The caller must call :meth:`swap_out` even if this method was interrupted.
+        The caller must call :meth:`swap_out` even if this method was interrupted, and again if that
+        call was interrupted.
 
         Args:
             params: The parameters of this model that the step updates.
@@ -211,18 +212,21 @@ class ShardedState(abc.ABC):
     def swap_out(self, params: Sequence[ShardedParam], states: States) -> None:
         """Keep the result of a step, and put lazy tensors back into the optimizer's state.
 
+        A second call does nothing, unless the first one was interrupted.
+
         Args:
             params: The parameters that were given to :meth:`swap_in`.
             states: The ``state`` of the optimizer.
         """
         del params
         try:
-            self._write_back(self._swapped, states)
+            if self._swapped:
+                self._write_back(self._swapped, states)
         finally:
             # Peers wait for the end of a version that has begun, whatever error ended the step.
             if self._has_begun_version:
-                self._has_begun_version = False
                 self._versions.end_update()
+                self._has_begun_version = False
             if len(self._metas) > self._num_counted:
                 self._count_bytes()
 
@@ -230,9 +234,14 @@ class ShardedState(abc.ABC):
     def swapped_in(self, params: Sequence[ShardedParam], states: States) -> Iterator[Shown]:
         """Swap this rank's shards in while the block runs; see :meth:`swap_in`."""
         try:
-            yield self.swap_in(params, states)
+            try:
+                yield self.swap_in(params, states)
+            finally:
+                self.swap_out(params, states)
         finally:
-            self.swap_out(params, states)
+            # A KeyboardInterrupt may have ended the first call before it had done anything.
+            if self._swapped or self._has_begun_version:
+                self.swap_out(params, states)
 
     def exchange_metadata(self, params: Sequence[ShardedParam], states: States) -> None:
         """Show the state that peers' parameters have after a step.
