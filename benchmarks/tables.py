@@ -63,7 +63,7 @@ ALONE_ARMS = ZERO_ARMS | {
 }
 
 
-# Of these dist_optimizer shards tensors on 2 GPUs and more: sharding_choice.MIN_SPARED_NUMEL.
+# Of these dist_optimizer shards tensors on 2 GPUs and more: sharding_choice.MIN_SAVED_NUMEL.
 _SHARDED_BY_DEFAULT = ("2b", "3.8b")
 
 

@@ -143,7 +143,7 @@ def test_a_stream_that_becomes_current_later_waits_once(cuda):
     gather._works = [Work("b")]
     side = module.side_streams
     side.remove_transfer(gather, 0)
-    gather._arrived = None
+    gather._finished = None
     with cuda.stream(other):
         assert other.waited == ["a"], "it is under way again, and its readers see that"
     gather.finish_all_gather()

@@ -61,12 +61,16 @@ def is_sole_owner(grad: Tensor, given: Tensor | None = None) -> bool:
 
 def is_unshared(tensor: Tensor) -> bool:
     """Return whether this is a plain tensor whose memory is referenced only through this Python object."""
+    return has_sole_object(tensor) and count_storage_references(tensor) == count_references_of_one()
+
+
+def has_sole_object(tensor: Tensor) -> bool:
+    """Return whether this is a plain tensor that C++ does not hold, so that it may get other memory."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
         and not (tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
         and use_count(tensor) == 1
-        and count_storage_references(tensor) == count_references_of_one()
     )
 
 

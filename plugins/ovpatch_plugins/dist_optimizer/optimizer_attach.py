@@ -23,9 +23,14 @@ from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.elementwise_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, load_in_fp32
 from ovpatch_plugins.dist_optimizer.owned_state import NamedOwnedState, OwnedState
-from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather, finish_orphans, finish_when_dropped, orphans
+from ovpatch_plugins.dist_optimizer.param_all_gather import (
+    ParamAllGather,
+    dropped_gathers,
+    finish_dropped_gathers,
+    finish_when_dropped,
+)
 from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcast
-from ovpatch_plugins.dist_optimizer.report import COUNTERS, note_stranger, remark
+from ovpatch_plugins.dist_optimizer.report import COUNTERS, note_unmanaged, remark
 from ovpatch_plugins.dist_optimizer.sharded_optimizer import BESIDE, ShardedOptimizer, leave_beside
 from ovpatch_plugins.dist_optimizer.step_patches import (
     Kind,
@@ -61,7 +66,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             pending_param.wait_for_all()
         except RuntimeError as error:
             _log.warning("parameters did not arrive; each later read of them raises this, too: %s", error)
-        finish_orphans()
+        finish_dropped_gathers()
         ending = None if group is dist.group.WORLD else group
         leaving = not is_exiting_by_error()
         copies = sys.modules.get("ovpatch.overlap.copy_engine.selection")
@@ -109,8 +114,8 @@ class OptimizerAttachment:
 
     def step(self, inner: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer; ``inner`` is the stock function of its class."""
-        if orphans:
-            finish_orphans()
+        if dropped_gathers:
+            finish_dropped_gathers()
         kept = attached_values(optimizer)
         sharded = kept.get(_SHARDED) or self._take_over(optimizer)
         if sharded is None:
@@ -177,7 +182,7 @@ class OptimizerAttachment:
                 return None
             if not _has_sharded_grads(optimizer):
                 kept[_SEEN] = seen
-                note_stranger(type(optimizer).__name__)
+                note_unmanaged(type(optimizer).__name__)
                 return None  # not now; a model may be wrapped later
             reason = unsupported_reason(optimizer, self._named)
             if reason:
@@ -234,7 +239,7 @@ def release_all() -> None:
         for optimizer, _ in find_owners(name):
             del attached_values(optimizer)[name]
     _note_sharded(lazy=False)
-    finish_orphans()
+    finish_dropped_gathers()
 
 
 def _note_sharded(*, lazy: bool) -> None:

@@ -1,13 +1,9 @@
-"""Whole parameters that one rank, their owner, updates: their state, and their broadcast after a step.
-
-A parameter's owner keeps all of its state, the other ranks keep none.
-"""
+"""The state of full parameters, each of which one rank updates for all: its owner."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,118 +18,165 @@ from ovpatch.overlap.tensors.shard import Shard
 from ovpatch.overlap.tensors.tensor_memory import is_unshared
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, raise_versions, read_versions
-from ovpatch_plugins.dist_optimizer.sharded_state import PATIENCE_S, Key, ShardedState, Shown, States, Swapped
+from ovpatch_plugins.dist_optimizer.sharded_param import (
+    ShardedParam,
+    raise_versions,
+    read_versions,
+)
+from ovpatch_plugins.dist_optimizer.sharded_state import (
+    PEER_STEP_TIMEOUT_S,
+    Key,
+    ShardedState,
+    Shown,
+    States,
+    Swapped,
+)
 from ovpatch_plugins.dist_optimizer.state_dicts import pack, unpack
 from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 
 class OwnedState(ShardedState):
-    """The state of the parameters that this rank owns.
+    """The state of an optimizer that updates full parameters, each on the rank that owns it.
 
-    The gradients of such parameters are all-reduced whole: an owner needs all of one, and a reduction of each to its
-    owner would send half as much, but in a collective of its own.
+    The owner of a parameter keeps all of its state, and peers keep none. The gradients of such
+    parameters are all-reduced, because an owner needs the full gradient. To reduce each gradient to
+    its owner would send half as much, but in one collective per gradient.
 
-    [Note: largest first] Parameters are assigned from the largest to the smallest, each to the rank that owns the
-    fewest elements so far. So the ranks own about the same, unless one parameter alone is more than a rank's share, and
-    all ranks find the same owners without communication. An owner stays, because the state is there. The optimizers of
-    one model share the loads: with one optimizer per parameter, all would go to rank 0 otherwise.
+    [Note: largest first] Parameters are assigned from the largest to the smallest, each to the rank
+    that owns the fewest elements so far. So ranks own about the same number of elements, unless one
+    parameter exceeds a rank's share, and all ranks find the same owners without communication. An
+    owner does not change, because it has the state. The optimizers of one model share the loads:
+    otherwise, with one optimizer per parameter, rank 0 would own all parameters.
 
-    [Note: also at its owner] Between steps ``optimizer.state`` shows lazy tensors at the owner, too, whose content is a
-    copy. A script that changes state by hand does so on all ranks, one earlier than the other; the later one must find
-    what there was, not what the owner has made of it. The next step takes over what it finds. Only the owner knows what
-    state a parameter has: names, shapes, and numbers that are no tensors. The others ask when it first appears, and for
-    classes that are known by name only after every step: their numbers of steps may be Python's.
+    [Note: also at its owner] Between steps ``optimizer.state`` shows lazy tensors at the owner,
+    too. Their content is a copy. A script that changes state by hand does so on all ranks, but not
+    at the same time. A later rank must find the old state and not the owner's change of it. The
+    next step uses what it finds. Only the owner knows the names, the shapes and the numbers in a
+    parameter's state. Peers request them when the state first appears. For classes that are known
+    by name only, peers do so after every step, because the number of steps may be a Python number
+    there.
     """
 
-    keeps_format = True  # whether the names, shapes and numbers of a parameter's state stay as they first appear
+    # Whether the names, shapes and numbers of a parameter's state stay as they first appear.
+    keeps_format = True
 
     def __init__(self, shards: ShardedGrads, turn: Turn) -> None:
-        self._loads, owners = shards.owners
-        # A later optimizer on the same terms, which one rank alone may have, has the owners of the earlier one.
-        self._owners = owners.setdefault(turn.terms, {})
-        self._owned: dict[int, dict[Any, Any]] = {}  # state of parameters, as after the last step
-        self._stood: dict[int, dict[Any, Any]] = {}  # the lazy tensors of a state, while this rank's are in place
-        self._writes: dict[int, int] = {}  # how often a step writes to each parameter, as far as that is known
-        super().__init__(shards, turn)  # from here on peers ask
+        # The number of elements that each rank owns.
+        self._loads, owners_by_terms = shards.owners
+        # The owner of each parameter. Only this rank may have a later optimizer on the same terms,
+        # so it must find the owners of the earlier one.
+        self._owners = owners_by_terms.setdefault(turn.terms, {})
+        # The state of this rank's parameters after the last step.
+        self._owned: dict[int, dict[Any, Any]] = {}
+        # The lazy tensors of a state, while this rank's tensors replace them.
+        self._saved: dict[int, dict[Any, Any]] = {}
+        # The number of writes to each parameter in a step, if known.
+        self._writes: dict[int, int] = {}
+        # This rank's parameters in the running step, and their autograd versions before it.
+        self._updated: list[ShardedParam] = []
+        self._versions_before: list[int] = []
+        # Peers may call from here on, so all other attributes must exist.
+        super().__init__(shards, turn)
 
     @staticmethod
     def can_divide(shards: ShardedGrads, index: int) -> bool:
-        """Return whether a parameter may be updated by one rank for all."""
+        """Return whether one rank may update a parameter for all ranks."""
         return shards.can_be_sharded(index)
 
     def owners_of(self, indices: Iterable[int]) -> list[int]:
-        """Return the group ranks that own some parameters, assigned now if they have none.
+        """Return the group ranks that own some parameters; assign owners to new parameters.
 
-        All ranks call this for the same parameters, in the same order of calls.
+        All ranks call this for the same parameters, and in the same order of calls.
         """
-        wanted = list(indices)
-        numels = {index: self._shards.params[index].numel() for index in wanted if index not in self._owners}
+        indices = list(indices)
+        params = self._shards.params
+        numels = {index: params[index].numel() for index in indices if index not in self._owners}
         for index in sorted(numels, key=lambda index: (-numels[index], index)):
-            self._owners[index] = owner = self._loads.index(min(self._loads))
+            owner = self._loads.index(min(self._loads))
+            self._owners[index] = owner
             self._loads[owner] += numels[index]
-        return [self._owners[index] for index in wanted]
+        return [self._owners[index] for index in indices]
 
     # ---------------------------------------------------------------- around a step
 
-    @contextmanager
-    def swapped_in(self, params: Sequence[ShardedParam], states: States) -> Iterator[Shown]:
-        """Put this rank's tensors in place for the time of a step; the optimizer sees its own parameters only."""
-        with super().swapped_in(params, states) as shown:
-            own = {one.index: one.param for one in params if self._owns(one.index)}
-            before = read_versions(own.values())
-            try:
-                yield shown
-            finally:
-                writes = map(operator.sub, read_versions(own.values()), before)
-                self._writes.update(zip(own, writes, strict=True))
-        COUNTERS.params_owned += len(params) - len(shown)
+    def swap_in(self, params: Sequence[ShardedParam], states: States) -> Shown:
+        """Put this rank's tensors in place; the optimizer gets this rank's parameters only."""
+        # An interrupted swap must not leave the parameters of the last step to swap_out().
+        self._updated = []
+        self._versions_before = []
+        shown = super().swap_in(params, states)
+        updated = [sharded for sharded in params if self._owns(sharded.index)]
+        self._versions_before = read_versions(sharded.param for sharded in updated)
+        self._updated = updated
+        return shown
+
+    def swap_out(self, params: Sequence[ShardedParam], states: States) -> None:
+        """Keep the result of a step, and count its writes to this rank's parameters."""
+        updated = self._updated
+        self._updated = []
+        versions = read_versions(sharded.param for sharded in updated)
+        writes = list(map(operator.sub, versions, self._versions_before))
+        indices = [sharded.index for sharded in updated]
+        self._writes.update(zip(indices, writes, strict=True))
+        # A step that raised may have written to none of them.
+        COUNTERS.params_owned += sum(map(bool, writes))
+        super().swap_out(params, states)
 
     def _choose_shown(self, params: Sequence[ShardedParam]) -> tuple[Shown, Swapped]:
-        for one, owner in zip(params, self.owners_of(one.index for one in params), strict=True):
-            one.owner = owner
-        # Its own parameters stand in for themselves: what users' classes know of them stays true.
-        shown: Shown = {id(one.param): None for one in params if not self._owns(one.index)}
-        return shown, [(one, one.param) for one in params]
+        owners = self.owners_of(sharded.index for sharded in params)
+        for sharded, owner in zip(params, owners, strict=True):
+            sharded.owner = owner
+        # This rank's parameters are not replaced, since classes of users may know the objects.
+        shown: Shown = {
+            id(sharded.param): None for sharded in params if not self._owns(sharded.index)
+        }
+        return shown, [(sharded, sharded.param) for sharded in params]
 
-    def _swap_in(self, swapped: Swapped, states: States) -> None:
-        for one, _ in swapped:
-            state = states.get(one.param)
+    def _swap_in_state(self, swapped: Swapped, states: States) -> None:
+        for sharded, _ in swapped:
+            index = sharded.index
+            state = states.get(sharded.param)
             if state is None:
                 continue
-            self._shard_whole(one.param, state)
-            if self._owns(one.index):
-                self._stood[one.index] = stood = {
-                    name: value
-                    for name, value in state.items()
-                    if self._is_own(value) or self._held.get((one.index, name), self) is value
-                }
-                state.update({name: self._local[one.index, name] for name in stood})
+            self._shard_state(sharded.param, state)
+            if self._owns(index):
+                saved = {name: value for name, value in state.items() if self._is_own(value)}
+                self._saved[index] = saved
+                state.update({name: self._local[index, name] for name in saved})
 
-    def _write_back_param(self, one: ShardedParam, shown: Parameter, states: States) -> None:
-        state = states.get(one.param)
-        if state is None or not self._owns(one.index):
-            self._owned.pop(one.index, None)
+    def _write_back_param(self, sharded: ShardedParam, shown: Parameter, states: States) -> None:
+        index = sharded.index
+        state = states.get(sharded.param)
+        if state is None or not self._owns(index):
+            self._owned.pop(index, None)
             return
-        stood = self._stood.pop(one.index, {})
+        saved = self._saved.pop(index, {})
         for name, value in state.items():
-            if _is_kept(value):
-                self._local[one.index, name] = value
-                self._leave_lazy((one.index, name), TensorMeta.of(value), state, stood.get(name))
-        self._owned[one.index] = state
+            if _is_plain(value):
+                self._local[index, name] = value
+                self._leave_lazy((index, name), TensorMeta.of(value), state, saved.get(name))
+        self._owned[index] = state
 
-    def _shard_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
-        """Keep a parameter's tensors if this rank owns it, drop them if not, and leave lazy ones."""
+    def _shard_state(self, param: Tensor, state: dict[Any, Any]) -> None:
+        """Keep the tensors of a parameter that this rank owns, and leave lazy ones in any case."""
         index = self._index.get(id(param))
         if index is None or index not in self._owners:
             return
-        lazy_tensor.materialize(v for v in state.values() if isinstance(v, LazyTensor) and not self._is_own(v))
+        # Lazy tensors of another source, as of a former wrapper, are replaced by their content.
+        lazy_tensor.materialize(
+            value
+            for value in state.values()
+            if isinstance(value, LazyTensor) and not self._is_own(value)
+        )
         for name, value in state.items():
-            if _is_kept(value):
-                key, meta, sole = (index, name), TensorMeta.of(value), is_unshared(value)
+            if _is_plain(value):
+                key = (index, name)
+                meta = TensorMeta.of(value)
+                was_unshared = is_unshared(value)
                 if self._owns(index):
-                    self._local[key] = value.detach() if sole else value.clone()
-                self._leave_lazy(key, meta, state, value, sole=sole)
+                    # Without a copy, a view that the script holds would change with the state.
+                    self._local[key] = value.detach() if was_unshared else value.clone()
+                self._leave_lazy(key, meta, state, value, was_unshared=was_unshared)
 
     def _ranges(self, key: Key) -> Mapping[int, Shard]:
         numel = self._metas[key].shape.numel()
@@ -145,61 +188,73 @@ class OwnedState(ShardedState):
     # ---------------------------------------------------------------- metadata
 
     def exchange_metadata(self, params: Sequence[ShardedParam], states: States) -> None:
-        """Show the state, and the versions, that others' parameters have after a step, once all ranks have ended it."""
-        others = [one for one in params if not self._owns(one.index)]
-        self._ask_owners([one for one in others if not self._is_known(one, states)], states)
-        raise_versions([one.param for one in others], [self._writes.get(one.index, 1) for one in others])
+        """Show the state and the versions of peers' parameters, once all ranks have stepped."""
+        foreign = [sharded for sharded in params if not self._owns(sharded.index)]
+        unknown = [sharded for sharded in foreign if not self._is_known(sharded, states)]
+        if unknown:
+            self._request_metadata(unknown, states)
+        # Every rank must refuse the same stale graphs.
+        writes = [self._writes.get(sharded.index, 1) for sharded in foreign]
+        raise_versions([sharded.param for sharded in foreign], writes)
 
-    def _is_known(self, one: ShardedParam, states: States) -> bool:
-        return self.keeps_format and one.index in self._writes and bool(states.get(one.param))
+    def _is_known(self, sharded: ShardedParam, states: States) -> bool:
+        has_state = bool(states.get(sharded.param))
+        return self.keeps_format and sharded.index in self._writes and has_state
 
-    def _ask_owners(self, params: Sequence[ShardedParam], states: States) -> None:
-        if not params:
-            return
-        asked = {one.index: one.param for one in params}
-        question = {"version": self._versions.version, "params": list(asked)}
-        owners = sorted({self._owners[index] for index in asked})
-        for header, tensors in PeerRpc.for_group(self.group).call(self._topic, question, owners).values():
+    def _request_metadata(self, params: Sequence[ShardedParam], states: States) -> None:
+        param_of = {sharded.index: sharded.param for sharded in params}
+        arguments = {"version": self._versions.version, "params": list(param_of)}
+        owners = sorted({self._owners[index] for index in param_of})
+        replies = PeerRpc.for_group(self.group).call(self._topic, arguments, owners)
+        device = self._shards.params[0].device
+        for header, tensors in replies.values():
             self._writes.update(header["writes"])
-            for index, made in unpack(header["state"], tensors, self._shards.params[0].device).items():
-                state = states.setdefault(asked[index], {})
+            for index, values in unpack(header["state"], tensors, device).items():
+                state = states.setdefault(param_of[index], {})
                 before = dict(state)
-                if list(state) != list(made):
+                # The names must have the owner's order, which is visible in a state_dict().
+                if list(state) != list(values):
                     state.clear()
-                for name, value in made.items():
+                for name, value in values.items():
                     if isinstance(value, TensorMeta):
                         self._leave_lazy((index, name), value, state, before.get(name))
                     else:
                         state[name] = value
 
-    def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
-        if "params" not in question:
-            return super()._answer(question)
-        self._versions.wait_for_version(question["version"], PATIENCE_S)
-        wanted = [index for index in question["params"] if index in self._owned]
-        metas = self._metas
-        packed, inside = pack(
-            {
-                index: {
-                    name: metas.get((index, name), value) if isinstance(value, Tensor) else value
-                    for name, value in self._owned[index].items()
-                }
-                for index in wanted
-            }
-        )
-        if inside:
-            inside = self._versions.read_version(
-                question["version"], lambda: [copy_to_host(one.contiguous()) for one in inside], PATIENCE_S
+    def _answer(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
+        """Serve a call for metadata, or a call of :class:`ShardedState`."""
+        if "params" not in arguments:
+            return super()._answer(arguments)
+        version = arguments["version"]
+        self._versions.wait_for_version(version, PEER_STEP_TIMEOUT_S)
+        indices = [index for index in arguments["params"] if index in self._owned]
+        packed, tensors = pack({index: self._describe(index) for index in indices})
+        # Tensors inside of lists and dictionaries are sent with their content.
+        if tensors:
+            tensors = self._versions.read_version(
+                version,
+                lambda: [copy_to_host(tensor.contiguous()) for tensor in tensors],
+                PEER_STEP_TIMEOUT_S,
             )
-        writes = [(index, self._writes[index]) for index in question["params"] if index in self._writes]
-        return {"state": packed, "writes": writes}, inside
+        writes = [
+            (index, self._writes[index]) for index in arguments["params"] if index in self._writes
+        ]
+        return {"state": packed, "writes": writes}, tensors
+
+    def _describe(self, index: int) -> dict[Any, Any]:
+        """Return an owned parameter's state, with metadata instead of its tensors."""
+        metas = self._metas
+        return {
+            name: metas.get((index, name), value) if isinstance(value, Tensor) else value
+            for name, value in self._owned[index].items()
+        }
 
 
 class NamedOwnedState(OwnedState):
-    """The same for a class that is known by name only."""
+    """The owned state of an optimizer class that is known by name only."""
 
     keeps_format = False
 
 
-def _is_kept(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     return type(value) is Tensor and value.layout is torch.strided

@@ -1,4 +1,4 @@
-"""The broadcast of parameters after a step in which each rank updates full parameters that it owns."""
+"""The broadcast of parameters after a step in which each rank updates the parameters it owns."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.tensors.shard import view_flat
 from ovpatch_plugins.dist_optimizer.param_all_gather import MIB
-from ovpatch_plugins.dist_optimizer.param_sync import group_alike, split_by_size
+from ovpatch_plugins.dist_optimizer.param_sync import group_by_kind, split_by_size
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 
 
 class BroadcastBucket:
-    """Broadcasts parameters of one owner: one parameter in its own memory, several through a flat buffer.
+    """The broadcast of some parameters of one owner, used again in every step.
 
-    It is used over and over: :meth:`start_broadcast` after each step, then :meth:`finish_broadcast`, both on the same
-    stream.
+    A single parameter is sent from its own memory, several parameters through a flat buffer. Call
+    :meth:`start_broadcast` after each step, then :meth:`finish_broadcast` on the same stream.
 
     Args:
         params: Dense parameters of one dtype and device.
         group: The process group.
-        owner: The rank in it that has updated them.
-        name: Of the bucket, for labels in profiles.
+        owner: The group rank that has updated them.
+        name: The name of the bucket in profiles.
     """
 
     def __init__(
@@ -44,13 +44,17 @@ class BroadcastBucket:
         self._params = tuple(params)
         self._is_owner = group.rank() == owner
         self._broadcast = Broadcast(group, owner)
-        self._labels = [profiler_label("dist_optimizer", phase, name) for phase in ("broadcast", "wait")]
+        self._labels = [
+            profiler_label("dist_optimizer", phase, name) for phase in ("broadcast", "wait")
+        ]
+        # The collective and the tensor that it sends or receives.
         self._in_flight: tuple[Work, Tensor] | None = None
 
     def start_broadcast(self) -> None:
-        """Start the collective, which all ranks of the group must call in the same order."""
+        """Start the collective. All ranks of the group must call this in the same order."""
         with outside_modes(), profiler_span(self._labels[0]):
             elements = self._elements()
+            # A single parameter needs no copy.
             if len(elements) == 1:
                 sent = elements[0]
             elif self._is_owner:
@@ -64,50 +68,51 @@ class BroadcastBucket:
         assert self._in_flight is not None
         with outside_modes(), profiler_span(self._labels[1]):
             work, received = self._in_flight
+            # This releases the buffer even if the collective has failed.
             self._in_flight = None
             work.wait()
+            # The memory of the parameters may have moved, so read it again.
             elements = self._elements()
             if len(elements) > 1 and not self._is_owner:
-                torch._foreach_copy_(elements, received.split([len(one) for one in elements]))
+                torch._foreach_copy_(elements, received.split([len(flat) for flat in elements]))
 
     def _elements(self) -> list[Tensor]:
         return [view_flat(param.data) for param in self._params]
 
 
 class ParamBroadcast:
-    """The broadcast of one optimizer's parameters after its step.
+    """The broadcasts of one optimizer's parameters after its step.
 
-    Small parameters of one owner travel together in a flat buffer. One bucket is in flight while the last one is copied
-    out, and no more than these two take memory.
+    Small parameters of one owner are sent together in a flat buffer. One bucket is in flight while
+    the last one is copied out, so at most two buffers take memory.
 
     Args:
-        bucket_mb: How many MiB of parameters go together.
+        bucket_mb: The capacity of a bucket in MiB.
     """
 
     def __init__(self, bucket_mb: float) -> None:
+        # In bytes.
         self._capacity = bucket_mb * MIB
         self._params: Sequence[ShardedParam] = []
         self._buckets: list[BroadcastBucket] = []
         self._nbytes = 0
 
     def begin_update(self, params: Sequence[ShardedParam]) -> None:
-        """Do nothing: parameters are updated where they are."""
+        """Do nothing, because the optimizer updates the parameters' own memory."""
 
     def keep_update(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing, because the parameters' own memory has the update."""
 
-    def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
-        """Broadcast, and wait; all ranks do so for the same parameters, whose owners stay the same."""
+    def start(self, params: Sequence[ShardedParam]) -> None:
+        """Broadcast the parameters, and wait for them.
+
+        Args:
+            params: The parameters, the same on all ranks. Their owners do not change.
+        """
         if params != self._params or not self._buckets:
-            self._params, self._buckets = params, []
-            self._nbytes = sum(one.param.nbytes for one in params)
-            divided = [
-                b
-                for alike in group_alike(params, _kind)
-                for b in split_by_size(alike, itertools.repeat(self._capacity))
-            ]
-            self._buckets = [_make_bucket(bucket) for bucket in divided]
-        for last, bucket in zip([None, *self._buckets], [*self._buckets, None], strict=True):
+            self._set_buckets(params)
+        for last, bucket in itertools.pairwise([None, *self._buckets, None]):
+            # The next bucket is in flight while the last one is copied out.
             if bucket is not None:
                 bucket.start_broadcast()
             if last is not None:
@@ -115,17 +120,33 @@ class ParamBroadcast:
         COUNTERS.bytes_gathered += self._nbytes
         COUNTERS.gathers += len(self._buckets)
 
-    def finish_param_sync(self) -> None:
-        """Do nothing: nothing stays in flight."""
+    def finish(self) -> None:
+        """Do nothing, because :meth:`start` leaves no collective in flight."""
+
+    def _set_buckets(self, params: Sequence[ShardedParam]) -> None:
+        self._params = params
+        # If anything raises below, the next step must split again.
+        self._buckets = []
+        self._nbytes = sum(sharded.param.nbytes for sharded in params)
+        capacities = itertools.repeat(self._capacity)
+        self._buckets = [
+            _make_bucket(bucket)
+            for same_kind in group_by_kind(params, _kind)
+            for bucket in split_by_size(same_kind, capacities)
+        ]
 
 
-def _kind(param: ShardedParam) -> Hashable:
-    return param.owner, param.param.dtype
+def _kind(sharded: ShardedParam) -> Hashable:
+    return sharded.owner, sharded.param.dtype
 
 
 def _make_bucket(params: Sequence[ShardedParam]) -> BroadcastBucket:
-    shards, owner = params[0].shards, params[0].owner
-    assert owner is not None
-    name = shards.names[params[0].index]
-    communicator = step_communicator(shards.group, params[0].param.device)
-    return BroadcastBucket([one.param for one in params], communicator, owner, name=name)
+    first = params[0]
+    shards = first.shards
+    assert first.owner is not None
+    name = shards.names[first.index]
+    # A script's thread may use the group concurrently.
+    communicator = step_communicator(shards.group, first.param.device)
+    return BroadcastBucket(
+        [sharded.param for sharded in params], communicator, first.owner, name=name
+    )

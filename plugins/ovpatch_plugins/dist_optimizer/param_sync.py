@@ -1,4 +1,4 @@
-"""How parameters become full after a sharded step: the protocol, and the split into buckets."""
+"""The protocol that makes parameters full after a sharded step, and their split into buckets."""
 
 from __future__ import annotations
 
@@ -10,44 +10,63 @@ from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 
 
 class ParamSync(Protocol):
-    """Makes parameters the same on all ranks after a step."""
+    """The collectives that make the parameters of one optimizer full on all ranks after a step.
+
+    A step calls :meth:`begin_update` before it changes shards, and then either :meth:`start` or, if
+    peers will not take part, :meth:`keep_update`. The next step calls :meth:`finish` first.
+    """
 
     def begin_update(self, params: Sequence[ShardedParam]) -> None:
-        """Called before this rank's shards of parameters are updated, which are synchronized next."""
+        """Prepare the update of this rank's shards; the same parameters are synchronized next."""
+
+    def start(self, params: Sequence[ShardedParam]) -> None:
+        """Start the collectives. All ranks call this for the same parameters."""
+
+    def finish(self) -> None:
+        """Wait for the collectives that are in flight."""
 
     def keep_update(self) -> None:
-        """Called instead of the start of the collectives, or after it has failed."""
-
-    def start_param_sync(self, params: Sequence[ShardedParam]) -> None:
-        """Start the collectives; all ranks do so for the same parameters."""
-
-    def finish_param_sync(self) -> None:
-        """Wait for what is in flight."""
+        """Keep the update of this rank's shards if :meth:`start` failed or was not called."""
 
 
-def group_alike(
+def group_by_kind(
     params: Sequence[ShardedParam], kind: Callable[[ShardedParam], Hashable]
 ) -> Iterable[list[ShardedParam]]:
-    """Return the parameters of each model and kind, in registration order, each kind where its first one stands.
+    """Return the parameters of each model and kind in registration order.
 
-    An optimizer may have its parameters in another order on other ranks.
+    The kinds of a model are in the order of their first parameters. The order of the optimizer's
+    groups does not matter, because it may differ by rank, and ranks pair buckets by position.
     """
-    found: dict[Hashable, list[ShardedParam]] = {}
-    models = sort_models(one.shards for one in params)
-    for one in sorted(params, key=lambda one: (models.index(one.shards), one.index)):
-        found.setdefault((one.shards, kind(one)), []).append(one)
-    return found.values()
+    # A dictionary keeps the order in which the kinds appear.
+    groups: dict[Hashable, list[ShardedParam]] = {}
+    # All ranks sort models in the same way, whatever their identity is here.
+    models = sort_models(sharded.shards for sharded in params)
+    in_order = sorted(params, key=lambda sharded: (models.index(sharded.shards), sharded.index))
+    for sharded in in_order:
+        groups.setdefault((sharded.shards, kind(sharded)), []).append(sharded)
+    return groups.values()
 
 
-def split_by_size(params: Iterable[ShardedParam], capacities: Iterator[float]) -> Iterator[list[ShardedParam]]:
-    """Yield buckets of at most as many bytes as ``capacities`` say; a larger parameter is a bucket by itself."""
+def split_by_size(
+    params: Iterable[ShardedParam], capacities: Iterator[float]
+) -> Iterator[list[ShardedParam]]:
+    """Yield the buckets of some parameters, in their order.
+
+    Args:
+        params: The parameters. A parameter that exceeds the capacity gets its own bucket.
+        capacities: The capacity of each bucket in bytes.
+    """
     bucket: list[ShardedParam] = []
-    size, capacity = 0, next(capacities)
-    for one in params:
-        if bucket and size + one.param.nbytes > capacity:
+    size = 0
+    capacity = next(capacities)
+    for sharded in params:
+        # A bucket is never empty, so a parameter that exceeds the capacity gets one alone.
+        if bucket and size + sharded.param.nbytes > capacity:
             yield bucket
-            bucket, size, capacity = [], 0, next(capacities)
-        bucket.append(one)
-        size += one.param.nbytes
+            bucket = []
+            size = 0
+            capacity = next(capacities)
+        bucket.append(sharded)
+        size += sharded.param.nbytes
     if bucket:
         yield bucket

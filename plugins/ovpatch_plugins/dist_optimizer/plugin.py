@@ -1,4 +1,4 @@
-"""What is patched for feature ``dist_optimizer``, and why there."""
+"""The description, the patches and the life cycle of feature ``dist_optimizer``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.dist_optimizer.options import OPTIONS
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
     from ovpatch_plugins.dist_optimizer.step_patches import NamedClasses, StepPatches
 
-_CLIP = "torch.nn.utils.clip_grad"
+_CLIP: Final = "torch.nn.utils.clip_grad"
 
 
 @hookimpl
@@ -24,7 +24,9 @@ def ovpatch_feature() -> Feature:
     """Describe the feature."""
     return Feature(
         name="dist_optimizer",
-        summary="ZeRO-1: each rank updates its shard of the parameters and keeps that shard's state.",
+        summary=(
+            "ZeRO-1: each rank updates its shard of the parameters and keeps that shard's state."
+        ),
         options=OPTIONS,
         requires=("ddp",),
         distributed=True,
@@ -32,23 +34,31 @@ def ovpatch_feature() -> Feature:
     )
 
 
+# --- registration ---
+
+
 @hookimpl
 def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
-    """Register the patches; those of a model's steps once a model is sharded, if that is chosen."""
+    """Register the patches.
+
+    If each model is chosen, the patches that only sharded models need follow with the first one.
+    """
     from ovpatch_plugins.dist_optimizer.step_patches import NamedClasses, StepPatches
 
     named = NamedClasses.from_options(options)
     steps = StepPatches(named)
     steps.register(patches)
     if _is_chosen_by_model(options):
-        _Registration.late = _LatePatches(functools.partial(_register_late, patches, options, named, steps))
+        apply = functools.partial(_register_late, patches, options, named, steps)
+        _Registration.late = _LatePatches(apply)
     else:
         _Registration.late = _LatePatches()
         _register_work(patches, options, named, steps)
 
 
 def _is_chosen_by_model(options: Mapping[str, Any]) -> bool:
-    # A parameter that has a main one is sharded in any case, and its state may be loaded before its model is wrapped.
+    # A parameter with a main parameter is sharded in any case, and a script may load its state
+    # before it wraps the model.
     return options["shard"] == "auto" and not options["main_params_in_fp32"]
 
 
@@ -56,89 +66,114 @@ class _LatePatches:
     """The patches of one registration that wait for the first sharded model.
 
     Args:
-        apply: Registers and applies them; None if that is done.
+        apply: Registers and applies the patches; None if they are applied already.
     """
 
     def __init__(self, apply: Callable[[], None] | None = None) -> None:
-        self._apply, self._refusal = apply, ""
-        self._lock = threading.Lock()  # another model waits for the thread that applies
+        self._apply = apply
+        # The reason why the patches could not be applied, or "".
+        self._refusal = ""
+        # Another thread that wraps a model must wait until the patches are there.
+        self._lock = threading.Lock()
 
     def prepare(self) -> str:
-        """Apply the patches, if they are not; return why that failed, or ""."""
+        """Apply the patches at the first call; return the reason for a failure, or ""."""
         with self._lock:
             if self._apply is not None:
                 try:
                     self._apply()
-                except Exception as error:  # noqa: BLE001 - whatever it is, all ranks are told, and leave the model whole
+                except Exception as error:  # noqa: BLE001 - whatever failed
+                    # All ranks must learn it and leave the model unsharded.
                     self._refusal = str(error) or repr(error)
                 self._apply = None
             return self._refusal
 
 
 class _Registration:
-    """What the newest ``ovpatch_register`` has left for ``ovpatch_activate``."""
+    """The values that the newest ``ovpatch_register`` has left for ``ovpatch_activate``."""
 
     late = _LatePatches()
 
 
-def _register_late(patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches) -> None:
+def _register_late(
+    patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches
+) -> None:
     _register_work(patches, options, named, steps)
     patches.apply()
 
 
-def _register_work(patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches) -> None:
-    """Register the patches that sharded models need, beside those of optimizers' steps."""
+def _register_work(
+    patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches
+) -> None:
+    """Register the patches that sharded models need, apart from those of optimizers' steps."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from ovpatch_plugins.dist_optimizer.clip_grad import wrap_clip, wrap_clip_grad_norm, wrap_norm, wrap_unscale
+    from ovpatch_plugins.dist_optimizer.clip_grad import (
+        wrap_clip,
+        wrap_clip_grad_norm,
+        wrap_norm,
+        wrap_unscale,
+    )
     from ovpatch_plugins.dist_optimizer.optimizer_attach import OptimizerAttachment, wrap_destroy
 
     optimizers = OptimizerAttachment(options, named)
+    # Without overlap no parameter is pending when step() returns.
     if options["overlap_param_gather"]:
         _register_readers(patches)
     patches.register_hook(
         "optimizer step",
         lambda: register_optimizer_step_pre_hook(optimizers.before_step),
-        why="sees optimizers whose step is not patched, which are reported",
+        why="sees optimizers whose step is not patched, for the report",
     )
     patches.register_patch(
         "torch.optim.optimizer.Optimizer.state_dict",
         wrap=optimizers.wrap_state_dict,
-        why="is called by threads that save in the background, also in the middle of a step; hooks cannot hold that up",
+        why="threads that save in the background call it, also during a step, and no hook can "
+        "make them wait",
     )
     if options["main_params_in_fp32"]:
         patches.register_patch(
             "torch.optim.optimizer.Optimizer.load_state_dict",
             wrap=optimizers.wrap_load,
-            why="casts fp32 state to the dtype of half-precision parameters",
+            why="casts fp32 state to the dtype of bf16 and fp16 parameters",
         )
     patches.register_patch(
         f"{_CLIP}.clip_grad_norm_",
         wrap=wrap_clip_grad_norm,
-        why="is called by all ranks, so that the functions below it may sum norms by a collective",
+        why="all ranks call it, so the functions that it calls may sum norms by a collective",
     )
     patches.register_patch(
         f"{_CLIP}._get_total_norm",
         wrap=wrap_norm,
-        why="is what clip_grad_norm_ calls, by whatever name the script took that, and get_total_norm itself",
+        why="clip_grad_norm_ calls it, under whatever name the script imported that, and so does "
+        "get_total_norm",
     )
-    patches.register_patch(f"{_CLIP}._clip_grads_with_norm_", wrap=wrap_clip, why="as _get_total_norm")
+    patches.register_patch(
+        f"{_CLIP}._clip_grads_with_norm_", wrap=wrap_clip, why="see _get_total_norm"
+    )
     patches.register_patch(
         "torch.distributed.distributed_c10d.destroy_process_group",
         wrap=wrap_destroy,
-        why="is called by a rank that has finished, whose shards others may still need",
+        why="a rank that has finished calls it, and peers may still need its shards",
     )
     patches.register_patch(
         "torch.amp.grad_scaler.GradScaler._unscale_grads_",
         wrap=wrap_unscale,
-        why="looks for infinities in this rank's gradients only, and decides by that whether this rank steps",
+        why="finds infinities in this rank's gradients only, and thus decides whether this rank "
+        "steps",
     )
+    # From here on the patched steps are sharded.
     steps.divider = optimizers
 
 
 def _register_readers(patches: Registrar) -> None:
-    """Register what readers of a parameter whose all-gather is in flight go through."""
-    from ovpatch.overlap.tensors.read_hooks import APPLIES_IN_C, READ_HOOKS, ContextHook, ModuleHook, wrap_unflatten
+    """Register the functions through which readers of pending parameters pass."""
+    from ovpatch.overlap.tensors.read_hooks import (
+        APPLIES_IN_C,
+        READ_HOOKS,
+        ContextHook,
+        ModuleHook,
+    )
     from ovpatch_plugins.dist_optimizer.optimizer_attach import wrap_zero_grad
 
     for target, wrap, why, optional in READ_HOOKS:
@@ -146,41 +181,45 @@ def _register_readers(patches: Registrar) -> None:
     patches.register_hook(
         "module call",
         ModuleHook,
-        why="is where every module's call is looked up; scripted functions and extensions read the memory of the "
-        "module's parameters, a global hook makes compiled modules warn, and a wrapper adds frames",
+        why="every module's call is looked up there. Scripted functions and extensions read the "
+        "memory of the module's parameters; a global hook makes compiled modules warn, and a "
+        "wrapper adds frames",
     )
+    # Otherwise READ_HOOKS has a Python function that apply() calls.
     if APPLIES_IN_C:
         patches.register_hook(
             "autograd function",
             ContextHook,
-            why="sees calls of autograd.Function whose apply() a script took before it was patched",
+            why="sees calls of an autograd.Function whose apply() a script took before the patch",
         )
-    patches.register_patch(
-        "torch.distributed.tensor.parallel.ddp._unflatten_tensor",
-        wrap=wrap_unflatten,
-        optional=True,
-        why="makes the DTensors that stand in parameters' places under DistributedDataParallel(device_mesh=)",
-    )
     patches.register_patch(
         "torch.optim.optimizer.Optimizer.zero_grad",
         wrap=wrap_zero_grad,
-        why="asks each parameter for its grad, mostly while they are pending, whose class answers slowly",
+        why="reads the grad of each parameter, mostly while they are pending, and reads through "
+        "their class are slow",
     )
+
+
+# --- activation ---
 
 
 @hookimpl
 def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
-    """Shard the gradients of models that are wrapped from now on."""
+    """Shard the gradients of models that the script wraps after this call."""
     from ovpatch.overlap.data_parallel.grad_sharder import register_grad_sharder
 
+    # All ranks must have the same options, and they are compared in messages of plain dictionaries.
     terms = dict(options)
-    prepare = _Registration.late.prepare
-    choice = functools.partial(_choose_sharding, terms, prepare) if options["shard"] == "auto" else None
+    choice = None
+    if options["shard"] == "auto":
+        choice = functools.partial(_choose_sharding, terms, _Registration.late.prepare)
     register_grad_sharder(functools.partial(_make_sharder, terms), terms, choice)
     return []
 
 
-def _choose_sharding(options: Mapping[str, Any], prepare: Callable[[], str], *model: Any, **facts: Any) -> bool:
+def _choose_sharding(
+    options: Mapping[str, Any], prepare: Callable[[], str], *model: Any, **facts: Any
+) -> bool:
     """Return whether a model is sharded: a ``ShardingChoice``."""
     from ovpatch_plugins.dist_optimizer.sharding_choice import choose_sharding
 
@@ -196,19 +235,23 @@ def _make_sharder(options: Mapping[str, Any], *model: Any, **facts: Any) -> Grad
         *model,
         **facts,
         min_numel=functools.partial(get_min_sharded_numel, options),
+        # 0 means no limit.
         max_inflight_bytes=options["grads_in_flight_mb"] * 2**20 or math.inf,
     )
 
 
 @hookimpl
 def ovpatch_deactivate() -> None:
-    """Make all optimizers stock again."""
+    """Leave all optimizers to torch."""
     from ovpatch.overlap.data_parallel.grad_sharder import unregister_grad_sharder
 
+    # First, so that no thread wraps another sharded model.
     unregister_grad_sharder()
+    # Modules that were not imported have nothing to release.
     copies = sys.modules.get("ovpatch.overlap.copy_engine.selection")
     communicators = sys.modules.get("ovpatch.overlap.comm.collectives")
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizer_attach")
+    # Optimizers first, because their last gathers need the other two.
     if optimizers is not None:
         optimizers.release_all()
     if communicators is not None:
@@ -217,13 +260,16 @@ def ovpatch_deactivate() -> None:
         copies.forget()
 
 
+# --- the report ---
+
 ovpatch_counters = make_counters_hook("ovpatch_plugins.dist_optimizer.report")
 
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
-    """Return which models are sharded and which optimizers were left stock, and why, and what was measured."""
+    """Return the models that are sharded, the optimizers that fell back, and measurements."""
     from ovpatch_plugins.dist_optimizer.report import list_remarks
 
     autotune = sys.modules.get("ovpatch.overlap.autotune.autotuner")
-    return [*list_remarks(), *([] if autotune is None else autotune.report_lines("dist_optimizer"))]
+    measured = [] if autotune is None else autotune.report_lines("dist_optimizer")
+    return [*list_remarks(), *measured]

@@ -1,4 +1,4 @@
-"""What the feature did in this process, and what the report says of it."""
+"""The counters of feature ``dist_optimizer``, and its lines in the report."""
 
 from __future__ import annotations
 
@@ -13,26 +13,24 @@ class Counters(FeatureCounters):
     """Totals since the process started.
 
     Attributes:
-        optimizers: Optimizers whose steps are divided among ranks.
-        stock_optimizers: Optimizers that were left stock.
-        steps: Optimizer steps that were divided.
+        optimizers: Optimizers with sharded steps.
+        stock_optimizers: Optimizers that fell back to torch.
+        steps: Sharded optimizer steps.
         params_updated: Parameters updated by shards, or by one rank for all, summed over steps.
-        params_owned: Those of them that this rank updated whole, for all ranks.
-        grads_sharded: Gradients that were reduce-scattered and had not been read by the step.
-        grads_in_half: Sharded gradients that are averaged in fp32 and were sent in half precision.
+        params_owned: Parameters among these that this rank updated for all ranks.
+        grads_sharded: Gradients that were reduce-scattered and were not read before the step.
+        grads_in_half: Sharded gradients that are averaged in fp32 and were sent in bf16 or fp16.
         grads_read: Lazy gradients that this rank materialized because the script read them.
         gathers: Buckets of parameters all-gathered, or broadcast by their owners, after steps.
-        gathers_overlapped: Those of them that step() did not wait for.
-        gathers_copied: Those of them that the GPUs' copy engines carried.
+        gathers_overlapped: Buckets among these that step() did not wait for.
+        gathers_copied: Buckets among these that the GPUs' copy engines gathered.
         bytes_gathered: Size of the parameters in them, in bytes.
         norms: Gradient norms computed from shards.
         state_reads: Reads of lazy optimizer state.
-        bytes_pulled: Optimizer state that peers sent for that, in bytes.
-        state_read_ms: How long that took, in milliseconds.
-        state_refilled: Tensors of optimizer state that were filled after a step because a view, or the like, of them is
-            held.
-        state_bytes: Optimizer state that this rank keeps, of parameters whose update is divided, in bytes.
-        state_bytes_whole: What stock would keep here of the same, in bytes.
+        bytes_pulled: Optimizer state that peers sent for these reads, in bytes.
+        state_read_ms: Duration of these reads, in milliseconds.
+        state_bytes: Optimizer state that this rank keeps of sharded parameters, in bytes.
+        state_bytes_whole: Size of the full state of these parameters, in bytes.
     """
 
     optimizers: int = 0
@@ -51,7 +49,6 @@ class Counters(FeatureCounters):
     state_reads: int = 0
     bytes_pulled: int = 0
     state_read_ms: int = 0
-    state_refilled: int = 0
     state_bytes: int = 0
     state_bytes_whole: int = 0
 
@@ -60,21 +57,30 @@ COUNTERS = Counters()
 
 _log = logging.getLogger("ovpatch.dist_optimizer")
 
+_REMARK_SHARED_STATE: Final = "the script shares the memory of optimizer state"
+_REMARK_SHARED_STATE_EFFECT: Final = (
+    "over a step, as by a view, an array or a graph, which keeps the values from before the step. "
+    "Read the tensor from optimizer.state again after each step."
+)
+
+# The lines of the report, in the order of events.
 _remarks: Final[list[str]] = []
-_strangers: Final[set[str]] = set()  # classes of optimizers that stepped and had no parameter of ours
+# Classes of optimizers that stepped and had no parameter whose gradient is sharded.
+_unmanaged: Final[set[str]] = set()
 
 
 def remark(text: str) -> bool:
-    """Keep a remark, each once; return whether it is new."""
-    new = text not in _remarks
-    if new:
+    """Add a remark to the report, unless it is there; return whether it is new."""
+    # Callers log only new remarks, so that a loop over many optimizers warns once.
+    is_new = text not in _remarks
+    if is_new:
         _remarks.append(text)
-    return new
+    return is_new
 
 
-def note_stranger(name: str) -> None:
-    """Note the class of an optimizer that stepped and had no parameter whose gradient is sharded."""
-    _strangers.add(name)
+def note_unmanaged(name: str) -> None:
+    """Note the class of an optimizer that stepped without a parameter with sharded gradients."""
+    _unmanaged.add(name)
 
 
 def note_choice(text: str) -> None:
@@ -83,10 +89,27 @@ def note_choice(text: str) -> None:
         _log.info("%s", text)
 
 
+def note_shared_state(name: object) -> None:
+    """Warn, once, that a script shares the memory of a tensor of optimizer state over a step."""
+    # Each tensor would warn again otherwise, and they have the same remedy.
+    if not any(text.startswith(_REMARK_SHARED_STATE) for text in _remarks):
+        text = f"{_REMARK_SHARED_STATE} '{name}' {_REMARK_SHARED_STATE_EFFECT}"
+        remark(text)
+        _log.warning("%s", text)
+
+
 def list_remarks() -> Sequence[str]:
-    """Return which models are sharded, if that is chosen, and which optimizers are stock or had nothing to divide."""
-    found = list(_remarks)
-    if _strangers and not (_remarks or COUNTERS.optimizers):
-        names = ", ".join(sorted(_strangers))
-        found.append(f"{names} had nothing to divide: no parameter of a model whose gradients feature ddp reduces")
-    return found
+    """Return the lines of the report.
+
+    They name the models that are sharded by choice, the optimizers that fell back, and the
+    optimizers that had nothing to shard.
+    """
+    remarks = list(_remarks)
+    # If another line names an optimizer or a model, unmanaged ones are on purpose.
+    if _unmanaged and not (_remarks or COUNTERS.optimizers):
+        names = ", ".join(sorted(_unmanaged))
+        remarks.append(
+            f"{names} had nothing to divide: no parameter of a model whose gradients feature ddp "
+            "reduces"
+        )
+    return remarks

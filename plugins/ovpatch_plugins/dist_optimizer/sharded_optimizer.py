@@ -199,7 +199,7 @@ class ShardedOptimizer:
 
     def _prepare_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters whose update is divided; none if the optimizer goes on as stock."""
-        self._sync.finish_param_sync()  # a second step without a forward in between
+        self._sync.finish()  # a second step without a forward in between
         self._thread = threading.get_ident()
         if self._state_dicts:
             for state_dict in list(self._state_dicts):
@@ -228,7 +228,7 @@ class ShardedOptimizer:
         for shards in models:
             for other in shards.optimizers:  # whose all-gather would overwrite what this step updates
                 if other is not self:
-                    other._sync.finish_param_sync()
+                    other._sync.finish()
         COUNTERS.grads_sharded += self._lazy_grads
         was_read = False
         for shards, of_model in models.items():
@@ -397,9 +397,7 @@ class ShardedOptimizer:
         finally:  # the others wait for the collective in any case
             for shards in self._of_groups:
                 (shards.start_host_barrier if self._quiet else shards.wait_for_hosts)()
-            self._sync.start_param_sync(params)
-        for shards in self._by_model:
-            self._states[shards].refill_held()
+            self._sync.start(params)
 
     def params_to_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters with a gradient whose update is divided."""
@@ -464,8 +462,7 @@ class ShardedOptimizer:
         shards.optimizers.discard(self)
         if not PeerRpc.is_destroyed(shards.group):
             # Parameters that this step leaves out still have lazy state.
-            values = [value for values in optimizer.state.values() for value in values.values()]
-            lazy_tensor.materialize(v for v in values if isinstance(v, LazyTensor) and v.source is state)
+            state.unshard(optimizer.state)
         state.discount()
         retention.retain(shards.group, state)  # slower peers still fetch
 
@@ -511,7 +508,7 @@ class ShardedOptimizer:
     def release(self) -> None:
         """Make everything whole again: the optimizer goes on as stock."""
         self.is_sharded = False
-        self._sync.finish_param_sync()
+        self._sync.finish()
         for hook in self._hooks:
             hook.remove()
         optimizer = self._optimizer()
@@ -526,8 +523,8 @@ class ShardedOptimizer:
         if in_fp32:
             drop_main_params(optimizer)
         leaving = [state for state in self._states.values() if state.start_final_calls()]
-        values = [value for state in optimizer.state.values() for value in state.values()]
-        lazy_tensor.materialize(v for v in values if isinstance(v, LazyTensor) and v.source in leaving)
+        for state in leaving:
+            state.unshard(optimizer.state)
         if in_fp32:
             round_state(optimizer)
         if self.is_elementwise:

@@ -1,4 +1,4 @@
-"""A parameter whose update is sharded over the ranks, and the swap of such parameters in an optimizer."""
+"""A parameter whose update is sharded, and the swap of such parameters in an optimizer."""
 
 from __future__ import annotations
 
@@ -21,134 +21,177 @@ _VERSION: Final = operator.attrgetter("_version")
 
 
 class ShardedParam:
-    """A parameter of which each rank updates a shard, or which one rank updates for all.
+    """A parameter of which each rank updates a shard, or which one rank updates for all ranks.
 
     Args:
         param: The parameter.
         shards: The sharded gradients of its model.
-        index: Its index there.
+        index: Its index in ``shards``.
 
     Attributes:
         param: The parameter.
         shards: The sharded gradients of its model.
-        index: Its index there.
-        owner: The group rank that updates all of it, where one does.
-        shard: This rank's elements.
-        memory: Where this rank's elements are updated; None if that is the parameter's own memory.
-        shard_param: What the optimizer is given for it; between steps it has none of the parameter's memory.
+        index: Its index in ``shards``.
+        owner: The group rank that updates the full parameter; None if each rank updates a shard.
+        shard: The range of this rank's elements.
+        memory: The memory in which this rank's elements are updated, ``[shard.numel]``; None if
+            that is the parameter's own memory.
+        shard_param: The parameter that the optimizer gets instead of ``param``. Between steps it
+            references none of the memory of ``param``.
     """
 
-    # Each step goes through thousands of them.
+    # A step visits thousands of these objects, and slots are read faster than a dictionary.
     __slots__ = (
-        "begin", "grad", "index", "memory", "nothing", "owner", "param", "reduced", "shard", "shard_param", "shards",
-        "size", "strides",
-    )  # fmt: skip
+        "begin",
+        "empty",
+        "grad",
+        "index",
+        "memory",
+        "owner",
+        "param",
+        "reduced",
+        "shard",
+        "shard_param",
+        "shards",
+        "size",
+        "strides",
+    )
 
     def __init__(self, param: Parameter, shards: ShardedGrads, index: int) -> None:
-        self.param, self.shards, self.index = param, shards, index
+        self.param = param
+        self.shards = shards
+        self.index = index
         self.owner: int | None = None
         self.shard = shards.local_range(index)
-        self.begin, self.size, self.strides = self.shard.begin, (self.shard.numel,), param.stride()
+
+        # - Geometry, computed once because every step needs it
+        self.begin = self.shard.begin
+        self.size = (self.shard.numel,)
+        self.strides = param.stride()
+
         with outside_modes():
-            self.nothing = param.new_empty(0)
-            # What Parameter() does, which pending_param.py wraps. It keeps the parameter's version counter, whatever
-            # its memory: autograd refuses to go back through a graph whose tensors were written to by shards.
+            # The memory of `shard_param` between steps.
+            self.empty = param.new_empty(0)
+            # `Parameter()` would do the same, but pending_param.py wraps it. The result shares the
+            # version counter of `param`, whatever its memory. So autograd detects that a step has
+            # written to a parameter that a graph has saved.
             self.shard_param: Parameter = torch.Tensor._make_subclass(Parameter, param, True)
         self.set_memory(None)
-        self.reduced = self.grad = self.nothing  # the shard of the gradient, and what the optimizer is given for it
+
+        # - The gradient of the last step
+        # The reduced shard with its padding, by which a step detects that `grad` is still valid.
+        self.reduced = self.empty
+        # The part of `reduced` without padding, which the optimizer gets.
+        self.grad = self.empty
 
     def set_memory(self, memory: Tensor | None) -> None:
-        """Have this rank's elements updated in other memory, ``[shard.numel]``; see :attr:`memory`."""
+        """Update this rank's elements in other memory; see :attr:`memory`."""
         self.memory = memory
         with outside_modes():
-            self.shard_param.data = self.nothing if memory is None else memory
+            self.shard_param.data = self.empty if memory is None else memory
 
 
 def attach_shards(params: Sequence[ShardedParam]) -> list[Parameter]:
-    """Return this rank's shards of parameters, as parameters with gradients, until :func:`detach_shards`.
+    """Return this rank's shards as parameters with gradients, until :func:`detach_shards`.
 
-    They are the same objects in every step, over the memory that the parameters have now, or over other memory, which
-    has their content by then. The parameters themselves do not change: another thread, which saves a checkpoint, must
-    not find shards.
+    Every step gets the same objects. They use the memory that the parameters have now, or
+    ``memory``, to which the caller has copied the content of the parameters. The parameters
+    themselves do not change, because a thread that saves a checkpoint must not find shards.
 
     Raises:
-        RuntimeError: A parameter's elements lie in another order than when its model was wrapped.
+        RuntimeError: The elements of a parameter have another order than when its model was
+            wrapped.
     """
-    owners = tuple([one.param for one in params if one.memory is None])
-    versions = tuple(read_versions(owners)) if owners else ()
+    shared_memory_params = tuple([sharded.param for sharded in params if sharded.memory is None])
+    versions = tuple(read_versions(shared_memory_params)) if shared_memory_params else ()
     with outside_modes():
         try:
-            for one in params:
-                param, shard_param = one.param, one.shard_param
-                if param.stride() != one.strides:
-                    one.shards.check_layout(one.index)
+            for sharded in params:
+                param = sharded.param
+                shard_param = sharded.shard_param
+                if param.stride() != sharded.strides:
+                    sharded.shards.check_layout(sharded.index)
                 dtype = param.dtype
-                if one.memory is None:
+                if sharded.memory is None:
+                    # set_() keeps the dtype of the shard, but a script may cast the parameter.
                     if dtype is not shard_param.dtype:
-                        one.nothing = shard_param.data = param.new_empty(0)
-                    begin = param.storage_offset() + one.begin
-                    shard_param.set_(param.untyped_storage(), begin, one.size, _CONTIGUOUS)
+                        sharded.empty = param.new_empty(0)
+                        shard_param.data = sharded.empty
+                    begin = param.storage_offset() + sharded.begin
+                    storage = param.untyped_storage()
+                    shard_param.set_(storage, begin, sharded.size, _CONTIGUOUS)
                 grad = param.grad
-                if type(grad) is LazyTensor and grad.__dict__.get("source") is one.shards:
-                    reduced, shard = one.shards.reduced[one.index], one.grad
-                    # A tensor object of its own, since an optimizer may give it other memory.
-                    if one.reduced is not reduced or shard.data_ptr() != reduced.data_ptr():
-                        one.reduced, one.grad = reduced, reduced[: one.shard.numel]
-                        shard = one.grad
+                is_lazy = type(grad) is LazyTensor
+                if is_lazy and grad.__dict__.get("source") is sharded.shards:
+                    reduced = sharded.shards.reduced[sharded.index]
+                    shard = sharded.grad
+                    # The optimizer may give other memory to the gradient that it gets, so that must
+                    # be another tensor object than the one in `reduced`.
+                    if sharded.reduced is not reduced or shard.data_ptr() != reduced.data_ptr():
+                        sharded.reduced = reduced
+                        shard = reduced[: sharded.shard.numel]
+                        sharded.grad = shard
                 elif grad is not None:
-                    shard = one.shards.local_shard(one.index, grad)
+                    shard = sharded.shards.local_shard(sharded.index, grad)
                 else:
                     continue
                 shard_param.grad = shard if shard.dtype is dtype else shard.to(dtype)
-        finally:  # set_() counts as a write
-            if owners:
-                torch._C._autograd._unsafe_set_version_counter(owners, versions)
-    return [one.shard_param for one in params]
+        finally:
+            # set_() counts as a write to the shared version counter, but nothing was written.
+            if shared_memory_params:
+                torch._C._autograd._unsafe_set_version_counter(shared_memory_params, versions)
+    return [sharded.shard_param for sharded in params]
 
 
 def detach_shards(params: Sequence[ShardedParam]) -> None:
-    """Take memory and gradients from the shards again.
+    """Release the memory and the gradients of the shards.
 
-    A parameter is pending only while no other tensor shares its memory; and where a script moves a parameter elsewhere,
-    its memory is freed.
+    A parameter can only be pending while no other tensor shares its memory. If the script moves a
+    parameter to another device, its old memory must be freed.
     """
-    for one in params:
-        if one.memory is None:
-            one.shard_param.data = one.nothing
-        one.shard_param.grad = None
+    for sharded in params:
+        if sharded.memory is None:
+            sharded.shard_param.data = sharded.empty
+        sharded.shard_param.grad = None
 
 
 @contextmanager
 def replaced_params(optimizer: Optimizer, by: Mapping[int, Parameter | None]) -> Iterator[None]:
-    """Show an optimizer other parameters while the block runs.
+    """Replace parameters of an optimizer while the block runs.
 
     Args:
         optimizer: The optimizer.
-        by: By ``id()`` of a parameter, the one that it is replaced by; None leaves it out. Groups stay, though they may
-            be empty.
+        by: The replacement by ``id()`` of a parameter. None leaves the parameter out. The groups
+            stay, even if they are empty.
     """
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     try:
-        for group, params in groups:
-            group["params"] = [one for one in map(by.get, map(id, params), params) if one is not None]
-        yield
+        try:
+            for group, params in groups:
+                replaced = map(by.get, map(id, params), params)
+                group["params"] = [param for param in replaced if param is not None]
+            yield
+        finally:
+            for group, params in groups:
+                group["params"] = params
     finally:
+        # A KeyboardInterrupt may have ended the loop above, and nothing else restores the groups.
         for group, params in groups:
             group["params"] = params
 
 
 def read_versions(params: Iterable[Parameter]) -> list[int]:
-    """Return how often autograd knows parameters to have been written to."""
+    """Return the number of writes that autograd has counted for each parameter."""
     with outside_modes():
         return list(map(_VERSION, params))
 
 
 def raise_versions(params: Sequence[Parameter], writes: Sequence[int]) -> None:
-    """Raise parameters' versions, by which autograd refuses to go back through a graph whose tensors were written to.
+    """Count writes that autograd did not see, so that it refuses stale graphs.
 
     Args:
         params: The parameters.
-        writes: How often each was written to where autograd did not see it.
+        writes: The number of writes to each parameter.
     """
     versions = list(map(operator.add, read_versions(params), writes))
     with outside_modes():

@@ -1,8 +1,4 @@
-"""The state of one optimizer for the parameters of one model, where each rank keeps its shards.
-
-A :class:`ShardedParam` is a parameter whose update is divided among the ranks, with what an optimizer is given in its
-place during a step.
-"""
+"""The state of one optimizer for the parameters of one model, of which each rank keeps a part."""
 
 from __future__ import annotations
 
@@ -19,428 +15,566 @@ from typing import Any, Final
 from torch import Tensor
 from torch.nn import Parameter
 
-from ovpatch.overlap.comm.lifetimes import outside_user_modes, renew_in_children, weak_method
+from ovpatch.overlap.comm.lifetimes import renew_in_children, weak_method
 from ovpatch.overlap.peer_rpc.retention import FinalReads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock, TornReadError, copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
 from ovpatch.overlap.tensors.shard import Shard, shard_view, view_flat
-from ovpatch.overlap.tensors.tensor_memory import is_dense, is_unshared
-from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch.overlap.tensors.tensor_memory import has_sole_object, is_dense, is_unshared
+from ovpatch_plugins.dist_optimizer.report import COUNTERS, note_shared_state
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 from ovpatch_plugins.dist_optimizer.step_log import Turn
 
-States = dict[Any, dict[Any, Any]]  # an optimizer's ``state``
-Swapped = list[tuple[ShardedParam, Parameter]]  # parameters, and what the optimizer is given for them
-Shown = dict[int, Parameter | None]  # by id() of a parameter, what the optimizer is given for it, if anything
-Key = tuple[int, Any]  # index of the parameter, and the optimizer's name of the tensor
+#: The ``state`` of an optimizer.
+States = dict[Any, dict[Any, Any]]
+#: Parameters whose state this rank updates, each with the key of its state during the step.
+Swapped = list[tuple[ShardedParam, Parameter]]
+#: The parameter that the optimizer gets instead, by ``id()`` of a parameter; None for no parameter.
+Shown = dict[int, Parameter | None]
+#: The index of a parameter, and the name of the tensor in its state.
+Key = tuple[int, Any]
 
-_VERSIONS_PER_STEP = 1 << 20  # all but the first are made by load_state_dict()
+# A step makes the first of these versions, and each load_state_dict() after it another one.
+_VERSIONS_PER_STEP: Final = 1 << 20
 
-_MAX_EARLIER = 4  # versions that loading has replaced and that are kept
+# The number of versions that loading has replaced and that peers may still read.
+_MAX_REPLACED_VERSIONS: Final = 4
 
-PATIENCE_S = 600.0  # for a rank whose step comes later; the reader's own time-out comes first
+#: Time limit for a peer's step. The timeout of the rank that reads is shorter.
+PEER_STEP_TIMEOUT_S: Final = 600.0
 
-
-_REPLACED = (
-    "ovpatch: the tensor '{}' of an optimizer's state was replaced there, and a step has run since, so its old "
-    "content is gone. Read or copy it before the step, or turn dist_optimizer off."
+_ERROR_REPLACED: Final = (
+    "ovpatch: the tensor '{}' of optimizer state was read after the script had replaced it there "
+    "and a step had freed its content. Read or copy it before the step, or turn dist_optimizer off."
 )
 
-_MISPLACED = (
-    "ovpatch: the tensor '{}' in the optimizer's state of parameter '{}' belongs to another parameter or has another "
-    "name there. It was not read before, so each rank has the wrong shard of it. Put a copy there (tensor.clone()), "
+ERROR_MISPLACED: Final = (
+    "ovpatch: the unread tensor '{}' in the optimizer's state of parameter '{}' belongs to another "
+    "parameter or name, so each rank has the wrong shard of it. Put a copy there (tensor.clone()), "
     "or turn dist_optimizer off."
 )
 
-_TOO_LATE = (
-    "A step ran meanwhile. Read optimizer state between a step and the next backward, on every rank that reads. For "
-    "a thread that reads later, make a copy first: copy.deepcopy(optimizer.state_dict())"
+_ERROR_MISSING: Final = (
+    "ovpatch: rank {} of the process group has no '{}' in the optimizer's state of {}, because it "
+    "has loaded other state. Load the same state on all ranks."
+)
+
+_ERROR_OVERWRITTEN: Final = (
+    "{}. A step ran concurrently. Read optimizer state between a step and the next backward on "
+    "every rank that reads, or copy it there for other threads: "
+    "copy.deepcopy(optimizer.state_dict())"
 )
 
 
 class ShardedState(abc.ABC):
     """The source of the lazy tensors in one optimizer's state for the parameters of one model.
 
-    Between steps ``optimizer.state[p]`` holds lazy tensors of full shape, whose content is put together from the shards
-    of all ranks when they are read. A shard is never seen there: torch checks no shapes when it loads a state, and its
-    fused kernels write beyond the end of a tensor that is too short. What a script puts there instead (a checkpoint, a
-    state changed by hand) is whole, and is sharded when the next step begins.
+    Between steps ``optimizer.state[p]`` holds lazy tensors of full shape. A read gathers their
+    content from the shards of all ranks. The script never finds a shard there: torch checks no
+    shapes when it loads a state, and its fused kernels write beyond the end of a tensor that is too
+    short. A full tensor that the script puts there (from a checkpoint, or changed by hand) is
+    sharded when the next step begins.
 
-    [Note: versions of state] A step makes a version of the shards, on all ranks; so does ``load_state_dict()``, which
-    ranks call one earlier than the other. A reader asks for the version that it has itself: a rank that loads keeps the
-    shards from before for a while, and a reader of loaded state waits until its peers have loaded it. Versions are
-    numbered by steps first, so ranks agree again after the next step even if one of them alone has loaded. No rank
-    begins a step before all ranks have taken part in its backward. A rank that has read after the backward waits until
-    its peers, which may read as well, have come to their steps (:meth:`wait_for_readers`).
+    [Note: versions of state] A step makes a new version of the shards on all ranks. So does
+    ``load_state_dict()``, which ranks do not call at the same time. A reader requests the version
+    that it has itself: a rank that loads keeps its old shards for a while, and a reader of loaded
+    state waits until its peers have loaded it. The number of steps comes first in a version, so the
+    next step makes ranks agree even if only one of them has loaded. No rank begins a step before
+    all ranks have taken part in its backward. A rank that has read after the backward waits until
+    its peers, which may read as well, have reached their steps (:meth:`wait_for_readers`).
 
-    [Note: the same tensor] A script may hold a tensor of the state over steps, read it and write to it: stock updates
-    it in place. So a lazy tensor that was materialized becomes lazy again in the next step. If its memory is referenced
-    elsewhere (a view, an array of NumPy), it stays whole, and is filled again after every step.
+    [Note: the same tensor] A script may hold a tensor of the state over steps, and read or write
+    it, because stock PyTorch updates it in place. So the next step makes a tensor that was read
+    lazy again, and the object stays the same. A view of it, or an array, keeps the memory with the
+    old values. If C++ holds the object too, as a view or a graph does, the state gets another
+    object: a graph must not find zeros, nor a DLPack capsule freed memory.
 
     Args:
         shards: The sharded gradients of the model.
-        turn: The optimizer's terms and number, the same on all ranks and no other's over this model.
+        turn: The terms and the number of the optimizer. They are the same on all ranks, and no
+            other optimizer of this model has them.
     """
 
     def __init__(self, shards: ShardedGrads, turn: Turn) -> None:
-        self._versions = SequenceLock(shards.params[0].device)
-        self._shards, self.group = shards, shards.group
-        self._keep_alive = FinalReads(shards.group)
-        self._index = {id(param): index for index, param in enumerate(shards.params)}
-        self._local: dict[Key, Tensor] = {}  # this rank's shards
-        self._metas: dict[Key, TensorMeta] = {}
-        # Weakly: they know their source, whose shards must not wait for the garbage collector.
-        self._lazy: weakref.WeakValueDictionary[Key, LazyTensor] = weakref.WeakValueDictionary()
-        self._held: dict[Key, Tensor] = {}  # what stays whole in this step; see [Note: the same tensor]
-        self._counted = 0, 0  # bytes that this rank keeps, and bytes of the whole
-        self._steps = self._next_step = turn.steps
+        self.group = shards.group
         self.turn = turn
-        self._read_after = -1  # how many backwards there were at the last read since the last step
+        self._shards = shards
+        # Indices of the model's parameters by id().
+        self._index = {id(param): index for index, param in enumerate(shards.params)}
+        self._final_reads = FinalReads(shards.group)
+
+        # - The tensors
+        # This rank's shards.
+        self._local: dict[Key, Tensor] = {}
+        self._metas: dict[Key, TensorMeta] = {}
+        # A lazy tensor references this object, so a strong reference would delay freeing the
+        # shards until the garbage collector runs.
+        self._lazy: weakref.WeakValueDictionary[Key, LazyTensor] = weakref.WeakValueDictionary()
+        # Shards that loading has replaced, by version.
+        self._replaced: dict[int, dict[Key, Tensor]] = {}
+        # The bytes that this rank keeps and the bytes of the full tensors, as last counted.
+        self._counted = 0, 0
+        # The number of tensors at that time.
+        self._num_counted = 0
+
+        # - The running step
+        self._swapped: Swapped = []
+        self._has_begun_version = False
+        # None if the next step must inspect each tensor of the state.
+        self._swap_cache: SwapCache | None = None
+
+        # - Steps of this rank, for peers that wait for them
+        # The number of steps that have begun.
+        self._steps = turn.steps
+        # The number of the next step once this rank has reached it, before it begins.
+        self._next_step = turn.steps
+        # The number of backwards at the last read since the last step.
+        self._backwards_at_read = -1
         self._changed = threading.Condition()
         renew_in_children(self, "_changed", threading.Condition)
-        self._earlier: dict[int, dict[Key, Tensor]] = {}  # shards that loading has replaced, by version
-        self._kept: SwapCache | None = None
+
+        # - Calls of peers, which may arrive from here on
+        self._versions = SequenceLock(shards.params[0].device)
         self._topic = f"state of {turn.name}, of {shards.identity}"
-        if turn.name in shards.states:  # this rank alone has made its optimizer again
+        # Only this rank has created its optimizer again, so the former state holds the topic.
+        if turn.name in shards.states:
             shards.states[turn.name]._withdraw()
         shards.states[turn.name] = self
-        peers, for_forks = PeerRpc.for_group(shards.group), not self._versions.asynchronous
-        withdraw = peers.register(self._topic, weak_method(self._answer), for_forks=for_forks)
+        peers = PeerRpc.for_group(shards.group)
+        # A forked child has no CUDA context, so it can read only tensors on the CPU.
+        reads_in_forks = not self._versions.asynchronous
+        handler = weak_method(self._answer)
+        withdraw = peers.register(self._topic, handler, for_forks=reads_in_forks)
         self._withdraw: weakref.finalize[[], ShardedState] = weakref.finalize(self, withdraw)
 
-    def next_turn(self) -> Turn:
-        """Return what the next step is."""
-        return Turn(self.turn.terms, number=self.turn.number, steps=self._steps, agreed=True)
-
-    # ---------------------------------------------------------------- what the optimizer calls around a step
+    # ---------------------------------------------------------------- around a step
 
     @staticmethod
     @abc.abstractmethod
     def can_divide(shards: ShardedGrads, index: int) -> bool:
-        """Return whether a parameter's update can be divided, and ask for what that takes of its gradient."""
+        """Return whether a parameter's update can be sharded, and request the gradient for that."""
+
+    def next_turn(self) -> Turn:
+        """Return the turn of the next step."""
+        return Turn(self.turn.terms, number=self.turn.number, steps=self._steps, agreed=True)
 
     @property
     def was_read(self) -> bool:
         """True if this rank has read state since its last step and the last backward."""
-        return self._read_after == self._shards.backwards
+        return self._backwards_at_read == self._shards.backwards
 
     def announce_step(self) -> None:
-        """Let peers that have read begin their steps: this rank has reached its own, and reads no more before it."""
+        """Let peers that have read begin their steps.
+
+        This rank has reached its own step, and reads no more before it.
+        """
         with self._changed:
             self._next_step = self._steps + 1
             self._changed.notify_all()
 
     def wait_for_readers(self) -> None:
-        """Wait for the peers' steps if this rank has read since the last one; see [Note: versions of state]."""
+        """Wait until peers reach this step if they may read; see [Note: versions of state]."""
         if self.was_read:
-            self._read_after = -1
+            self._backwards_at_read = -1
             PeerRpc.for_group(self.group).call(self._topic, {"next step": self._next_step})
+
+    def swap_in(self, params: Sequence[ShardedParam], states: States) -> Shown:
+        """Put this rank's shards into the optimizer's state, until :meth:`swap_out`.
+
+        The caller must call :meth:`swap_out` even if this method was interrupted, and again if that
+        call was interrupted.
+
+        Args:
+            params: The parameters of this model that the step updates.
+            states: The ``state`` of the optimizer.
+
+        Returns:
+            The parameters that the optimizer must get instead.
+        """
+        shown, self._swapped = self._choose_shown(params)
+        with self._changed:
+            self._steps += 1
+            self._changed.notify_all()
+        # All ranks have ended the step before the last one, so no rank reads older versions.
+        if self._replaced:
+            oldest = (self._steps - 1) * _VERSIONS_PER_STEP
+            self._replaced = {
+                version: local for version, local in self._replaced.items() if version >= oldest
+            }
+        self._has_begun_version = True
+        self._versions.begin_update(self._steps * _VERSIONS_PER_STEP)
+        self._swap_in_state(self._swapped, states)
+        return shown
+
+    def swap_out(self, params: Sequence[ShardedParam], states: States) -> None:
+        """Keep the result of a step, and put lazy tensors back into the optimizer's state.
+
+        A second call does nothing, unless the first one was interrupted.
+
+        Args:
+            params: The parameters that were given to :meth:`swap_in`.
+            states: The ``state`` of the optimizer.
+        """
+        del params
+        try:
+            if self._swapped:
+                self._write_back(self._swapped, states)
+        finally:
+            # Peers wait for the end of a version that has begun, whatever error ended the step.
+            if self._has_begun_version:
+                self._versions.end_update()
+                self._has_begun_version = False
+            if len(self._metas) > self._num_counted:
+                self._count_bytes()
 
     @contextmanager
     def swapped_in(self, params: Sequence[ShardedParam], states: States) -> Iterator[Shown]:
-        """Put this rank's shards into the optimizer's state for the time of a step, then keep what it made of them.
-
-        Args:
-            params: The parameters of this model that are updated.
-            states: The optimizer's ``state``.
-
-        Yields:
-            What the optimizer is to be given in the parameters' places.
-        """
-        shown, swapped = self._choose_shown(params)
-        self._begin_step()
-        size = len(self._metas)
+        """Swap this rank's shards in while the block runs; see :meth:`swap_in`."""
         try:
             try:
-                self._swap_in(swapped, states)
-                yield shown
+                yield self.swap_in(params, states)
             finally:
-                self._write_back(swapped, states)
-        finally:  # whatever raises: peers wait for the end of a version that has begun
-            self._versions.end_update()
-            if len(self._metas) > size:
-                self._count()
+                self.swap_out(params, states)
+        finally:
+            # A KeyboardInterrupt may have ended the first call before it had done anything.
+            if self._swapped or self._has_begun_version:
+                self.swap_out(params, states)
 
     def exchange_metadata(self, params: Sequence[ShardedParam], states: States) -> None:
-        """Show the state that other ranks' parameters have after a step; here each rank knows it."""
+        """Show the state that peers' parameters have after a step.
+
+        By default each rank knows this without a message.
+        """
         del params, states
 
-    def refill_held(self) -> None:
-        """Fill what stays whole, after a step; see [Note: the same tensor]."""
-        if self._held:
-            # Lazy state is read by its class here, so torch functions must stay on.
-            with outside_user_modes():
-                for tensor, whole in zip(self._held.values(), self._unshard(list(self._held)), strict=True):
-                    tensor.copy_(whole)
-            COUNTERS.state_refilled += len(self._held)
+    # ---------------------------------------------------------------- between steps
 
     def load(self, states: States) -> None:
-        """Shard what was loaded; see [Note: versions of state]."""
+        """Shard loaded state; see [Note: versions of state]."""
+        # After a cast, for instance, the model has other shards.
         if self._shards.retired:
-            return  # the model has other shards now, as after a cast
+            return
+        # No peer replies after the end of the group, so shards could not be gathered again.
         if PeerRpc.is_destroyed(self.group):
-            return  # no peer answers any more, so shards could not be put together
-        now = {id(value) for state in states.values() for value in state.values()}
-        # What the script still holds of the state before keeps its content, as under stock.
-        lazy_tensor.materialize(lazy for lazy in self._lazy.values() if id(lazy) not in now and self._is_own(lazy))
-        self._earlier[self._versions.version] = self._local
-        self._local, self._kept = dict(self._local), None
-        while len(self._earlier) > _MAX_EARLIER:
-            del self._earlier[next(iter(self._earlier))]
+            return
+        loaded = {id(value) for state in states.values() for value in state.values()}
+        # In stock PyTorch, the tensors that loading has replaced keep their content.
+        lazy_tensor.materialize(
+            lazy for lazy in self._lazy.values() if id(lazy) not in loaded and self._is_own(lazy)
+        )
+        self._replaced[self._versions.version] = self._local
+        self._local = dict(self._local)
+        self._swap_cache = None
+        while len(self._replaced) > _MAX_REPLACED_VERSIONS:
+            del self._replaced[next(iter(self._replaced))]
         self._versions.begin_update()
         try:
             for param, state in states.items():
-                self._shard_whole(param, state)
+                self._shard_state(param, state)
         finally:
             self._versions.end_update()
 
+    def unshard(self, states: States) -> None:
+        """Make the tensors of this model in the optimizer's state full."""
+        values = [value for state in states.values() for value in state.values()]
+        lazy_tensor.materialize(value for value in values if self._is_own(value))
+
     def start_final_calls(self) -> bool:
-        """Return whether there are still peers to call; this is the last time."""
-        there = not PeerRpc.is_destroyed(self.group)
-        if there:
-            self._keep_alive.start_final_calls(self)
-        return there
+        """Start this rank's last calls to peers; return false if no peer can be called."""
+        is_reachable = not PeerRpc.is_destroyed(self.group)
+        if is_reachable:
+            self._final_reads.start_final_calls(self)
+        return is_reachable
+
+    def discount(self) -> None:
+        """Take this state out of the counters, because the optimizer no longer uses it."""
+        COUNTERS.state_bytes -= self._counted[0]
+        COUNTERS.state_bytes_whole -= self._counted[1]
+        self._counted = 0, 0
 
     # ---------------------------------------------------------------- swapping
 
     @abc.abstractmethod
     def _choose_shown(self, params: Sequence[ShardedParam]) -> tuple[Shown, Swapped]:
-        """Return what the optimizer is to be given for parameters, and those that this rank updates."""
+        """Return the parameters that the optimizer gets, and those whose state is swapped."""
 
     @abc.abstractmethod
-    def _swap_in(self, swapped: Swapped, states: States) -> None:
-        """Put this rank's shards of the parameters' state where the optimizer looks for them."""
+    def _swap_in_state(self, swapped: Swapped, states: States) -> None:
+        """Put this rank's shards where the optimizer expects the parameters' state."""
 
     def _write_back(self, swapped: Swapped, states: States) -> None:
-        """Keep what a step has made of the parameters' state, and leave lazy tensors; empties ``swapped``."""
+        """Keep the state that a step has updated, and leave lazy tensors; empty ``swapped``."""
         try:
             while swapped:
                 self._write_back_param(*swapped.pop(), states)
         finally:
-            if swapped:  # one has raised; the others are written back all the same
+            # One parameter has raised. The remaining ones must not keep shards in their state.
+            if swapped:
                 self._write_back(swapped, states)
 
     @abc.abstractmethod
-    def _write_back_param(self, one: ShardedParam, shown: Parameter, states: States) -> None:
-        """Do that for one parameter, which the optimizer was shown as ``shown``."""
+    def _write_back_param(self, sharded: ShardedParam, shown: Parameter, states: States) -> None:
+        """Write one parameter back, which the optimizer has got as ``shown``."""
 
     @abc.abstractmethod
-    def _shard_whole(self, param: Tensor, state: dict[Any, Any]) -> None:
-        """Keep this rank's shards of a parameter's state that is whole, and leave lazy tensors."""
+    def _shard_state(self, param: Tensor, state: dict[Any, Any]) -> None:
+        """Keep this rank's shards of a parameter's full state, and leave lazy tensors."""
 
     @abc.abstractmethod
     def _ranges(self, key: Key) -> Mapping[int, Shard]:
-        """Return which of a tensor's elements each rank keeps."""
-
-    def _begin_step(self) -> None:
-        with self._changed:
-            self._steps += 1
-            self._changed.notify_all()
-        self._held.clear()
-        if self._earlier:  # all ranks came to the end of the last step but one
-            oldest = (self._steps - 1) * _VERSIONS_PER_STEP
-            self._earlier = {number: local for number, local in self._earlier.items() if number >= oldest}
-        self._versions.begin_update(self._steps * _VERSIONS_PER_STEP)
+        """Return the range of a tensor's elements that each rank keeps."""
 
     def _leave_lazy(
-        self, key: Key, meta: TensorMeta, state: dict[Any, Any], held: Any = None, *, sole: bool | None = None
+        self,
+        key: Key,
+        meta: TensorMeta,
+        state: dict[Any, Any],
+        replaced: Any = None,
+        *,
+        was_unshared: bool | None = None,
     ) -> None:
-        """Leave in ``state`` what stands for a tensor when this rank keeps its shard.
+        """Leave a lazy tensor in ``state``, because this rank keeps only its shard.
 
         Args:
-            key: Of the tensor.
-            meta: The tensor's.
-            state: The parameter's state.
-            held: What stood there before, which the script may hold; see [Note: the same tensor].
-            sole: Whether the memory of ``held`` is referenced only through it, where that was asked before.
+            key: The key of the tensor.
+            meta: The metadata of the tensor.
+            state: The state of the parameter.
+            replaced: The value that was there, which the script may hold; see
+                [Note: the same tensor].
+            was_unshared: Whether only the object ``replaced`` referenced its memory before this
+                rank kept a reference to it. Default: read the references now.
         """
         known = self._metas.get(key)
         self._metas[key] = meta
-        if self._is_own(held) and held.key == key and (known is meta or known == meta):
-            state[key[1]] = held
+        if self._is_own(replaced) and replaced.key == key and (known is meta or known == meta):
+            state[key[1]] = replaced
             return
-        is_whole = isinstance(held, Tensor) and not isinstance(held, LazyTensor)
-        if is_whole and (held.shape, held.dtype, held.device) == (meta.shape, meta.dtype, meta.device):
-            if is_unshared(held) if sole is None else sole:
-                lazy = lazy_tensor.make_lazy_(held, self, key)
-            elif not held.is_inference():
-                self._held[key] = state[key[1]] = held
-                return
-            else:
-                lazy = lazy_tensor.make_lazy(meta, self, key, own=True)
-        else:
+        lazy = None
+        is_full = isinstance(replaced, Tensor) and not isinstance(replaced, LazyTensor)
+        if is_full and (replaced.shape, replaced.dtype, replaced.device) == (
+            meta.shape,
+            meta.dtype,
+            meta.device,
+        ):
+            if not (is_unshared(replaced) if was_unshared is None else was_unshared):
+                note_shared_state(key[1])
+            if has_sole_object(replaced):
+                lazy = lazy_tensor.make_lazy_(replaced, self, key)
+        if lazy is None:
             lazy = lazy_tensor.make_lazy(meta, self, key, own=True)
+        # The script may still hold the tensor that had this key. It would show the new content.
         last = self._lazy.get(key)
         if last is not None and last is not lazy and self._is_own(last):
-            lazy_tensor.set_source(last, lazy_tensor.LostSource(_REPLACED.format(key[1])), key)
-        self._lazy[key] = state[key[1]] = lazy
+            lost = lazy_tensor.LostSource(_ERROR_REPLACED.format(key[1]))
+            lazy_tensor.set_source(last, lost, key)
+        self._lazy[key] = lazy
+        state[key[1]] = lazy
 
     def _is_own(self, value: Any) -> bool:
         return isinstance(value, LazyTensor) and vars(value).get("source") is self
 
-    def _count(self) -> None:
-        """Count what is kept, where there is more than the last time."""
-        kept = sum(local.nbytes for local in self._local.values())
-        whole = sum(meta.shape.numel() * meta.dtype.itemsize for meta in self._metas.values())
-        COUNTERS.state_bytes += max(0, kept - self._counted[0])
-        COUNTERS.state_bytes_whole += max(0, whole - self._counted[1])
-        self._counted = max(kept, self._counted[0]), max(whole, self._counted[1])
-
-    def discount(self) -> None:
-        """Take what was counted back: the optimizer's state is kept elsewhere now."""
-        COUNTERS.state_bytes -= self._counted[0]
-        COUNTERS.state_bytes_whole -= self._counted[1]
-        self._counted = 0, 0
+    def _count_bytes(self) -> None:
+        local_bytes = sum(local.nbytes for local in self._local.values())
+        full_bytes = sum(meta.shape.numel() * meta.dtype.itemsize for meta in self._metas.values())
+        # A step that replaces tensors by smaller ones does not lower the counters.
+        counted = max(local_bytes, self._counted[0]), max(full_bytes, self._counted[1])
+        COUNTERS.state_bytes += counted[0] - self._counted[0]
+        COUNTERS.state_bytes_whole += counted[1] - self._counted[1]
+        self._counted = counted
+        self._num_counted = len(self._metas)
 
     # ---------------------------------------------------------------- reading
 
     def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
-        """Return whole tensors on the devices of the lazy ones."""
+        """Return full tensors on the devices of the lazy ones."""
         del noticed
-        wholes = self.fetch_to_host(wanted)
-        return [whole.to(lazy.device) for lazy, whole in zip(wanted, wholes, strict=True)]
+        full = self.fetch_to_host(wanted)
+        return [tensor.to(lazy.device) for lazy, tensor in zip(wanted, full, strict=True)]
 
     def fetch_to_host(self, wanted: Sequence[LazyTensor]) -> list[Tensor]:
-        """Return whole tensors on the CPU, in new memory, of the version that this rank has."""
-        self._read_after = self._shards.backwards
-        return self._unshard([lazy.key for lazy in wanted])
-
-    def _unshard(self, keys: Sequence[Key]) -> list[Tensor]:
-        number = self._versions.version
-        question = self._keep_alive.mark_final({"version": number, "entries": keys})
+        """Return full tensors on the CPU, in new memory, of the version that this rank has."""
+        self._backwards_at_read = self._shards.backwards
+        keys = [lazy.key for lazy in wanted]
+        version = self._versions.version
+        arguments = self._final_reads.mark_final({"version": version, "entries": keys})
         begin = time.monotonic()
-        answers = PeerRpc.for_group(self.group).call(self._topic, question, from_fork=True)
+        peers = PeerRpc.for_group(self.group)
+        replies = peers.call(self._topic, arguments, from_fork=True)
         COUNTERS.state_reads += 1
         COUNTERS.state_read_ms += round(1e3 * (time.monotonic() - begin))
-        found: dict[Key, dict[int, Tensor]] = {key: {} for key in keys}
-        for rank, (header, tensors) in answers.items():
+        shards: dict[Key, dict[int, Tensor]] = {key: {} for key in keys}
+        for rank, (header, tensors) in replies.items():
             for position, shard in zip(header["positions"], tensors, strict=True):
-                found[keys[position]][rank] = shard
+                shards[keys[position]][rank] = shard
                 COUNTERS.bytes_pulled += shard.nbytes
-        for position, shard in zip(*self._read(number, keys), strict=True):
-            found[keys[position]][self.group.rank()] = shard
-        return [self._assemble(key, found[key]) for key in keys]
+        for position, shard in zip(*self._copy_shards(version, keys), strict=True):
+            shards[keys[position]][self.group.rank()] = shard
+        return [self._assemble(key, shards[key]) for key in keys]
 
-    def _assemble(self, key: Key, found: Mapping[int, Tensor]) -> Tensor:
+    def _assemble(self, key: Key, shards: Mapping[int, Tensor]) -> Tensor:
         ranges = self._ranges(key)
-        missing = [rank for rank in ranges if rank not in found]
+        missing = [rank for rank in ranges if rank not in shards]
         if missing:
-            raise RuntimeError(
-                f"ovpatch: rank {missing[0]} of the process group has no '{key[1]}' in the optimizer's state of "
-                f"{self._shards.names[key[0]]}; load the same state on all ranks"
-            )
-        whole = self._metas[key].empty()
-        for rank, shard in found.items():
-            shard_view(whole, ranges[rank]).copy_(shard)
-        return whole
+            param_name = self._shards.names[key[0]]
+            raise RuntimeError(_ERROR_MISSING.format(missing[0], key[1], param_name))
+        full = self._metas[key].empty()
+        for rank, shard in shards.items():
+            shard_view(full, ranges[rank]).copy_(shard)
+        return full
 
-    def _answer(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
-        if "next step" in question:
+    def _answer(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
+        """Serve the call of a peer that reads shards, or that waits for this rank's next step."""
+        if "next step" in arguments:
+            awaited = arguments["next step"]
             with self._changed:
-                self._changed.wait_for(lambda: max(self._steps, self._next_step) >= question["next step"], PATIENCE_S)
+                self._changed.wait_for(
+                    lambda: max(self._steps, self._next_step) >= awaited, PEER_STEP_TIMEOUT_S
+                )
             return {}, []
-        positions, found = self._read(question["version"], [tuple(entry) for entry in question["entries"]])
-        self._keep_alive.record_call(question)
-        return {"positions": positions}, found
+        # JSON has made lists of the tuples.
+        keys = [tuple(key) for key in arguments["entries"]]
+        positions, shards = self._copy_shards(arguments["version"], keys)
+        self._final_reads.record_call(arguments)
+        return {"positions": positions}, shards
 
-    def _read(self, number: int, keys: Sequence[Key]) -> tuple[list[int], list[Tensor]]:
-        """Return copies of this rank's shards, of one version, with the positions among ``keys`` of what it has."""
+    def _copy_shards(self, version: int, keys: Sequence[Key]) -> tuple[list[int], list[Tensor]]:
+        """Return copies of this rank's shards of one version, and their positions in ``keys``."""
 
         def copy(source: Mapping[Key, Tensor]) -> tuple[list[int], list[Tensor]]:
             positions = [position for position, key in enumerate(keys) if key in source]
-            local = [source[keys[position]] for position in positions]
-            return positions, [copy_to_host(view_flat(one if is_dense(one) else one.contiguous())) for one in local]
+            shards = [source[keys[position]] for position in positions]
+            dense = [shard if is_dense(shard) else shard.contiguous() for shard in shards]
+            return positions, [copy_to_host(view_flat(shard)) for shard in dense]
 
-        self._versions.wait_for_version(number, PATIENCE_S)
-        local = self._local  # of this version or, if that is among the earlier ones by now, of a later one
-        if number not in self._earlier:
+        self._versions.wait_for_version(version, PEER_STEP_TIMEOUT_S)
+        # If loading has already replaced the requested version, these shards are of a later one.
+        local = self._local
+        if version not in self._replaced:
             try:
-                return self._versions.read_version(number, lambda: copy(local), PATIENCE_S)
+                return self._versions.read_version(
+                    version, lambda: copy(local), PEER_STEP_TIMEOUT_S
+                )
             except TornReadError as error:
-                if number not in self._earlier:  # else it was by loading
-                    raise TornReadError(f"{str(error).rstrip('.')}. {_TOO_LATE}") from error
-        earlier = self._earlier[number]
-        return self._versions.read_version(number, lambda: copy(earlier), PATIENCE_S, kept=True)
+                # If loading has replaced the version concurrently, its shards are still there.
+                if version not in self._replaced:
+                    text = _ERROR_OVERWRITTEN.format(str(error).rstrip("."))
+                    raise TornReadError(text) from error
+        replaced = self._replaced[version]
+        return self._versions.read_version(
+            version, lambda: copy(replaced), PEER_STEP_TIMEOUT_S, kept=True
+        )
 
 
 class SwapCache:
-    """The shards behind what a step has left in an optimizer's state, until that is read or replaced.
+    """The shards of a step's lazy tensors, for the next step if no tensor is read or replaced.
 
-    It keeps neither parameters nor lazy tensors: a script that holds one of these would keep the model alive.
+    With it a warm step swaps by a few calls per model instead of one or more per tensor. It
+    references neither parameters nor lazy tensors: if the script held one of these, it would keep
+    the model alive.
 
     Args:
-        source: Of the lazy tensors.
-        shown: By what the optimizer is given for a parameter, its state with this rank's shards.
-        left: The state of these parameters between steps, in the same order, with the same names.
+        source: The source of the lazy tensors.
+        shown: The state with this rank's shards, by the parameter that the optimizer gets.
+        left: The state of the same parameters between steps, with the same order and names.
 
     Attributes:
-        shown: See there.
+        shown: The argument ``shown``.
     """
 
     def __init__(
-        self, source: ShardedState, shown: dict[Parameter, dict[Any, Any]], left: Sequence[Mapping[Any, Any]]
+        self,
+        source: ShardedState,
+        shown: dict[Parameter, dict[Any, Any]],
+        left: Sequence[Mapping[Any, Any]],
     ) -> None:
-        self._source, self.shown = weakref.ref(source), shown
-        self._ids = list(map(id, itertools.chain.from_iterable(shown.items())))  # of what is kept here
+        self.shown = shown
+        self._source = weakref.ref(source)
+        # The ids of the keys and values of `shown`, alternating.
+        self._ids = list(map(id, itertools.chain.from_iterable(shown.items())))
+        # All values of `shown`, in the order of `_names`.
         self._shards = _values(shown.values())
         self._names = _names(left)
+
+        # - The values between steps
         values = _values(left)
         self._is_lazy = [type(value) is LazyTensor for value in values]
-        # Of lazy tensors, which only this source makes, and then without this object; of others, such as the number of
-        # steps, the same objects as are kept here. What stays whole is not the same, so it is noticed.
-        self._left = [
-            id(one if is_lazy else other)
-            for one, other, is_lazy in zip(values, self._shards, self._is_lazy, strict=True)
+        # Their ids. Only this source creates its lazy tensors, and it does so without this object,
+        # so the id of a lazy tensor is not reused unseen. Other values, such as the number of
+        # steps, are the objects in `_shards`; a full tensor is another object, which is detected.
+        self._value_ids = [
+            id(value if is_lazy else shard)
+            for value, shard, is_lazy in zip(values, self._shards, self._is_lazy, strict=True)
         ]
-        self._in_step: list[Tensor] = []  # lazy tensors, while the optimizer works on the shards
+
+        # The lazy tensors, while the optimizer updates the shards.
+        self._lazy_in_step: list[Tensor] = []
 
     @classmethod
     def of(
-        cls, source: ShardedState, swapped: Swapped, states: States, shown: Mapping[Parameter, dict[Any, Any] | None]
+        cls,
+        source: ShardedState,
+        swapped: Swapped,
+        states: States,
+        shown: Mapping[Parameter, dict[Any, Any] | None],
     ) -> SwapCache | None:
-        """Return what a step has left; None if the next one has to look at each tensor."""
-        left = [state for one, _ in swapped if (state := states.get(one.param)) is not None]
-        made = {shard_param: state for shard_param, state in shown.items() if state is not None}
-        if len(left) != len(swapped) or _names(left) != _names(made.values()):
+        """Return the cache of a step's state; None if the next step must inspect each tensor."""
+        left = []
+        for sharded, _ in swapped:
+            state = states.get(sharded.param)
+            if state is not None:
+                left.append(state)
+        updated = {param: state for param, state in shown.items() if state is not None}
+        if len(left) != len(swapped) or _names(left) != _names(updated.values()):
             return None
-        return cls(source, made, left)
+        return cls(source, updated, left)
 
     def begin_step(self, swapped: Swapped, states: States) -> bool:
-        """Return whether the parameters' state still is what the last step has left."""
+        """Return whether the parameters' state is unchanged since the last step."""
         if [id(shard_param) for _, shard_param in swapped] != self._ids[::2]:
             return False
-        states_by_id = dict(zip(map(id, states), states.values(), strict=True))  # a tensor's hash() is a call of Python
-        left = [states_by_id.get(id(one.param)) for one, _ in swapped]
+        # A lookup by tensor would call Tensor.__hash__, a Python function, for each parameter.
+        states_by_id = dict(zip(map(id, states), states.values(), strict=True))
+        left = [states_by_id.get(id(sharded.param)) for sharded, _ in swapped]
         if None in left or _names(left) != self._names:
             return False
         values = _values(left)
-        if list(map(id, values)) != self._left:
+        if list(map(id, values)) != self._value_ids:
             return False
         lazy = list(itertools.compress(values, self._is_lazy))
         try:
             is_own = list(map(_SOURCE, lazy)).count(self._source()) == len(lazy)
-        except AttributeError:  # one was read, or is at this moment, by another thread
+        except AttributeError:
+            # A tensor was read, or another thread reads it at this moment.
             return False
-        self._in_step = lazy if is_own else []
+        self._lazy_in_step = lazy if is_own else []
         return is_own
 
     def end_step(self, states: States) -> bool:
-        """Take the shards out of the state; return false, and leave all in place, if some are not where they were."""
-        lazy, self._in_step = self._in_step, []
+        """Take the shards out of the state.
+
+        Returns:
+            Whether this is done. If not, because some shards are not where they were, the state is
+            unchanged.
+        """
+        lazy = self._lazy_in_step
+        self._lazy_in_step = []
+        # Another thread may have read a lazy tensor during the step.
         if list(map(type, lazy)).count(LazyTensor) != len(lazy):
-            return False  # another thread has read one
+            return False
         values = _values(self.shown.values())
-        if len(values) != len(self._shards) or not all(map(operator.is_, values, self._shards)):
+        is_same = map(operator.is_, values, self._shards)
+        if len(values) != len(self._shards) or not all(is_same):
             return False
         if len(states) < len(self.shown):
             return False
-        made = [states.popitem() for _ in self.shown][::-1]  # they came last
-        if list(map(id, itertools.chain.from_iterable(made))) == self._ids:
+        # The step has appended the state of the shards to the dictionary.
+        popped = [states.popitem() for _ in self.shown][::-1]
+        if list(map(id, itertools.chain.from_iterable(popped))) == self._ids:
             return True
-        states.update(made)
+        states.update(popped)
         return False
 
 
@@ -449,9 +583,9 @@ _VALUES: Final = operator.methodcaller("values")
 
 
 def _names(states: Iterable[Any]) -> list[Any]:
-    """Return the names in each state, and how many there are."""
-    known = list(states)
-    return [*map(len, known), *itertools.chain.from_iterable(known)]
+    """Return the number of names in each state, followed by all names."""
+    states = list(states)
+    return [*map(len, states), *itertools.chain.from_iterable(states)]
 
 
 def _values(states: Iterable[Any]) -> list[Any]:

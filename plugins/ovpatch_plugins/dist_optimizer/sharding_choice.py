@@ -1,4 +1,4 @@
-"""Whether a model's gradients and state are sharded with ``shard=auto``: only where a step is not longer for it."""
+"""The choice of the models to shard with ``shard=auto``: those whose steps do not become longer."""
 
 from __future__ import annotations
 
@@ -16,35 +16,39 @@ from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 from ovpatch.overlap.tensors.shard import can_be_sharded
 from ovpatch_plugins.dist_optimizer.report import note_choice
 
-#: How many elements of each sharded tensor, on average, a rank must no longer update. To shard a tensor costs the host
-#: time; it saves the device the update of the other ranks' shards. The border is that of compiled models: scripts
-#: compile behind DistributedDataParallel as well as before, so it is not known here. What was measured on both sides
-#: is in docs/features/dist_optimizer-reference.md.
-MIN_SPARED_NUMEL: Final = {("nccl", "cuda"): 10_000_000, ("gloo", "cpu"): 2_000_000}
+#: The average number of elements per sharded tensor whose update a rank must save, by backend and
+#: device type. To shard a tensor costs the host time, but the device does not update the shards of
+#: peers. The thresholds are for compiled models: scripts compile after
+#: DistributedDataParallel as well as before it, so this function cannot know it. The measurements
+#: on both sides are in docs/features/dist_optimizer-reference.md.
+MIN_SAVED_NUMEL: Final = {("nccl", "cuda"): 10_000_000, ("gloo", "cpu"): 2_000_000}
 
-_APART: Final = "its ranks did not build it together, so they cannot decide together"
+_REASON_NOT_TOGETHER: Final = "its ranks did not build it together, so they cannot decide together"
 
 
-def is_half(param: Tensor) -> bool:
-    """Return whether a parameter is of half precision."""
+def is_low_precision(param: Tensor) -> bool:
+    """Return whether a parameter is in bf16 or fp16."""
     return param.dtype in HALVES
 
 
 def get_min_sharded_numel(options: Mapping[str, Any], param: Tensor) -> int:
-    """Return with how many elements a parameter is sharded; with a main parameter, any number is worth it."""
-    return 1 if options["main_params_in_fp32"] and is_half(param) else int(options["min_param_numel"])
+    """Return the number of elements from which a parameter is sharded."""
+    # A main parameter computes other values, so the cost of a shard does not matter.
+    if options["main_params_in_fp32"] and is_low_precision(param):
+        return 1
+    return int(options["min_param_numel"])
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model when ``DistributedDataParallel`` is built.
+    """The properties of a model that decide whether it is sharded.
 
     Attributes:
-        tensors: How many parameters can be sharded.
-        numel: How many elements they have together.
-        nbytes: What they take, in bytes.
+        tensors: Number of parameters that can be sharded.
+        numel: Number of their elements.
+        nbytes: Their size in bytes.
         world: Number of ranks.
-        backend: What runs collectives, and the type of device: ``("nccl", "cuda")``.
+        backend: The backend of collectives and the type of the device: ``("nccl", "cuda")``.
     """
 
     tensors: int
@@ -62,8 +66,16 @@ class ModelFacts:
         min_numel: Callable[[torch.Tensor], int],
         sparse: Collection[int] = (),
     ) -> ModelFacts:
-        """Look at a model; ``min_numel`` returns how many elements make a parameter worth sharding."""
-        world, device = group.size(), params[0].device
+        """Return the facts of a model.
+
+        Args:
+            params: The parameters of the model.
+            group: The process group that reduces its gradients.
+            min_numel: Returns the number of elements from which a parameter is sharded.
+            sparse: Indices of parameters with sparse gradients, which cannot be sharded.
+        """
+        world = group.size()
+        device = params[0].device
         sharded = [
             param
             for index, param in enumerate(params)
@@ -78,29 +90,34 @@ class ModelFacts:
         )
 
     def objection(self) -> str:
-        """Return why a step would be longer with shards, or could be; "" if it would not."""
+        """Return the reason why a step may become longer with shards; "" if there is none."""
         if not self.tensors:
             return "no parameter is dense and has min_param_numel elements"
-        least = MIN_SPARED_NUMEL.get(self.backend)
-        if least is None:
-            return self._off(f"not measured with backend {self.backend[0]} on {self.backend[1]}")
-        spared = self.numel // self.tensors * (self.world - 1) // self.world
-        return "" if spared >= least else self._off("the host may be the limit; a step could be longer")
+        threshold = MIN_SAVED_NUMEL.get(self.backend)
+        if threshold is None:
+            backend, device = self.backend
+            return self._off(f"not measured with backend {backend} on {device}")
+        saved_numel = self.numel // self.tensors * (self.world - 1) // self.world
+        if saved_numel >= threshold:
+            return ""
+        return self._off("the host may be the limit; a step could be longer")
 
     def objection_to_hosts(self, hosts: int) -> str:
-        """Return why a step on so many hosts could be longer with shards; "" if it would not."""
+        """Return the reason why a step on several hosts may become longer; "" if there is none."""
+        # Measurements exist for one host only.
         return self._off(f"not measured on {hosts} hosts") if hosts > 1 else ""
 
-    def _off(self, why: str) -> str:
-        size = f"{_short(self.numel)} parameters in {self.tensors} tensors on {self.world} ranks"
-        return f"{size}: {why} (shard=always would save {self._saved()})"
+    def _off(self, reason: str) -> str:
+        size = f"{_shorten(self.numel)} parameters in {self.tensors} tensors on {self.world} ranks"
+        return f"{size}: {reason} (shard=always would save {self._saved()})"
 
     def gain(self) -> str:
-        """Return what shards save."""
-        return f"{_short(self.numel)} parameters on {self.world} ranks save {self._saved()}"
+        """Return the memory that shards save, as a phrase."""
+        return f"{_shorten(self.numel)} parameters on {self.world} ranks save {self._saved()}"
 
     def _saved(self) -> str:
-        nbytes = 2 * self.nbytes * (self.world - 1) // self.world  # two numbers an element
+        # AdamW has two tensors of state for each parameter.
+        nbytes = 2 * self.nbytes * (self.world - 1) // self.world
         unit, name = (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
         return f"{nbytes / unit:.1f} {name} of AdamW's state a rank"
 
@@ -117,31 +134,41 @@ def choose_sharding(
 ) -> bool:
     """Return whether a model is sharded, the same on all ranks: a ``ShardingChoice``.
 
-    A parameter of half precision that has a main parameter is always sharded: ``main_params_in_fp32`` says what is
-    computed, and not only how.
+    A model with main parameters is always sharded, because ``main_params_in_fp32`` changes the
+    computed values and not only their cost.
 
     Args:
-        options: Resolved options of the feature.
-        prepare: Gets this process ready for sharded models; returns why that failed, or "".
+        options: The resolved options of the feature.
+        prepare: Prepares this process for sharded models. It returns the reason for a failure, or
+            "".
         module: The model.
-        params: Its parameters.
-        group: The process group over which they are reduced.
-        sparse: Those, by index, whose gradients are sparse.
-        together: Whether all ranks are here.
+        params: The parameters of the model.
+        group: The process group that reduces their gradients.
+        sparse: Indices of parameters with sparse gradients.
+        together: Whether all ranks make this call.
     """
-    if options["main_params_in_fp32"] and any(map(is_half, params)):
+    if options["main_params_in_fp32"] and any(map(is_low_precision, params)):
         return True
-    facts = ModelFacts.of(params, group, min_numel=lambda one: get_min_sharded_numel(options, one), sparse=sparse)
-    reason = (facts.objection() or prepare()) if together else _APART
+
+    def min_numel(param: Tensor) -> int:
+        return get_min_sharded_numel(options, param)
+
+    facts = ModelFacts.of(params, group, min_numel=min_numel, sparse=sparse)
     if together:
-        answers = gather_values(group, "dist_optimizer: shard", [reason, identify_host()])
-        reasons, hosts = zip(*answers, strict=True)
+        # Only if no fact speaks against it: to prepare imports modules and applies patches.
+        reason = facts.objection() or prepare()
+        replies = gather_values(group, "dist_optimizer: shard", [reason, identify_host()])
+        reasons, hosts = zip(*replies, strict=True)
+        # One rank's reason counts for all ranks.
         reason = next(filter(None, reasons), "") or facts.objection_to_hosts(len(set(hosts)))
-    note_choice(f"{type(module).__name__} (shard=auto): " + (f"off: {reason}" if reason else f"on: {facts.gain()}"))
+    else:
+        reason = _REASON_NOT_TOGETHER
+    verdict = f"off: {reason}" if reason else f"on: {facts.gain()}"
+    note_choice(f"{type(module).__name__} (shard=auto): {verdict}")
     return not reason
 
 
-def _short(number: int) -> str:
+def _shorten(number: int) -> str:
     """Return a number of parameters as the field writes it: 3.8B, 0.2M."""
     if number < 50_000:
         return str(number)

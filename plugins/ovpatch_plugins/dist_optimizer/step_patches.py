@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch.optim import Optimizer
 
-from ovpatch_plugins.dist_optimizer.report import note_stranger
+from ovpatch_plugins.dist_optimizer.report import note_unmanaged
 
 if TYPE_CHECKING:
     from ovpatch.hookspecs import Registrar
@@ -193,7 +193,7 @@ class StepPatches:
                     patches._make_whole(self)
                 return inner(self, *args, **kwargs)
             if patches.divider is None:
-                note_stranger(type(self).__name__)
+                note_unmanaged(type(self).__name__)
                 return inner(self, *args, **kwargs)
             return patches.divider.step(inner, self, *args, **kwargs)
 

@@ -224,7 +224,7 @@ def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
         for module in (report, optimizer_attach, sharded_optimizer):
             stack.enter_context(mock.patch.object(module, "COUNTERS", fresh))
         stack.enter_context(mock.patch.object(report, "_remarks", []))
-        stack.enter_context(mock.patch.object(report, "_strangers", set()))
+        stack.enter_context(mock.patch.object(report, "_unmanaged", set()))
         stack.enter_context(ovpatch.applied("ddp", "dist_optimizer"))
         model: nn.Module = ddp(net()) if wrapped else net()
         opt = torch.optim.RMSprop(model.parameters(), 0.01)

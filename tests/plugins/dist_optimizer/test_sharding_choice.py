@@ -20,7 +20,7 @@ import ovpatch
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 from ovpatch_plugins.dist_optimizer import report, sharding_choice
 from ovpatch_plugins.dist_optimizer.report import Counters
-from ovpatch_plugins.dist_optimizer.sharding_choice import MIN_SPARED_NUMEL, ModelFacts
+from ovpatch_plugins.dist_optimizer.sharding_choice import MIN_SAVED_NUMEL, ModelFacts
 from tests.plugins.ddp.arms import Record
 from tests.plugins.dist_optimizer.checks import SMALL, both, check, ddp, train_steps
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
@@ -59,10 +59,10 @@ def test_both_sides_of_the_border(model, on):
     assert (model.objection() == "") is on
 
 
-@pytest.mark.parametrize("backend", MIN_SPARED_NUMEL)
+@pytest.mark.parametrize("backend", MIN_SAVED_NUMEL)
 @pytest.mark.parametrize("world", [2, 8])
 def test_the_border_is_what_a_tensor_spares_a_rank(backend, world):
-    least = MIN_SPARED_NUMEL[backend] * world // (world - 1) + 1
+    least = MIN_SAVED_NUMEL[backend] * world // (world - 1) + 1
     model = ModelFacts(7, 7 * least, 28 * least, world, backend)
     assert model.objection() == ""
     assert dataclasses.replace(model, numel=model.numel - 14).objection() != ""
@@ -85,7 +85,7 @@ def test_the_choice_in_words():
 
 def border(least: int) -> Any:
     """Place the border between models elsewhere on gloo."""
-    return mock.patch.dict(MIN_SPARED_NUMEL, {GLOO: least})
+    return mock.patch.dict(MIN_SAVED_NUMEL, {GLOO: least})
 
 
 def train(how: str = "") -> list[Record]:

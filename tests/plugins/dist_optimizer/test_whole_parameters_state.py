@@ -268,5 +268,5 @@ def hoarding() -> str:
 
 def test_a_state_that_cannot_be_told_is_an_error_that_says_what_to_do(ranks):
     for text in ranks(2)(hoarding):
-        assert "keeps a object in its state" in text
+        assert "has a object in its state, which cannot be sent to peers" in text
         assert "OVPATCH_DIST_OPTIMIZER_PER_PARAMETER" in text

@@ -1,0 +1,90 @@
+"""A step that Ctrl-C interrupts in its swap leaves no shard in the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.plugins.ddp.arms import data
+from tests.plugins.dist_optimizer.checks import apply, ddp, params
+from tests.plugins.dist_optimizer.checks import train_step as step
+from tests.support.equality import compare
+
+SWAP_FILES = ("sharded_state.py", "elementwise_state.py", "sharded_param.py")
+
+
+def interrupted_at(number: int, function: Callable[[], Any]) -> str:
+    """Call a function, and interrupt a swap in it. Return where, or "" if it has fewer places.
+
+    The places are those where Python handles a signal: at the begin of a function, and after a call of a C function.
+    """
+    count = 0
+    place = ""
+
+    def profile(frame: FrameType, event: str, called: Any) -> None:
+        nonlocal count, place
+        name = frame.f_code.co_filename.rpartition("/")[2]
+        if name in SWAP_FILES and event in ("call", "c_return"):
+            count += 1
+            if count == number:
+                place = f"{name}:{frame.f_lineno} {event} {getattr(called, '__name__', '')}"
+                raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        function()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return place
+
+
+def interrupted_swaps() -> dict[str, Any]:
+    """Interrupt steps of all ranks at each place of a swap in turn, and return what the interrupts have left."""
+    with apply():
+        model = ddp(torch.nn.Linear(6, 4))
+        opt = torch.optim.AdamW(model.parameters(), 0.01)
+        step(model, opt, 0)
+        groups = [[id(param) for param in group["params"]] for group in opt.param_groups]
+        left: dict[str, Any] = {}
+        for number in itertools.count(1):
+            opt.zero_grad()
+            model(data(number, 5, 6)).square().mean().backward()
+            place = interrupted_at(number, opt.step)
+            with torch._C.DisableTorchFunctionSubclass():
+                shapes = [
+                    (value.shape, param.shape)
+                    for param, state in opt.state.items()
+                    for value in state.values()
+                    if isinstance(value, Tensor) and value.ndim
+                ]
+            if not torch._C._is_torch_function_enabled():
+                left[place] = "torch functions off"
+            if [[id(param) for param in group["params"]] for group in opt.param_groups] != groups:
+                left[place] = "groups"
+            if {id(param) for param in opt.state} - {*itertools.chain(*groups)}:
+                left[place] = "shards of parameters"
+            if any(found != wanted for found, wanted in shapes):
+                left[place] = "shards of state"
+            # The gather of this step makes parameters equal again, and the next step finds a warm cache.
+            step(model, opt, number)
+            if not place:
+                break
+        if not left:
+            copy.deepcopy(opt.state_dict())
+        return {"left": left, "number": number, "params": params(model)}
+
+
+def test_an_interrupt_in_a_swap_leaves_no_shards(ranks):
+    first, second = ranks(2)(interrupted_swaps, timeout=120)
+    assert first["left"] == second["left"] == {}
+    assert first["number"] > 50
+    compare(first["params"], second["params"]).assert_bitwise()
