@@ -98,12 +98,12 @@ def test_no_more_are_called_at_once_than_may_be(directory, at_once):
 
 def test_who_does_not_know_the_secret_is_turned_away(server):
     line = replace(server.endpoint, secret=NOBODY).connect(0, time.monotonic() + 10)
-    line.answer_challenge(bytes.fromhex(NOBODY))
+    line.reply_to_challenge(bytes.fromhex(NOBODY))
     line.send({"topic": "echo", "arguments": {}, "timeout_s": 10})
     with pytest.raises(OSError, match=r"hung up|reset|Broken pipe"):
         line.receive()
     line.close()
-    assert server.called_at == 0
+    assert server.last_call_time == 0
 
 
 def test_a_server_that_does_not_know_the_secret_is_not_believed():
@@ -112,7 +112,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed():
     for line, sock in zip(lines, (ours, theirs), strict=True):
         line._socket, line.deadline = sock, time.monotonic() + 10
     theirs.sendall(b"n" * 32)
-    signature = lines[0].answer_challenge(b"secret")
+    signature = lines[0].reply_to_challenge(b"secret")
     theirs.sendall(b"f" * 32)
     with pytest.raises(PermissionError, match="another process"):
         lines[0].verify_signature(signature)
@@ -139,9 +139,9 @@ def test_a_stale_address_is_looked_up_again_until_the_rank_is_there(server, dire
 
 def test_a_stale_address_without_a_successor_ends_in_time_with_the_reason(server, directory):
     directory.publish(1, replace(server.endpoint, port=unused_port()))
-    assert echo(directory, 0.3).pending() == {1: "cannot be reached: Connection refused"}
+    assert echo(directory, 0.3).list_pending() == {1: "cannot be reached: Connection refused"}
     directory.publish(1, replace(server.endpoint, secret=NOBODY))
-    assert "cannot be reached: " in echo(directory, 0.3).pending()[1]
+    assert "cannot be reached: " in echo(directory, 0.3).list_pending()[1]
 
 
 def test_a_rank_that_was_there_and_refuses_is_known_to_have_ended(server, directory):
@@ -193,9 +193,9 @@ def test_where_no_more_threads_can_be_started_the_spare_ones_answer(server, dire
 
 def test_the_loopback_device_serves_the_same_machine_and_only_that():
     here = Endpoint("", socket.gethostname(), ("10.0.0.5",), 1)
-    assert here.addresses_to_try() == ["127.0.0.1", "::1", "10.0.0.5"]
-    assert replace(here, host="elsewhere").addresses_to_try() == ["10.0.0.5"]
-    assert replace(here, host="elsewhere", addresses=()).addresses_to_try() == ["127.0.0.1", "::1"]
+    assert here.list_addresses() == ["127.0.0.1", "::1", "10.0.0.5"]
+    assert replace(here, host="elsewhere").list_addresses() == ["10.0.0.5"]
+    assert replace(here, host="elsewhere", addresses=()).list_addresses() == ["127.0.0.1", "::1"]
     assert not any(address.startswith("127.") for address in client.list_own_addresses(None))
 
 

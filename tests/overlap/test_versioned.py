@@ -49,7 +49,7 @@ def test_an_update_that_begins_while_a_reader_copies_is_noticed(versions, tensor
 
 
 def test_what_is_kept_may_be_read_later(versions):
-    assert versions.read_version(1, lambda: "of version 1", 1.0, kept=True) == "of version 1"
+    assert versions.read_version(1, lambda: "of version 1", 1.0, is_retained=True) == "of version 1"
 
 
 def test_a_version_that_is_to_come_is_waited_for(versions, tensor):

@@ -525,7 +525,7 @@ def step_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.Pr
 def close_step_communicators(group: dist.ProcessGroup | None = None) -> None:
     """Shut down the communicators of one model's group, or all, after their collectives. All ranks call this.
 
-    Collectives in which a rank is known to be missing are aborted (:func:`abandon_step_communicators`).
+    Collectives in which a rank is known to be missing are aborted (:func:`abort_step_communicators`).
     Does nothing if an exception ends this process: collectives in flight may wait for peers that are gone.
     """
     if is_exiting_by_error():
@@ -539,7 +539,7 @@ def close_step_communicators(group: dist.ProcessGroup | None = None) -> None:
     drop_values(STEP_VOTES, group)
 
 
-def abandon_step_communicators(group: dist.ProcessGroup) -> None:
+def abort_step_communicators(group: dist.ProcessGroup) -> None:
     """Have a group's communicators closed without a wait for collectives, as a rank of the group joins one no more."""
     made = group_state(group).values.get(_Communicators)
     if made is not None:

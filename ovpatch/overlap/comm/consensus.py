@@ -183,7 +183,7 @@ class _Round:
         if difference:
             text = f"ovpatch: ranks disagree on '{self._topic}': {difference}. {self._remedy or _REMEDY_SETTINGS}"
             return {"error": text}
-        objection = join_texts((rank, answer["objection"]) for rank, answer in zip(ranks, answers, strict=True))
+        objection = join_messages((rank, answer["objection"]) for rank, answer in zip(ranks, answers, strict=True))
         values = [answer["value"] for answer in answers]
         return {"objection": objection} | ({} if values[0] is None else {"values": values})
 
@@ -227,7 +227,7 @@ class _Round:
 # --- texts ---
 
 
-def join_texts(by_rank: Iterable[tuple[int, str]]) -> str:
+def join_messages(by_rank: Iterable[tuple[int, str]]) -> str:
     """Return texts, each once, with the ranks that they are of; no text, "", is left out."""
     ranks: dict[str, list[int]] = {}
     for rank, text in by_rank:

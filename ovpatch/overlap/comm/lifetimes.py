@@ -67,12 +67,12 @@ class GroupState:
     """The values kept for one process group, from :func:`group_state`. They are dropped with the group object."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = weak_key(group, _states)
+        self.group = weak_key(group, _group_states)
         self.values: dict[Hashable, Any] = {}  # by a class, or by a tuple that begins with a class or a name
         self.lock = threading.RLock()  # For values that only one thread may make. A collective must not run under it.
-        renew_in_children(self, "lock", threading.RLock)
+        reset_after_fork(self, "lock", threading.RLock)
         self._pid = os.getpid()
-        self.tied: set[Hashable] = set()  # the keys of values that reference the group
+        self._keys_keeping_group: set[Hashable] = set()  # the keys of values that reference the group
 
     @property
     def is_forked(self) -> bool:
@@ -88,7 +88,7 @@ class GroupState:
         if key not in self.values:
             if keeps_group:
                 drop_destroyed()
-                self.tied.add(key)
+                self._keys_keeping_group.add(key)
             self.values[key] = make()
         value: T = self.values[key]
         return value
@@ -96,17 +96,17 @@ class GroupState:
 
 def group_state(group: dist.ProcessGroup) -> GroupState:
     """Return the state of a group; made once."""
-    state = _states.get(id(group))
+    state = _group_states.get(id(group))
     if state is None or state.group() is not group:
         with _lock:
-            state = _states[id(group)] = GroupState(group)
+            state = _group_states[id(group)] = GroupState(group)
     return state
 
 
 def group_values(kind: type[T], group: dist.ProcessGroup | None = None) -> list[tuple[dist.ProcessGroup, T]]:
     """Return the groups, or one group, that have values of a class, with each value; derived classes are not meant."""
     found = []
-    for state in list(_states.values()):
+    for state in list(_group_states.values()):
         owner = state.group()
         if owner is not None and group in (None, owner):
             found += [(owner, value) for value in list(state.values.values()) if type(value) is kind]
@@ -115,7 +115,7 @@ def group_values(kind: type[T], group: dist.ProcessGroup | None = None) -> list[
 
 def drop_values(name: Hashable, group: dist.ProcessGroup | None = None) -> None:
     """Drop the values whose key is ``name``, or a tuple that begins with it, of one group or of all."""
-    for state in list(_states.values()):
+    for state in list(_group_states.values()):
         if group is None or state.group() is group:
             for key in [key for key in state.values if name in (key, key[0] if isinstance(key, tuple) else None)]:
                 state.values.pop(key, None)
@@ -123,11 +123,11 @@ def drop_values(name: Hashable, group: dist.ProcessGroup | None = None) -> None:
 
 def drop_destroyed() -> None:
     """Drop the values that keep destroyed groups alive."""
-    for state in list(_states.values()):
+    for state in list(_group_states.values()):
         group = state.group()
         if group is not None and is_destroyed(group):
-            while state.tied:
-                state.values.pop(state.tied.pop(), None)
+            while state._keys_keeping_group:
+                state.values.pop(state._keys_keeping_group.pop(), None)
 
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
@@ -162,34 +162,34 @@ def group_timeout_s(group: dist.ProcessGroup, device: torch.device | None = None
 
 
 # By id(): a lookup in a WeakKeyDictionary takes several times as long, and warm steps look up.
-_states: dict[int, GroupState] = {}
+_group_states: dict[int, GroupState] = {}
 _lock = threading.Lock()
 
 
 # --- forks ---
 
 
-def renew_in_children(owner: object, name: str, make: Callable[[], object]) -> None:
+def reset_after_fork(owner: object, name: str, make: Callable[[], object]) -> None:
     """Make an attribute anew in every forked child: a lock, which a thread may hold that does not exist there."""
-    call_in_children(owner, lambda inherited: setattr(inherited, name, make()))
+    call_after_fork(owner, lambda inherited: setattr(inherited, name, make()))
 
 
-def call_in_children(owner: T, function: Callable[[T], None]) -> None:
+def call_after_fork(owner: T, function: Callable[[T], None]) -> None:
     """Call a function with an object in every forked child in which the object still exists.
 
     The function must not reference the object, which would live for ever, and must not raise.
     """
-    _in_children.setdefault(owner, []).append(function)
+    _after_fork_functions.setdefault(owner, []).append(function)
 
 
 def _after_fork() -> None:
-    for owner, functions in list(_in_children.items()):
+    for owner, functions in list(_after_fork_functions.items()):
         for function in functions:
             function(owner)
 
 
-_in_children: weakref.WeakKeyDictionary[Any, list[Callable[[Any], None]]] = weakref.WeakKeyDictionary()
-renew_in_children(sys.modules[__name__], "_lock", threading.Lock)
+_after_fork_functions: weakref.WeakKeyDictionary[Any, list[Callable[[Any], None]]] = weakref.WeakKeyDictionary()
+reset_after_fork(sys.modules[__name__], "_lock", threading.Lock)
 
 os.register_at_fork(after_in_child=_after_fork)
 
@@ -227,19 +227,19 @@ def register_at_exit(function: Callable[[], None]) -> None:
 
     A second call for the same function does nothing.
     """
-    if _registered.get(function) != os.getpid():
-        _registered[function] = os.getpid()
+    if _exit_function_pids.get(function) != os.getpid():
+        _exit_function_pids[function] = os.getpid()
         run = functools.partial(_run_at_exit, function)
         atexit.register(run)
         multiprocessing.util.Finalize(None, run, exitpriority=0)  # forked children skip atexit until Python 3.12
 
 
 def _run_at_exit(function: Callable[[], None]) -> None:
-    if _registered.pop(function, None) == os.getpid():
+    if _exit_function_pids.pop(function, None) == os.getpid():
         function()
 
 
-_registered: dict[Callable[[], None], int] = {}  # the process that registered it; a fork inherits the table
+_exit_function_pids: dict[Callable[[], None], int] = {}  # the process that registered it; a fork inherits the table
 
 
 # --- parameters, and other objects of the script ---
@@ -278,10 +278,10 @@ def find_param_record(param: Tensor) -> ParamRecord | None:
 
 def weak_key(owner: T, table: dict[int, Any]) -> weakref.ref[T]:
     """Return a weak reference that drops the entry ``id(owner)`` of a table when the owner dies."""
-    return weakref.ref(owner, functools.partial(drop_entry, table, id(owner)))
+    return weakref.ref(owner, functools.partial(remove_dead_key, table, id(owner)))
 
 
-def drop_entry(table: dict[int, Any], key: int, _dead: object) -> None:
+def remove_dead_key(table: dict[int, Any], key: int, _dead: object) -> None:
     """Drop an entry of what has died, as the callback of a weak reference."""
     table.pop(key, None)
 
@@ -294,23 +294,23 @@ def attached_values(owner: object) -> dict[Hashable, Any]:
 
     No value may reference the owner.
     """
-    known = _kept.get(id(owner))
+    known = _object_values.get(id(owner))
     if known is None or known[0]() is not owner:
-        known = _kept[id(owner)] = (weak_key(owner, _kept), {})
+        known = _object_values[id(owner)] = (weak_key(owner, _object_values), {})
     return known[1]
 
 
 def find_owners(name: Hashable) -> list[tuple[Any, Any]]:
     """Return the objects for which a value of this name is kept, each with the value."""
     found = []
-    for reference, values in list(_kept.values()):  # other threads may add to it
+    for reference, values in list(_object_values.values()):  # other threads may add to it
         owner = reference()
         if owner is not None and name in values:
             found.append((owner, values[name]))
     return found
 
 
-_kept: dict[int, tuple[weakref.ref[Any], dict[Hashable, Any]]] = {}
+_object_values: dict[int, tuple[weakref.ref[Any], dict[Hashable, Any]]] = {}
 
 
 class WeakParams(Sequence[torch.nn.Parameter]):

@@ -148,14 +148,14 @@ class SideStreams:
 
     def __init__(self) -> None:
         # Whether record_switch() is called for every switch; otherwise unknown streams may be in use.
-        self.watched = False
+        self.is_watched = False
         self._local = threading.local()
         self._threads: weakref.WeakValueDictionary[int, _ThreadStreams] = weakref.WeakValueDictionary()
         self._devices: dict[int, _DeviceTransfers] = {}
 
     def record_switch(self, device: int) -> None:
         """Record that this thread has another current stream, and make that stream wait for transfers in flight."""
-        if self.quiet:
+        if self.is_unwatched:
             return
         known, handle = self._devices.setdefault(device, _DeviceTransfers()), torch._C._cuda_getCurrentRawStream(device)
         stream = known.streams.get(handle)
@@ -195,18 +195,18 @@ class SideStreams:
 
     def is_used(self, device: torch.device) -> bool:
         """Return whether tensors may have been allocated on another stream than the default one."""
-        if device.type != "cuda" or not self.watched:
+        if device.type != "cuda" or not self.is_watched:
             return device.type == "cuda"
         known = self._devices.get(device.index)
         return known is not None and any(known.streams)  # whose handle is not 0
 
     @property
-    def quiet(self) -> bool:
+    def is_unwatched(self) -> bool:
         """Whether this thread's switches are not recorded, since it reads no parameters."""
         return getattr(self._local, "quiet", False)
 
-    @quiet.setter
-    def quiet(self, value: bool) -> None:
+    @is_unwatched.setter
+    def is_unwatched(self, value: bool) -> None:
         self._local.quiet = value
 
 
@@ -222,12 +222,12 @@ class unwatched_stream:  # used like a function
         self._context = torch.cuda.stream(stream)
 
     def __enter__(self) -> None:
-        self._before, side_streams.quiet = side_streams.quiet, True
+        self._before, side_streams.is_unwatched = side_streams.is_unwatched, True
         self._context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
-        side_streams.quiet = self._before
+        side_streams.is_unwatched = self._before
 
 
 def record_streams(tensors: Iterable[Tensor | None], device: torch.device) -> None:
@@ -246,7 +246,7 @@ def record_streams(tensors: Iterable[Tensor | None], device: torch.device) -> No
 
 def record_numbered_switches(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap a function that makes a stream current and takes the stream as numbers."""
-    side_streams.watched = True
+    side_streams.is_watched = True
 
     def switch(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)

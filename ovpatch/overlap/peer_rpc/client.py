@@ -41,7 +41,7 @@ class Endpoint:
     addresses: Sequence[str]  # numeric addresses by which other machines may reach it, the likeliest first
     port: int  # where it listens
 
-    def addresses_to_try(self) -> list[str]:
+    def list_addresses(self) -> list[str]:
         """Return the addresses to try from this process, in order."""
         loopback = ["127.0.0.1", "::1"]
         others = [address for address in self.addresses if address not in loopback]
@@ -53,7 +53,7 @@ class Endpoint:
         ``attempt`` tells how many connections led to another process or to silence; each starts at another address.
         OSError if no process listens at any of them.
         """
-        addresses = self.addresses_to_try()
+        addresses = self.list_addresses()
         first = attempt % len(addresses)
         failure: OSError = ConnectionError("no address")
         for address in addresses[first:] + addresses[:first]:
@@ -206,7 +206,7 @@ class Request:
         finally:
             self.close()
 
-    def pending(self) -> dict[int, str]:
+    def list_pending(self) -> dict[int, str]:
         """Return the ranks that have neither replied nor failed, with how far each call got."""
         return {call.rank: call.state for call in self._calls.values()}
 
@@ -263,7 +263,7 @@ class Request:
         assert call.endpoint is not None
         call.connection.deadline = self.deadline
         if call.stage == "greeting":
-            call.signature = call.connection.answer_challenge(bytes.fromhex(call.endpoint.secret))
+            call.signature = call.connection.reply_to_challenge(bytes.fromhex(call.endpoint.secret))
             call.connection.send({**self.message, "timeout_s": self.deadline - time.monotonic()})
             call.stage = "proof"
         elif call.stage == "proof":

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ovpatch.overlap.comm.lifetimes import (
     group_state,
     is_destroyed,
-    renew_in_children,
+    reset_after_fork,
 )
 
 
@@ -27,7 +27,7 @@ class FinalReads:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._others = group, group.rank(), group.size() - 1
         self._lock = threading.Lock()
-        renew_in_children(self, "_lock", threading.Lock)
+        reset_after_fork(self, "_lock", threading.Lock)
         self._finished: set[int] = set()
         self._owner: int | None = None  # an id(), since the object may be large and this one outlive it
 
@@ -86,7 +86,7 @@ def prepare_backward(group: dist.ProcessGroup) -> None:
         due.pop()()
 
 
-def keep_no_longer(group: dist.ProcessGroup, *, read: bool) -> None:
+def shorten_retention(group: dist.ProcessGroup, *, read: bool) -> None:
     """Keep everything for one further backward at most; what has passed one already, only if it may still be read."""
     kept = group_state(group).values.get(Retention, {})
     for key, one in list(kept.items()):
@@ -95,7 +95,7 @@ def keep_no_longer(group: dist.ProcessGroup, *, read: bool) -> None:
             kept.pop(key, None)  # a peer's last call may have dropped it
 
 
-def drop_kept(group: dist.ProcessGroup) -> None:
+def release_retained(group: dist.ProcessGroup) -> None:
     """Drop what is kept for no further backward, since all ranks of the group have joined one."""
     kept = group_state(group).values.get(Retention, {})
     for key, one in list(kept.items()):

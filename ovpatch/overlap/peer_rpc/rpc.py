@@ -117,7 +117,7 @@ class PeerRpc:
             request.run()
         except RuntimeError as error:
             raise PeerError(_NO_STORE) from error
-        if request.failures or request.pending():
+        if request.failures or request.list_pending():
             self._raise(topic, request, time.monotonic() - begin)
         return {rank: request.replies[rank] for rank in wanted}
 
@@ -150,7 +150,7 @@ class PeerRpc:
 
     def _raise(self, topic: str, request: Request, seconds: float) -> None:
         # A rank whose reply was only cut short by another's failure is not to blame.
-        reasons = request.failures or request.pending()
+        reasons = request.failures or request.list_pending()
         text = "; ".join(f"rank {self._global_ranks[rank]} {reason}" for rank, reason in sorted(reasons.items()))
         causes = [f"on rank {self._global_ranks[rank]}:\n{trace}" for rank, trace in sorted(request.tracebacks.items())]
         has_ended = any(reason in ENDED for reason in reasons.values())
@@ -219,7 +219,7 @@ class Shutdown:
 
     def is_needed(self) -> bool:
         """Return whether peers may still call: this rank has registered, called or been called."""
-        return self.used or self.server.called_at > 0
+        return self.used or self.server.last_call_time > 0
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the ranks that this rank collects from have finished or died."""
@@ -227,15 +227,15 @@ class Shutdown:
         begin = time.monotonic()
         request = Request(self._endpoints, ranks, {"shutdown": True}, begin + timeout_s, retry=False)
         try:
-            while request.pending() and time.monotonic() < request.deadline:
+            while request.list_pending() and time.monotonic() < request.deadline:
                 request.poll()
-                request.deadline = max(begin, self.server.called_at) + timeout_s
+                request.deadline = max(begin, self.server.last_call_time) + timeout_s
         except RuntimeError as error:
             _log.debug("the store is gone, and so are the addresses of ranks to wait for: %s", error)
         finally:
             request.close()
-        if request.pending():
-            late = ", ".join(str(self._global_ranks[rank]) for rank in request.pending())
+        if request.list_pending():
+            late = ", ".join(str(self._global_ranks[rank]) for rank in request.list_pending())
             _log.warning("rank %s has not come to its end in %g s and is not waited for any longer", late, timeout_s)
 
 

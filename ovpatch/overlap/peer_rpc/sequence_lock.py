@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.lifetimes import renew_in_children
+from ovpatch.overlap.comm.lifetimes import reset_after_fork
 from ovpatch.overlap.comm.streams import is_capturing, unwatched_stream
 
 _BYTES: Final = 32 * 1024 * 1024
@@ -58,12 +58,12 @@ class PinnedStaging:
         return copied
 
 
-staging_for: Final = functools.cache(PinnedStaging)  # of a CUDA device, made at the first call
+get_staging: Final = functools.cache(PinnedStaging)  # of a CUDA device, made at the first call
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Return a copy of a dense tensor on the CPU, from any thread; from CUDA only after :data:`staging_for`."""
-    return staging_for(tensor.device).copy_to_host(tensor) if tensor.is_cuda else tensor.to("cpu", copy=True)
+    """Return a copy of a dense tensor on the CPU, from any thread; from CUDA only after :data:`get_staging`."""
+    return get_staging(tensor.device).copy_to_host(tensor) if tensor.is_cuda else tensor.to("cpu", copy=True)
 
 
 _T = TypeVar("_T")
@@ -87,11 +87,11 @@ class SequenceLock:
 
     def __init__(self, device: torch.device) -> None:
         self.version = 0  # the newest complete version
-        self.asynchronous = device.type == "cuda"  # whether the host runs ahead of the device
+        self.is_asynchronous = device.type == "cuda"  # whether the host runs ahead of the device
         self.device = device  # where the tensors are
         self._begun = 0
         self._changed = threading.Condition()
-        renew_in_children(self, "_changed", threading.Condition)
+        reset_after_fork(self, "_changed", threading.Condition)
         self._starts: dict[int, torch.cuda.Event] = {}  # of the update after a version
         self._ends: dict[int, torch.cuda.Event] = {}
         self._staging: PinnedStaging | None = None  # made before the first version, which peers may ask for
@@ -101,8 +101,8 @@ class SequenceLock:
 
         It makes ``version``, which is higher than all before; by default the next one.
         """
-        if self.asynchronous and self._staging is None:
-            self._staging = staging_for(self.device)
+        if self.is_asynchronous and self._staging is None:
+            self._staging = get_staging(self.device)
         with self._changed:
             self._record_event(self._starts, self._begun)
             self._begun = self._begun + 1 if version is None else version
@@ -120,12 +120,12 @@ class SequenceLock:
             if not self._changed.wait_for(lambda: self.version >= version, timeout_s):
                 raise TornReadError(f"version {version} did not come within {timeout_s:g} s; {self.version} is there")
 
-    def read_version(self, version: int, copy: Callable[[], _T], timeout_s: float, *, kept: bool = False) -> _T:
+    def read_version(self, version: int, copy: Callable[[], _T], timeout_s: float, *, is_retained: bool = False) -> _T:
         """Return what ``copy`` returns, read from ``version``; may be called from any thread.
 
         A future version is waited for. ``copy`` returns complete copies on the CPU (:func:`copy_to_host`); on CUDA it
-        is called on a stream for such copies. With ``kept`` it reads tensors of that version that are not updated any
-        more. TornReadError if the version is not complete in time, or has been overwritten.
+        is called on a stream for such copies. With ``is_retained`` it reads tensors that are no longer updated
+        TornReadError if the version is not complete in time, or has been overwritten.
         """
         deadline = time.monotonic() + timeout_s
         self.wait_for_version(version, timeout_s)
@@ -137,19 +137,19 @@ class SequenceLock:
             time.sleep(_PAUSE_S)
         with self._staging.on_stream() if self._staging is not None else nullcontext():
             copied = copy()
-        if not kept and self._is_overwritten(version):
+        if not is_retained and self._is_overwritten(version):
             raise TornReadError(f"version {version} has been overwritten by version {self._begun}")
         return copied
 
     def _is_overwritten(self, version: int) -> bool:
         with self._changed:
-            if not self.asynchronous:
+            if not self.is_asynchronous:
                 return self._begun > version
             start = self._starts.get(version)
         return start.query() if start is not None else self._begun > version
 
     def _record_event(self, events: dict[int, torch.cuda.Event], version: int) -> None:
-        if self.asynchronous and not is_capturing(self.device):  # an event of a capture cannot be queried
+        if self.is_asynchronous and not is_capturing(self.device):  # an event of a capture cannot be queried
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.device))
             events[version] = event

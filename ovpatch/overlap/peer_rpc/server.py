@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ovpatch.overlap.comm.lifetimes import renew_in_children
+from ovpatch.overlap.comm.lifetimes import reset_after_fork
 from ovpatch.overlap.peer_rpc.client import Endpoint
-from ovpatch.overlap.peer_rpc.wire import Connection, Message, close_in_children, pack
+from ovpatch.overlap.peer_rpc.wire import Connection, Message, close_after_fork, pack
 
 # Maps a call's arguments, JSON values, to a header in JSON and tensors.
 Handler = Callable[[dict[str, Any]], tuple[dict[str, Any], list[Tensor]]]
@@ -45,16 +45,16 @@ class Server:
         self._name, self._refuses, self._pid = name, refuses, os.getpid()
         self._listener = _listen()
         self._wake, self._awake = socket.socketpair()
-        close_in_children(self._listener, self._wake, self._awake)
+        close_after_fork(self._listener, self._wake, self._awake)
         secret = secrets.token_hex(32)
         # How peers reach this server.
         self.endpoint = Endpoint(secret, socket.gethostname(), addresses, self._listener.getsockname()[1])
         # When the newest call arrived or was answered, by ``time.monotonic()``; 0 before the first.
-        self.called_at = 0.0
+        self.last_call_time = 0.0
         self._handlers: dict[str, Handler] = {}
         self._accepted: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        renew_in_children(self, "_changed", threading.Condition)
+        reset_after_fork(self, "_changed", threading.Condition)
         self._idle = 0
         self._finished = self._closed = False
         self._parked: list[Connection] = []
@@ -183,12 +183,12 @@ class Server:
         return False
 
     def _reply(self, connection: Connection, message: dict[str, Any]) -> None:
-        self.called_at = time.monotonic()
+        self.last_call_time = time.monotonic()
         handler = self._wait_for_handler(connection, message["topic"])
         if handler is not None:
             connection.send({"state": "running"})
             connection.send_packed(_run_handler(handler, message["arguments"]))
-            self.called_at = time.monotonic()
+            self.last_call_time = time.monotonic()
 
     def _wait_for_handler(self, connection: Connection, topic: str) -> Handler | None:
         """Return the handler of a topic, which may be registered a little after the call."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.lifetimes import call_in_children, outside_modes
+from ovpatch.overlap.comm.lifetimes import call_after_fork, outside_modes
 
 _NONCE = 32  # bytes of a nonce, and of a signature
 _LENGTH = struct.Struct("!Q")
@@ -42,7 +42,7 @@ class Connection:
     def __init__(self, sock: socket.socket, deadline: float = math.inf) -> None:
         self.deadline = deadline
         self._socket = sock
-        close_in_children(sock)
+        close_after_fork(sock)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
@@ -90,7 +90,7 @@ class Connection:
             raise PermissionError("the other side does not know this process's secret")
         self._send_bytes(_sign(secret, b"answers", theirs, ours))
 
-    def answer_challenge(self, secret: bytes) -> bytes:
+    def reply_to_challenge(self, secret: bytes) -> bytes:
         """Answer the other side's :meth:`authenticate`; return the signature that it has to send in turn."""
         theirs, ours = self._receive_bytes(_NONCE), os.urandom(_NONCE)
         self._send_bytes(ours + _sign(secret, b"asks", theirs, ours))
@@ -164,10 +164,10 @@ def _sign(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
     return hmac.new(secret, role + b"".join(nonces), hashlib.sha256).digest()
 
 
-def close_in_children(*sockets: socket.socket) -> None:
+def close_after_fork(*sockets: socket.socket) -> None:
     """Have forked children close their copies of sockets: while those are open, peers do not see the parent end."""
     for one in sockets:
-        call_in_children(one, _close)
+        call_after_fork(one, _close)
 
 
 def _close(sock: socket.socket) -> None:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.comm import host_barrier
 from ovpatch.overlap.comm.collectives import (
-    abandon_step_communicators,
+    abort_step_communicators,
     abort_transport,
     reduce_scatter_transport,
 )
@@ -306,7 +306,7 @@ class ShardedGrads(GradSharder):
             try:
                 self._barrier.finish()
             except RuntimeError:  # this rank's collectives are under way already
-                abandon_step_communicators(self.group)
+                abort_step_communicators(self.group)
                 abort_transport(self.group)
                 raise
 
@@ -335,7 +335,7 @@ class ShardedGrads(GradSharder):
         for index in freed:
             states[index] = GradState.FREED
         # Where only the device waits it may do so first: without this rank no shard can have been written.
-        (sync.wait if self.versions.asynchronous else sync.wait_for_peers)()
+        (sync.wait if self.versions.is_asynchronous else sync.wait_for_peers)()
         self.versions.begin_update()
         sync.wait()
         for bucket in sync.buckets:
@@ -343,7 +343,7 @@ class ShardedGrads(GradSharder):
                 bucket.publish_shards()
         self.versions.end_update()
         if self._kept.get(retention.Retention):
-            retention.drop_kept(self.group)
+            retention.release_retained(self.group)
         self.local = False
         self.has_lazy_grads = bool(self.sharded)
 
@@ -437,7 +437,7 @@ class ShardedGrads(GradSharder):
     @functools.cached_property
     def step_log(self) -> StepLog:
         """What this rank steps; from the first backward on peers may ask."""
-        return StepLog(self.group, self.identity, is_blocking=not self.versions.asynchronous)
+        return StepLog(self.group, self.identity, is_blocking=not self.versions.is_asynchronous)
 
     @property
     def tells(self) -> bool:
@@ -448,7 +448,7 @@ class ShardedGrads(GradSharder):
         """Tell the other hosts that this one does not come, if they are in :meth:`wait_for_hosts`."""
         if self._barrier is not None:
             self._barrier.abort()
-            abandon_step_communicators(self.group)
+            abort_step_communicators(self.group)
 
     @property
     def has_diverged(self) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ovpatch.overlap.comm.lifetimes import renew_in_children, weak_method
+from ovpatch.overlap.comm.lifetimes import reset_after_fork, weak_method
 from ovpatch.overlap.peer_rpc.retention import FinalReads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock, TornReadError, copy_to_host
@@ -101,7 +101,7 @@ class ShardedState(abc.ABC):
         self.turn = turn
         self._read_after = -1  # how many backwards there were at the last read since the last step
         self._changed = threading.Condition()
-        renew_in_children(self, "_changed", threading.Condition)
+        reset_after_fork(self, "_changed", threading.Condition)
         self._earlier: dict[int, dict[Key, Tensor]] = {}  # shards that loading has replaced, by version
         self._kept: SwapCache | None = None
         self._topic = f"state of {turn.name}, of {shards.identity}"
@@ -363,7 +363,7 @@ class ShardedState(abc.ABC):
                 if number not in self._earlier:  # else it was by loading
                     raise TornReadError(f"{str(error).rstrip('.')}. {_TOO_LATE}") from error
         earlier = self._earlier[number]
-        return self._versions.read_version(number, lambda: copy(earlier), PATIENCE_S, kept=True)
+        return self._versions.read_version(number, lambda: copy(earlier), PATIENCE_S, is_retained=True)
 
 
 class SwapCache:
