@@ -281,7 +281,7 @@ TABLES = {
     "ovpatch.overlap.autotune.autotuner:_report_lines": "lines of the report",
     "ovpatch.overlap.comm.lifetimes:_after_fork_functions": "what forked children renew, of any object",
     "ovpatch.overlap.comm.lifetimes:_object_values": "attached_values() itself",
-    "ovpatch.overlap.comm.lifetimes:_param_states": "param_state() itself",
+    "ovpatch.overlap.comm.lifetimes:_param_records": "param_record() itself",
     "ovpatch.overlap.comm.lifetimes:_exit_function_pids": "functions at exit, each once",
     "ovpatch.overlap.comm.lifetimes:_group_states": "group_state() itself",
     "ovpatch.overlap.copy_engine.selection:_stuck": "memory that is never freed",

@@ -77,7 +77,7 @@ class HostBarrier:
         self._store = store
         self._is_in_file = _is_in_file(store)
         self._name = name
-        # All ranks poll one store, so many ranks must poll less often.
+        # All ranks poll one store, so each rank of a large group must poll less often.
         self._max_pause_s = max(_MAX_PAUSE_S, _MAX_PAUSE_PER_RANK_S * self._world)
 
         # - State
