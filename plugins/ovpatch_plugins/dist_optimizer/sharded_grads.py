@@ -266,7 +266,8 @@ class ShardedGrads(GradSharder):
             )
         if self._world > 1:
             self.step_log.begin_backward(self.backwards)
-        if self._kept.get(retention.BeforeBackward):
+        retained = self._kept.get(retention.Retention)
+        if retained is not None and retained.before_backward:
             retention.prepare_backward(self.group)
         if self._grads.grads:
             kept = self.last_grads()
@@ -342,7 +343,8 @@ class ShardedGrads(GradSharder):
             if isinstance(bucket, ShardedGradBucket):
                 bucket.publish_shards()
         self.versions.end_update()
-        if self._kept.get(retention.Retention):
+        retained = self._kept.get(retention.Retention)
+        if retained is not None and retained.retained:
             retention.release_retained(self.group)
         self.local = False
         self.has_lazy_grads = bool(self.sharded)

@@ -584,7 +584,7 @@ def _keep_no_longer(models: Iterable[ShardedGrads], *, read: bool) -> None:
         read: Whether other ranks go on with such an optimizer, and read its state before the next backward.
     """
     for shards in models:
-        retention.shorten_retention(shards.group, read=read)
+        retention.shorten_retention(shards.group, may_be_read=read)
 
 
 def _complete_soon(state_dicts: Iterable[StateDictSource]) -> None:
