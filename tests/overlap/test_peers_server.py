@@ -151,7 +151,7 @@ def test_a_rank_that_was_there_and_refuses_is_known_to_have_ended(server, direct
     while any(thread.name == "ovpatch-peers-accept-test" for thread in threading.enumerate()):
         time.sleep(0.01)
     begin = time.monotonic()
-    assert echo(directory, 60).failures == {1: "has ended"}
+    assert echo(directory, 60).failures == {1: "has exited"}
     assert time.monotonic() - begin < 30
 
 
@@ -168,7 +168,7 @@ def test_a_rank_that_ends_while_it_is_asked_is_lost_at_once(server, directory):
     directory.publish(1, server.endpoint)
     inquiry = Request(directory, [1], {"topic": "vanish", "arguments": {}}, time.monotonic() + 60)
     inquiry.run()
-    assert inquiry.failures == {1: "ended before it had answered"}
+    assert inquiry.failures == {1: "exited before it had replied"}
 
 
 def test_strangers_that_say_nothing_hold_up_nobody(server, directory):
