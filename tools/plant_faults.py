@@ -201,7 +201,7 @@ FAULTS: Final = (
     Fault(
         "a reader gets the state of another step",
         "ovpatch/overlap/peer_rpc/sequence_lock.py",
-        "                return self._begun > version\n",
+        "                return self._begun_version > version\n",
         "                return False\n",
         ("tests/overlap/test_versioned.py",),
     ),
