@@ -177,7 +177,7 @@ def aborting_first(peers_wait: bool) -> tuple[str, bool]:
                 one.wait()
             text = str(raised.value)
     dist.barrier()
-    return text, bool(group_values(PeerRpc))
+    return text, bool(group_values(PeerRpc, dist.group.WORLD))
 
 
 @pytest.mark.parametrize("peers_wait", [True, False])
