@@ -70,7 +70,7 @@ def absent(who: int) -> tuple[str, float]:
 def test_a_missing_rank_is_named_in_time(ranks, who):
     for rank, (text, seconds) in enumerate(ranks(3)(absent, who)):
         if rank != who:
-            assert f"no answer from rank {who} within 1 s" in text
+            assert f"no reply from rank {who} within 1 s" in text
             assert seconds < 30
 
 

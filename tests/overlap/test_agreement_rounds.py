@@ -40,7 +40,7 @@ def test_a_rank_that_died_before_it_arrived_does_not_shift_later_rounds(alone):
     def agree(rank, timeout_s):
         return consensus.check_consistent(Group(rank), "topic", {"a": 1}, timeout_s=timeout_s)
 
-    with pytest.raises(consensus.RankMismatchError, match=f"no answer from rank {1 - alone}"):
+    with pytest.raises(consensus.RankMismatchError, match=f"no reply from rank {1 - alone}"):
         agree(alone, 0.1 if alone == 0 else -4.9)  # another rank than 0 waits 5 s longer
     with ThreadPoolExecutor(2) as pool:
         for _ in range(3):
@@ -91,9 +91,9 @@ def test_nobody_agrees_with_a_rank_that_has_run_out_of_time(stores, size):
     with ThreadPoolExecutor(size) as pool:
         last = pool.submit(late)
         others = [pool.submit(ended, rank, size, 10) for rank in range(size) if rank != 1]
-        assert "no answer from rank 0" in last.result()
+        assert "no reply from rank 0" in last.result()
         for other in others:
-            assert "not agreed on: rank 1 had waited" in other.result()
+            assert "did not agree on feature 'topic': rank 1 had timed out" in other.result()
 
 
 class Overtaken:

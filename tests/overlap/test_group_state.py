@@ -12,7 +12,7 @@ from ovpatch.overlap.comm import lifetimes
 from ovpatch.overlap.comm.consensus import agree_on_name, check_consistent_once, gather_values
 from ovpatch.overlap.comm.lifetimes import (
     attached_values,
-    call_in_children,
+    call_after_fork,
     drop_values,
     find_owners,
     group_state,
@@ -56,7 +56,7 @@ class Unhashable:
 
 def test_values_end_with_their_object_whatever_it_is_equal_to():
     one, other = Unhashable(), Unhashable()
-    before = len(lifetimes._kept)
+    before = len(lifetimes._object_values)
     attached_values(one)["name"] = 1
     attached_values(other)["name"] = 2
     attached_values(other)["other name"] = 3
@@ -64,18 +64,18 @@ def test_values_end_with_their_object_whatever_it_is_equal_to():
     assert [(owner is one, value) for owner, value in find_owners("name")] == [(True, 1), (False, 2)]
     del one
     assert [value for _, value in find_owners("name")] == [2]
-    assert len(lifetimes._kept) == before + 1
+    assert len(lifetimes._object_values) == before + 1
     del other
-    assert (find_owners("other name"), len(lifetimes._kept)) == ([], before)
+    assert (find_owners("other name"), len(lifetimes._object_values)) == ([], before)
 
 
 def test_a_forked_child_calls_what_is_to_be_called_there_for_objects_that_exist():
     reader, writer = os.pipe()
-    before = len(lifetimes._in_children)
+    before = len(lifetimes._after_fork_functions)
     kept, gone = Kept(), Kept()
     kept.text, gone.text = b"kept", b"gone"
     for owner in (kept, gone):  # no function may reference its owner, which would live for ever
-        call_in_children(owner, lambda found: os.write(writer, found.text))
+        call_after_fork(owner, lambda found: os.write(writer, found.text))
     del owner
     del gone
     child = os.fork()
@@ -84,7 +84,7 @@ def test_a_forked_child_calls_what_is_to_be_called_there_for_objects_that_exist(
     os.waitpid(child, 0)
     assert os.read(reader, 16) == b"kept"
     del kept
-    assert len(lifetimes._in_children) == before, "later forks would write into what gets the number of this pipe"
+    assert len(lifetimes._after_fork_functions) == before, "later forks would write into this pipe's number"
     os.close(reader)
     os.close(writer)
 

@@ -266,8 +266,8 @@ def unserved() -> tuple[str, float]:
 
 def test_an_unknown_topic_is_named(ranks):
     text, seconds = ranks(2)(unserved)[0]
-    assert "no answer to 'nobody's' within 0.5" in text
-    assert "rank 1 does not serve this. Look at that rank's output" in text
+    assert "no reply to 'nobody's' within 0.5" in text
+    assert "rank 1 does not serve this topic. Check the output of that rank" in text
     assert 0.5 <= seconds < 50
 
 
@@ -282,7 +282,7 @@ def late_service() -> None:
         else:
             time.sleep(0.1)
             withdraw = peers.register("late", lambda question, value=value: ({"value": value}, []))
-            with pytest.raises(ValueError, match="served already in this process group; withdraw that first"):
+            with pytest.raises(ValueError, match="is served already in this process group"):
                 peers.register("late", lambda question: ({}, []))
         dist.barrier()
         if withdraw is not None:
@@ -318,7 +318,7 @@ def hanging() -> tuple[str, float]:
 
 def test_who_is_late_is_named_with_how_far_it_got(ranks):
     text, seconds = ranks(3)(hanging)[0]
-    late = r"within 1(\.\d+)? s: rank 1 has not published its address; rank 2 works on its answer\. Look at"
+    late = r"within 1(\.\d+)? s: rank 1 has not published its address; rank 2 is working on its reply\. Check the"
     assert re.search(late, text), text
     assert text.endswith("give init_process_group() a larger timeout.")
     assert 1 <= seconds < 50
@@ -343,7 +343,7 @@ def ended() -> str:
 
 def test_of_a_rank_that_has_ended_the_remedy_is_its_own_error(ranks):
     text = ranks(2)(ended)[0]
-    assert "rank 1 has ended. Look for the first error in the output of the rank that has ended" in text, text
+    assert "rank 1 has exited. Look for the first error in the output of the rank that has exited" in text, text
     assert "timeout" not in text
 
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from ovpatch.overlap.comm import lifetimes
 from ovpatch.overlap.peer_rpc import client
 from ovpatch.overlap.peer_rpc.client import Endpoint, Endpoints, Request
-from ovpatch.overlap.peer_rpc.retention import FinalReads
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock
 from ovpatch.overlap.peer_rpc.server import Server
@@ -99,12 +98,12 @@ def test_no_more_are_called_at_once_than_may_be(directory, at_once):
 
 def test_who_does_not_know_the_secret_is_turned_away(server):
     line = replace(server.endpoint, secret=NOBODY).connect(0, time.monotonic() + 10)
-    line.answer_challenge(bytes.fromhex(NOBODY))
+    line.reply_to_challenge(bytes.fromhex(NOBODY))
     line.send({"topic": "echo", "arguments": {}, "timeout_s": 10})
     with pytest.raises(OSError, match=r"hung up|reset|Broken pipe"):
         line.receive()
     line.close()
-    assert server.called_at == 0
+    assert server.last_call_time == 0
 
 
 def test_a_server_that_does_not_know_the_secret_is_not_believed():
@@ -113,7 +112,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed():
     for line, sock in zip(lines, (ours, theirs), strict=True):
         line._socket, line.deadline = sock, time.monotonic() + 10
     theirs.sendall(b"n" * 32)
-    signature = lines[0].answer_challenge(b"secret")
+    signature = lines[0].reply_to_challenge(b"secret")
     theirs.sendall(b"f" * 32)
     with pytest.raises(PermissionError, match="another process"):
         lines[0].verify_signature(signature)
@@ -140,9 +139,9 @@ def test_a_stale_address_is_looked_up_again_until_the_rank_is_there(server, dire
 
 def test_a_stale_address_without_a_successor_ends_in_time_with_the_reason(server, directory):
     directory.publish(1, replace(server.endpoint, port=unused_port()))
-    assert echo(directory, 0.3).pending() == {1: "cannot be reached: Connection refused"}
+    assert echo(directory, 0.3).list_pending() == {1: "cannot be reached: Connection refused"}
     directory.publish(1, replace(server.endpoint, secret=NOBODY))
-    assert "cannot be reached: " in echo(directory, 0.3).pending()[1]
+    assert "cannot be reached: " in echo(directory, 0.3).list_pending()[1]
 
 
 def test_a_rank_that_was_there_and_refuses_is_known_to_have_ended(server, directory):
@@ -152,7 +151,7 @@ def test_a_rank_that_was_there_and_refuses_is_known_to_have_ended(server, direct
     while any(thread.name == "ovpatch-peers-accept-test" for thread in threading.enumerate()):
         time.sleep(0.01)
     begin = time.monotonic()
-    assert echo(directory, 60).failures == {1: "has ended"}
+    assert echo(directory, 60).failures == {1: "has exited"}
     assert time.monotonic() - begin < 30
 
 
@@ -169,7 +168,7 @@ def test_a_rank_that_ends_while_it_is_asked_is_lost_at_once(server, directory):
     directory.publish(1, server.endpoint)
     inquiry = Request(directory, [1], {"topic": "vanish", "arguments": {}}, time.monotonic() + 60)
     inquiry.run()
-    assert inquiry.failures == {1: "ended before it had answered"}
+    assert inquiry.failures == {1: "exited before it had replied"}
 
 
 def test_strangers_that_say_nothing_hold_up_nobody(server, directory):
@@ -194,9 +193,9 @@ def test_where_no_more_threads_can_be_started_the_spare_ones_answer(server, dire
 
 def test_the_loopback_device_serves_the_same_machine_and_only_that():
     here = Endpoint("", socket.gethostname(), ("10.0.0.5",), 1)
-    assert here.addresses_to_try() == ["127.0.0.1", "::1", "10.0.0.5"]
-    assert replace(here, host="elsewhere").addresses_to_try() == ["10.0.0.5"]
-    assert replace(here, host="elsewhere", addresses=()).addresses_to_try() == ["127.0.0.1", "::1"]
+    assert here.list_addresses() == ["127.0.0.1", "::1", "10.0.0.5"]
+    assert replace(here, host="elsewhere").list_addresses() == ["10.0.0.5"]
+    assert replace(here, host="elsewhere", addresses=()).list_addresses() == ["127.0.0.1", "::1"]
     assert not any(address.startswith("127.") for address in client.list_own_addresses(None))
 
 
@@ -216,12 +215,10 @@ def test_what_cannot_be_sent_is_refused_before_anything_is():
 # --- forks ---
 
 
-def in_a_fork(for_forks: bool) -> str:
+def in_a_fork() -> str:
     group = dist.distributed_c10d._get_default_group()
     peers = PeerRpc.for_group(group)
-    peers.register("value", lambda question: ({"rank": dist.get_rank()}, []), for_forks=for_forks)
-    kept = FinalReads(group)
-    kept.start_final_calls(peers)
+    peers.register("value", lambda question: ({"rank": dist.get_rank()}, []))
     dist.barrier()  # as a step: by now all ranks can be found
     reader, writer = os.pipe()
     pid = os.fork()
@@ -230,7 +227,7 @@ def in_a_fork(for_forks: bool) -> str:
         for action in (
             lambda: peers.register("other", lambda question: ({}, [])),
             lambda: peers.call("value", {}),
-            lambda: PeerRpc.for_group(group).call("value", {}, from_fork=True),
+            lambda: PeerRpc.for_group(group).call("value", {}),
         ):
             try:
                 texts.append(str(action()))
@@ -239,46 +236,24 @@ def in_a_fork(for_forks: bool) -> str:
         peers._server.close()
         PeerRpc.shutdown_all()
         listening = peers._server._listener.fileno() != -1
-        os.write(writer, json.dumps([texts, listening, kept.mark_final({})]).encode())
+        os.write(writer, json.dumps([texts, listening]).encode())
         os._exit(0)
     os.waitpid(pid, 0)
     text = os.read(reader, 10000).decode()
     os.close(reader)
     os.close(writer)
     dist.barrier()
-    assert kept.mark_final({}) == {"last of": dist.get_rank()}
     assert all(header == {"rank": rank} for rank, (header, _) in peers.call("value", {}).items())
     dist.barrier()
     return text
 
 
-@pytest.mark.parametrize("for_forks", [False, True])
-def test_a_fork_is_no_rank_and_leaves_its_parent_alone(ranks, for_forks):
-    for rank, text in enumerate(ranks(2)(in_a_fork, for_forks)):
-        texts, listening, mark = json.loads(text)
-        if for_forks:
-            assert texts.pop() == str({1 - rank: ({"rank": 1 - rank}, [])})
-        assert len(texts) == 3 - for_forks
-        assert all(text.endswith("in the parent, before the fork.") for text in texts)
+def test_a_fork_is_no_rank_and_leaves_its_parent_alone(ranks):
+    for text in ranks(2)(in_a_fork):
+        texts, listening = json.loads(text)
+        assert len(texts) == 3
+        assert all(text.endswith("Read it before the fork, or in the parent.") for text in texts)
         assert not listening
-        assert not mark, "a fork's call is never a rank's last"
-
-
-@pytest.mark.parametrize("in_file", [False, True])
-def test_ranks_are_looked_up_for_forks_once_all_are_there(directory, monkeypatch, tmp_path, in_file):
-    store = dist.FileStore(str(tmp_path / "store"), 2) if in_file else dist.HashStore()
-    assert store.has_extended_api() is not in_file
-    monkeypatch.setattr(client, "group_store", lambda found: store)
-    endpoints = [Endpoint("00", "here", [], port) for port in (1, 2)]
-    directory.publish(0, endpoints[0])
-    directory.look_up_for_forks()
-    assert not directory._for_forks
-    directory.publish(1, endpoints[1])
-    directory.look_up_for_forks()
-    monkeypatch.setattr(client, "group_store", lambda found: pytest.fail("all are known"))
-    directory.look_up_for_forks()
-    directory._pid += 1  # as in a child
-    assert [directory.look_up(rank) for rank in range(2)] == endpoints
 
 
 def test_a_fork_renews_locks_that_another_thread_holds(server):

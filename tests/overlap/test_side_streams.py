@@ -217,7 +217,7 @@ def test_functions_that_switch_streams_tell_of_it(cuda, monkeypatch):
     assert by_stream(stream := Stream(3, 2)) is stream
     by_stream(SimpleNamespace(device=torch.device("cpu")))
     assert told == [0, 1, 2]
-    assert module.side_streams.watched
+    assert module.side_streams.is_watched
 
 
 def test_memory_outlives_where_streams_were_used(cuda):
@@ -229,7 +229,7 @@ def test_memory_outlives_where_streams_were_used(cuda):
 
     device = torch.device("cuda", 0)
     assert not side_streams.is_used(torch.device("cpu"))
-    module.side_streams.watched = True
+    module.side_streams.is_watched = True
     assert not module.side_streams.is_used(device)
     record_streams([torch.zeros(2)], device)
     with cuda.stream(Stream(3)):

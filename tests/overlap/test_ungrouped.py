@@ -19,7 +19,7 @@ from ovpatch.overlap.comm.collectives import (
     ReduceScatter,
     Work,
     WorkWithEpilogue,
-    _by_size,
+    _partition_by_size,
 )
 from tests.overlap.test_collectives import for_each, group
 
@@ -46,7 +46,7 @@ def three_times(sizes: list[int], dtype: torch.dtype) -> list[dict[str, Any]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     wholes = [size * world for size in sizes]
     found = []
-    with mock.patch.object(collectives, "_LARGE", 200 * world * dtype.itemsize):
+    with mock.patch.object(collectives, "_LARGE_BYTES", 200 * world * dtype.itemsize):
         all_reduce, scatter, gather = AllReduce(group(), CPU), ReduceScatter(group(), CPU), AllGather(group(), CPU)
         for _ in range(3):
             summed = [drawn(rank, size, dtype) for size in wholes]
@@ -93,7 +93,7 @@ def test_memory_is_used_again_when_it_has_been_given_back():
     assert spare.get(5, like).numel() == 5
     for numel in range(100, 200):
         spare.put(torch.empty(numel))
-    assert len(spare._idle) == collectives._POOL_SIZE, "sizes may change from step to step"
+    assert len(spare._idle) == collectives._MAX_IDLE_TENSORS, "sizes may change from step to step"
     assert spare.get(4, like.double()).dtype == torch.float64
 
 
@@ -157,7 +157,7 @@ def test_to_sort_tensors_by_size_costs_in_proportion_to_their_number():
         tensors, taken = [torch.empty(8)] * count, []
         for _ in range(5):
             begin = time.thread_time()
-            alone, small = _by_size(tensors)
+            alone, small = _partition_by_size(tensors)
             taken.append(time.thread_time() - begin)
         assert (len(alone), len(small)) == (0, count)
         return min(taken)

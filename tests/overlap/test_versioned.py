@@ -49,7 +49,7 @@ def test_an_update_that_begins_while_a_reader_copies_is_noticed(versions, tensor
 
 
 def test_what_is_kept_may_be_read_later(versions):
-    assert versions.read_version(1, lambda: "of version 1", 1.0, kept=True) == "of version 1"
+    assert versions.read_version(1, lambda: "of version 1", 1.0, is_retained=True) == "of version 1"
 
 
 def test_a_version_that_is_to_come_is_waited_for(versions, tensor):
@@ -57,7 +57,7 @@ def test_a_version_that_is_to_come_is_waited_for(versions, tensor):
     later.start()
     assert versions.read_version(3, tensor.tolist, 30.0) == [3.0, 3.0, 3.0]
     later.join()
-    with pytest.raises(TornReadError, match=r"version 4 did not come within 0\.01 s; 3 is there"):
+    with pytest.raises(TornReadError, match=r"version 4 was not made within 0\.01 s\. The newest version is 3"):
         versions.read_version(4, tensor.tolist, 0.01)
 
 

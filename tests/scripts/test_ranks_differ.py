@@ -39,7 +39,7 @@ def failed(result):
 def test_a_rank_without_ovpatch_is_named_with_the_remedy(failures):
     result, report = failures[0]
     stderr = failed(result)
-    assert "feature 'ddp' got no answer from rank 1 within 1 s" in stderr
+    assert "feature 'ddp' got no reply from rank 1 within 1 s" in stderr
     assert "Call ovpatch.apply() on every rank" in stderr
     assert "disabled (off by OVPATCH=0) on rank 1" in feature(report)["reason"], "the report says so, too"
 
@@ -49,7 +49,7 @@ def test_options_that_differ_are_named_with_their_ranks(failures):
     mib = 1024 * 1024
     assert f"is [{mib}, {2 * mib}] on rank 0 but [{mib}, {mib}] on rank 1" in stderr
     assert "Give every rank the same OVPATCH variables" in stderr
-    assert "got no answer" not in stderr
+    assert "got no reply" not in stderr
 
 
 def test_by_default_a_rank_that_does_not_answer_is_given_up_within_30_seconds():

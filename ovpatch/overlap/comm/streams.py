@@ -1,8 +1,9 @@
-"""CUDA streams: those on which work was produced, so that a collective starts after all of it, and the script's own.
+"""CUDA streams on which work was produced or may be read, and labels for profilers.
 
-The autograd engine runs a gradient's hook on the stream of the forward operation. A collective launched from one hook
-is ordered behind that hook's stream only; gradients of the same bucket that came from other streams need a wait. A
-side stream of the script may read parameters that another stream has waited for.
+The autograd engine runs the hook of a gradient on the stream of the forward operation. A collective
+that a hook launches follows only that stream, so it must wait for the streams that produced the
+other gradients of its bucket. And a side stream of the script may read parameters for which only
+another stream has waited.
 """
 
 from __future__ import annotations
@@ -23,38 +24,51 @@ from torch import Tensor
 
 
 def profiler_label(feature: str, phase: str, name: str = "") -> str:
-    """Return ``ovpatch::<feature>::<phase> (<name>)``; the phase is a verb or a collective, the name an object's."""
+    """Return ``ovpatch::<feature>::<phase> (<name>)``.
+
+    Args:
+        feature: The name of the feature.
+        phase: A verb or a collective.
+        name: The name of an object. Default: none.
+    """
     return f"ovpatch::{feature}::{phase} ({name})" if name else f"ovpatch::{feature}::{phase}"
 
 
-_NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
+_NO_SPAN: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def profiler_span(text: str) -> AbstractContextManager[Any]:
-    """Return a context manager that shows ``text``, made by :func:`profiler_label`, as a range in torch's profiler.
+def profiler_span(label: str) -> AbstractContextManager[Any]:
+    """Return a context that torch's profiler shows as a range; do nothing without a profiler.
 
-    Without a profiler it does nothing: an idle ``record_function`` costs more than the launch of a collective.
+    Args:
+        label: A label of :func:`profiler_label`.
     """
-    return torch.autograd.profiler.record_function(text) if torch.autograd._profiler_enabled() else _NOTHING
+    # An idle `record_function` takes longer than the launch of a collective.
+    if torch.autograd._profiler_enabled():
+        return torch.autograd.profiler.record_function(label)
+    return _NO_SPAN
 
 
 # --- frames ---
 
 
 def hide_frames(*functions: Any) -> None:
-    """Have Dynamo run Python functions, those defined in them and all that they call, as they are.
+    """Make Dynamo run functions as they are, with those defined in them and all that they call.
 
     A compiled function may break its graph at ``loss.backward()`` or at a wrapped module. Dynamo
-    then examines all Python frames below it, also those of hooks that the engine calls. It would compile the
-    reducer frame by frame, guard on its counters, and fail in the middle of a backward at the first collective.
-    ``torch.compiler.disable`` costs each call some microseconds. Marked code objects cost a call nothing.
+    then examines all Python frames below it, also those of hooks that the engine calls. It would
+    compile the reducer frame by frame and guard on its counters. It would fail at the first
+    collective, in the middle of a backward.
 
     Args:
-        functions: Functions, which may be called already. They are marked for the rest of the process.
+        functions: Python functions, which may run already. They stay marked for the rest of the
+            process.
     """
+    # Marked code objects cost a call nothing, while `torch.compiler.disable` costs each call some
+    # microseconds.
     from torch._dynamo import eval_frame
 
-    # Versions without it compile what they can of these frames.
+    # Versions without this function compile as much of the frames as they can.
     if not hasattr(eval_frame, "set_code_exec_strategy"):
         return
     skip = eval_frame.FrameAction.SKIP
@@ -70,7 +84,7 @@ def _list_codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _list_codes(constant)
 
 
-# --- streams ---
+# --- streams of a backward ---
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -79,30 +93,38 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class ProducerStreams:
-    """The CUDA streams that produced gradients since the last :meth:`clear`, per device."""
+    """The CUDA streams that have produced gradients since the last :meth:`clear`, by device."""
 
     def __init__(self) -> None:
+        # By the index of the device, then by the handle of the stream.
         self._streams: dict[int, dict[int, torch.cuda.Stream]] = {}
 
     def record_current(self, device: int) -> None:
-        """Record the current stream of a CUDA device. Cheap if it is recorded already: called for every gradient."""
-        raw = torch._C._cuda_getCurrentRawStream(device)
-        if raw not in self._streams.get(device, ()):
-            self._streams.setdefault(device, {})[raw] = torch.cuda.current_stream(device)
+        """Record the current stream of a CUDA device, given its index."""
+        # This runs for every gradient, and the handle is much cheaper than a Stream object.
+        handle = torch._C._cuda_getCurrentRawStream(device)
+        if handle not in self._streams.get(device, ()):
+            self._streams.setdefault(device, {})[handle] = torch.cuda.current_stream(device)
 
     def wait_for_producers(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
-        """Make the device's current stream wait for all recorded ones; nothing is done without streams.
+        """Make the current stream of a device wait for the recorded streams.
 
-        The current stream is going to read the tensors; their memory is kept until it has.
+        Args:
+            device: The device. Without streams, the call does nothing.
+            tensors: The tensors that the current stream reads next; their memory is kept until
+                then.
         """
         streams = self._streams.get(device.index) if device.type == "cuda" else None
-        if not streams or (len(streams) == 1 and torch._C._cuda_getCurrentRawStream(device.index) in streams):
-            return  # the usual case, without making a Stream object
+        if not streams:
+            return
+        # Usually the current stream is the only one, and then no Stream object is needed.
+        if len(streams) == 1 and torch._C._cuda_getCurrentRawStream(device.index) in streams:
+            return
         current = torch.cuda.current_stream(device)
-        others = [stream for stream in streams.values() if stream != current]
-        for stream in others:
+        producers = [stream for stream in streams.values() if stream != current]
+        for stream in producers:
             current.wait_stream(stream)
-        if others:
+        if producers:
             for tensor in tensors:
                 tensor.record_stream(current)
 
@@ -111,157 +133,192 @@ class ProducerStreams:
         self._streams.clear()
 
 
-# --- the script's own streams ---
+# --- streams of the script ---
 
 
 class Transfer(Protocol):
-    """A transfer that some stream has waited for, and that may still be in flight."""
+    """A transfer for which some stream has waited, and which may still be in flight."""
 
     def follow(self, stream: Any) -> bool:
-        """Make one more stream wait; return whether it waits now."""
+        """Make another stream wait, and return whether it waits now."""
 
 
 class _ThreadStreams(dict[int, Any]):
-    """The streams that a thread has made current, by the device's index; on other devices it has the default one."""
+    """The streams that a thread has made current, by index of the device.
+
+    On all other devices, the default stream is current.
+    """
 
 
 class _DeviceTransfers:
-    """The transfers to a device, and the streams that follow them."""
+    """The transfers to one device, and the streams that follow them."""
 
     def __init__(self) -> None:
-        self.arriving: weakref.WeakValueDictionary[int, Transfer] = weakref.WeakValueDictionary()
-        self.count = 0  # of transfers so far; not less than any count in `seen`
-        self.streams: dict[int, Any] = {}  # by handle
-        self.seen: dict[int, int] = {}  # the count at a stream's last switch, by handle
+        # The transfers that may be in flight, by id().
+        self.in_flight: weakref.WeakValueDictionary[int, Transfer] = weakref.WeakValueDictionary()
+        # The number of transfers so far; no number in `seen_counts` is larger.
+        self.count = 0
+        # The streams that have been current, by handle.
+        self.streams: dict[int, Any] = {}
+        # The count at the last switch to each stream, by handle.
+        self.seen_counts: dict[int, int] = {}
 
 
 class SideStreams:
     """The streams that are current in some thread.
 
-    [Note: streams that have not waited] Under stock, parameters are complete for all work after a step. Here the step's
-    stream goes on while all-gathers run, and a pending parameter becomes a plain one as soon as one stream has waited
-    for it; another stream, ordered behind the step alone, would read it too early. A stream that reads is the current
-    one of some thread. So all current streams wait when a parameter becomes a plain one, and a stream that is made
-    current later waits then. Our own streams on which no parameters are read do not (:class:`unwatched_stream`): peers'
-    calls are answered on one, and an all-gather may wait for such an answer.
+    [Note: streams that have not waited] In stock PyTorch, parameters are complete for all work that
+    follows a step. Here, the step's stream continues while all-gathers run. Once one stream has
+    waited for a pending parameter, it becomes a plain one. Another stream that follows only the
+    step would read it too early. Streams that read are current in some thread. So all current
+    streams wait when a parameter becomes a plain one, and later ones wait when they become current.
+    Our own streams that read no parameters do not wait (:class:`unwatched_stream`), because peers'
+    calls are served on one of them, and an all-gather may wait for such a reply.
+
+    Attributes:
+        is_watched: Whether each switch of streams calls :meth:`record_switch`. Otherwise unknown
+            streams may be in use.
     """
 
     def __init__(self) -> None:
-        # Whether record_switch() is called for every switch; otherwise unknown streams may be in use.
-        self.watched = False
+        self.is_watched = False
+        # Per thread: its streams, and whether its switches are recorded.
         self._local = threading.local()
+        # The streams of live threads, by id of the thread.
         self._threads: weakref.WeakValueDictionary[int, _ThreadStreams] = weakref.WeakValueDictionary()
+        # The transfers, by index of the device.
         self._devices: dict[int, _DeviceTransfers] = {}
 
     def record_switch(self, device: int) -> None:
-        """Record that this thread has another current stream, and make that stream wait for transfers in flight."""
-        if self.quiet:
+        """Record the new current stream of this thread, and make it wait for transfers in flight.
+
+        Args:
+            device: The index of the stream's device.
+        """
+        if self.is_unwatched:
             return
-        known, handle = self._devices.setdefault(device, _DeviceTransfers()), torch._C._cuda_getCurrentRawStream(device)
-        stream = known.streams.get(handle)
+        transfers = self._devices.setdefault(device, _DeviceTransfers())
+        handle = torch._C._cuda_getCurrentRawStream(device)
+        stream = transfers.streams.get(handle)
         if stream is None:
-            stream = known.streams[handle] = torch.cuda.current_stream(device)
-        own = getattr(self._local, "own", None)
-        if own is None:
-            own = self._local.own = self._threads[threading.get_ident()] = _ThreadStreams()
-        own[device] = stream  # first: a transfer that is added now sees it, or is seen below
-        count = known.count
-        if known.seen.get(handle) != count:
-            arriving = [reference() for reference in known.arriving.valuerefs()]  # a list: other threads add to it
-            followed = [one.follow(stream) for one in arriving if one is not None]
-            if all(followed):
-                known.seen[handle] = count
+            stream = transfers.streams[handle] = torch.cuda.current_stream(device)
+        thread_streams = getattr(self._local, "streams", None)
+        if thread_streams is None:
+            thread_streams = _ThreadStreams()
+            self._local.streams = thread_streams
+            self._threads[threading.get_ident()] = thread_streams
+        # The stream must be recorded before the count is read. Then a concurrent `add_transfer`
+        # either finds the stream, or is counted below.
+        thread_streams[device] = stream
+        count = transfers.count
+        if transfers.seen_counts.get(handle) != count:
+            # A list, because other threads add transfers.
+            in_flight = [reference() for reference in transfers.in_flight.valuerefs()]
+            is_following = [transfer.follow(stream) for transfer in in_flight if transfer is not None]
+            if all(is_following):
+                transfers.seen_counts[handle] = count
 
-    def add_transfer(self, one: Transfer, launched: Any) -> list[Any]:
-        """Make streams that become current from now on follow a transfer, which the stream ``launched`` has waited for.
+    def add_transfer(self, transfer: Transfer, launched: Any) -> list[Any]:
+        """Make streams follow a transfer when they become current, until :meth:`remove_transfer`.
 
-        It is referenced weakly, until :meth:`remove_transfer`. Returns the streams that are current now, which the
-        caller makes follow.
+        Args:
+            transfer: The transfer; only a weak reference is stored.
+            launched: The stream that has waited for the transfer.
+
+        Returns:
+            The streams that are current now. The caller must make them follow the transfer.
         """
         device = launched.device_index
-        known = self._devices.setdefault(device, _DeviceTransfers())
-        known.arriving[id(one)] = one
-        known.count += 1  # last: a thread that sees the count sees the transfer
+        transfers = self._devices.setdefault(device, _DeviceTransfers())
+        transfers.in_flight[id(transfer)] = transfer
+        # A thread that reads the new count must find the transfer.
+        transfers.count += 1
         threads = [reference() for reference in self._threads.valuerefs()]
-        found = [own[device] for own in threads if own is not None and device in own]
+        current = [streams[device] for streams in threads if streams is not None and device in streams]
+        # In threads that have never switched, the default stream is current.
         if launched.stream_id:
-            found.append(torch.cuda.default_stream(device))  # of threads that have not switched
-        return found
+            current.append(torch.cuda.default_stream(device))
+        return current
 
-    def remove_transfer(self, one: Transfer, device: int) -> None:
+    def remove_transfer(self, transfer: Transfer, device: int) -> None:
         """Undo :meth:`add_transfer`."""
         if device in self._devices:
-            self._devices[device].arriving.pop(id(one), None)
+            self._devices[device].in_flight.pop(id(transfer), None)
 
     def is_used(self, device: torch.device) -> bool:
-        """Return whether tensors may have been allocated on another stream than the default one."""
-        if device.type != "cuda" or not self.watched:
+        """Return whether a tensor may belong to another stream than the default one."""
+        if device.type != "cuda" or not self.is_watched:
             return device.type == "cuda"
-        known = self._devices.get(device.index)
-        return known is not None and any(known.streams)  # whose handle is not 0
+        transfers = self._devices.get(device.index)
+        # The handle of the default stream is 0.
+        return transfers is not None and any(transfers.streams)
 
     @property
-    def quiet(self) -> bool:
-        """Whether this thread's switches are not recorded, since it reads no parameters."""
-        return getattr(self._local, "quiet", False)
+    def is_unwatched(self) -> bool:
+        """True if switches of this thread are not recorded, because it reads no parameters."""
+        return getattr(self._local, "is_unwatched", False)
 
-    @quiet.setter
-    def quiet(self, value: bool) -> None:
-        self._local.quiet = value
+    @is_unwatched.setter
+    def is_unwatched(self, value: bool) -> None:
+        self._local.is_unwatched = value
 
 
 side_streams = SideStreams()
 
 
-class unwatched_stream:  # used like a function
-    """Run a block with a current stream on which no parameters are read, and which follows no all-gather."""
+class unwatched_stream:
+    """A context with a current stream that reads no parameters, and follows no all-gather."""
 
-    __slots__ = ("_before", "_context")
+    __slots__ = ("_context", "_was_unwatched")
 
     def __init__(self, stream: Any) -> None:
         self._context = torch.cuda.stream(stream)
 
     def __enter__(self) -> None:
-        self._before, side_streams.quiet = side_streams.quiet, True
+        self._was_unwatched = side_streams.is_unwatched
+        side_streams.is_unwatched = True
         self._context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        # The switch back is not recorded either.
         self._context.__exit__(*error)
-        side_streams.quiet = self._before
+        side_streams.is_unwatched = self._was_unwatched
 
 
 def record_streams(tensors: Iterable[Tensor | None], device: torch.device) -> None:
-    """Keep the memory of tensors that are about to be dropped until the current stream's work so far is done.
+    """Keep the memory of tensors until the work so far of the current stream is done.
 
-    The allocator returns memory to the stream that it was allocated on as soon as the host drops it. That may be the
-    stream of a forward, which has not waited for the collectives that read its gradients; the device's current stream
-    has. Only plain tensors own memory.
+    The host is about to drop the tensors. The allocator then returns memory to the stream that
+    allocated it. That may be the stream of a forward, which does not wait for the collectives that
+    read its gradients, while the current stream has.
     """
     if side_streams.is_used(device):
         stream = torch.cuda.current_stream(device)
         for tensor in tensors:
+            # Only plain tensors own memory.
             if type(tensor) is Tensor:
                 tensor.record_stream(stream)
 
 
 def record_numbered_switches(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a function that makes a stream current and takes the stream as numbers."""
-    side_streams.watched = True
+    """Wrap a function that makes a stream current and takes numbers for the stream."""
+    side_streams.is_watched = True
 
     def switch(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        side_streams.record_switch(kwargs["device_index"] if "device_index" in kwargs else args[1])
+        device = kwargs["device_index"] if "device_index" in kwargs else args[1]
+        side_streams.record_switch(device)
 
     return switch
 
 
 def record_switches(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that makes its first argument, a stream, current or makes it current no longer."""
+    """Wrap a function that makes a stream, its first argument, current, or the previous one."""
 
     def switch(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        # The parameter is called ``self`` in some of these functions and ``stream`` in others.
-        stream = args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Stream))
+        # Some of these functions name the parameter ``self``, and some ``stream``.
+        stream = args[0] if args else _find_stream(kwargs.values())
         if stream.device.type == "cuda":
             side_streams.record_switch(stream.device_index)
         return result
@@ -269,20 +326,28 @@ def record_switches(original: Callable[..., Any]) -> Callable[..., Any]:
     return switch
 
 
-# --- work under a backward's waits ---
+def _find_stream(values: Iterable[Any]) -> Any:
+    return next(value for value in values if isinstance(value, torch.Stream))
+
+
+# --- work during the waits of a backward ---
 
 
 @dataclass
 class BackwardWaits:
-    """What may be launched under a communication that a backward waits for.
+    """Functions to launch work while a backward waits for communication.
 
-    Features that communicate in backward call these slots between the start of a transfer and its wait; a feature that
-    has work which needs nothing of that transfer fills them. An empty slot costs the test for None. Ranks call them in
-    one order, as the work may communicate itself.
+    A feature that communicates in backward calls them between the start of a transfer and its wait.
+    A feature with work that does not need the transfer sets them. All ranks call them in one order,
+    because the work may communicate as well.
+
+    Attributes:
+        launch_inside: Called inside a backward, before it waits for a collective. Default: None.
+        launch_before: Called with the autograd nodes of a graph's outputs, before the backward
+            waits for their gradients. Default: None.
     """
 
-    launch_inside: Callable[[], None] | None = None  # called inside a backward, before it waits for a collective
-    # Called with the autograd nodes of a graph's outputs, before their gradients are waited for.
+    launch_inside: Callable[[], None] | None = None
     launch_before: Callable[[Sequence[Any]], None] | None = None
 
 

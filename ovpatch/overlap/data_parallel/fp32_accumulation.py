@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.lifetimes import drop_entry, outside_modes
+from ovpatch.overlap.comm.lifetimes import outside_modes, remove_dead_key
 
 #: Dtypes of half precision.
 HALVES: Final = (torch.bfloat16, torch.float16)
@@ -80,7 +80,7 @@ def make_sum_hooks(param: torch.nn.Parameter) -> tuple[Callable[..., None], Call
                 refresh_fp32(found.total, grad)
             else:
                 total = grad.to(torch.float32)
-                sums[id(grad)] = _Sum(total, weakref.ref(grad, partial(drop_entry, sums, id(grad))))
+                sums[id(grad)] = _Sum(total, weakref.ref(grad, partial(remove_dead_key, sums, id(grad))))
 
     def after(_nothing: Any, node_grads: tuple[Tensor | None]) -> None:
         param = reference()

@@ -1,6 +1,6 @@
-"""One request to several ranks at a time, on the calling thread, and the addresses of their servers.
+"""Calls of several servers at a time on the calling thread, and the addresses of the servers.
 
-The addresses are kept in the group's store.
+The store of the process group has the addresses.
 """
 
 from __future__ import annotations
@@ -18,231 +18,285 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.lifetimes import group_store
+from ovpatch.overlap.comm.lifetimes import group_store, unwrap_store
 from ovpatch.overlap.peer_rpc.wire import Connection
 
-_CONNECT_S = 3.0  # until one attempt to connect is given up and the next address is tried
-# Addresses outside of this network, for route lookups. Reserved for documentation; nothing is sent to them.
-_OUTSIDE = ("192.0.2.1", "2001:db8::1")
-_LOCAL_ONLY = ("127.", "::1", "fe80:")  # of no use to other machines: loopback and link-local addresses
+# After this time without a connection, the next address is tried.
+_CONNECT_TIMEOUT_S: Final = 3.0
+# Addresses outside of this network, for lookups of routes. They are reserved for documentation, and
+# nothing is sent to them.
+_OUTSIDE_ADDRESSES: Final = ("192.0.2.1", "2001:db8::1")
+# Prefixes of loopback and link-local addresses, which other machines cannot reach.
+_LOCAL_PREFIXES: Final = ("127.", "::1", "fe80:")
+
+
+# --- addresses ---
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How to reach a server."""
+    """The address of a server.
 
-    secret: str  # shared secret that both sides prove to know, in hexadecimal digits
-    host: str  # the machine's name; servers of the same machine are reached over its loopback device
-    addresses: Sequence[str]  # numeric addresses by which other machines may reach it, the likeliest first
-    port: int  # where it listens
+    Attributes:
+        secret: A secret of the server in hexadecimal digits. Both sides of a connection prove that
+            they know it.
+        host: The name of the machine. A server on the same machine is reached by loopback.
+        addresses: Numeric addresses that other machines may reach, the likeliest one first.
+        port: The port of the server.
+    """
 
-    def addresses_to_try(self) -> list[str]:
+    secret: str
+    host: str
+    addresses: Sequence[str]
+    port: int
+
+    def list_addresses(self) -> list[str]:
         """Return the addresses to try from this process, in order."""
         loopback = ["127.0.0.1", "::1"]
-        others = [address for address in self.addresses if address not in loopback]
-        return [*loopback, *others] if self.host == socket.gethostname() or not others else others
+        remote = [address for address in self.addresses if address not in loopback]
+        if self.host == socket.gethostname() or not remote:
+            return [*loopback, *remote]
+        return remote
 
     def connect(self, attempt: int, deadline: float) -> Connection:
-        """Return a connection, with a deadline, on which nothing has been sent.
+        """Connect to the server.
 
-        ``attempt`` tells how many connections led to another process or to silence; each starts at another address.
-        OSError if no process listens at any of them.
+        Args:
+            attempt: The number of earlier connections that reached another process or got no
+                reply. Each attempt starts at another address.
+            deadline: The deadline of the connection, by ``time.monotonic()``.
+
+        Returns:
+            A connection on which nothing has been sent.
+
+        Raises:
+            OSError: No process listens at any of the addresses.
         """
-        addresses = self.addresses_to_try()
+        addresses = self.list_addresses()
         first = attempt % len(addresses)
         failure: OSError = ConnectionError("no address")
         for address in addresses[first:] + addresses[:first]:
-            limit = max(0.001, min(_CONNECT_S, deadline - time.monotonic()))
+            # A timeout of 0 would make the socket non-blocking.
+            limit_s = max(0.001, min(_CONNECT_TIMEOUT_S, deadline - time.monotonic()))
             try:
-                return Connection(socket.create_connection((address, self.port), limit), deadline)
+                return Connection(socket.create_connection((address, self.port), limit_s), deadline)
             except OSError as error:
-                # Where one address refuses and another does not respond, the refusal tells more.
+                # A refusal says that the server has exited, so later timeouts must not hide it.
                 failure = failure if isinstance(failure, ConnectionRefusedError) else error
         raise failure
 
 
 class Endpoints:
-    """The endpoints of a process group's ranks, by group rank; the group is referenced weakly.
+    """The endpoints of the ranks of a process group, by group rank.
 
-    [Note: stale endpoints] The store may outlive the group, the processes and a launcher's whole attempt, with the
-    endpoints of earlier servers in it. Each server has a secret of its own, so another process that listens at an old
-    port is not taken for it. A rank that cannot be reached is looked up again until its new server has published an
-    endpoint. A server whose group was destroyed refuses calls, or a new group could read what an old one held.
+    [Note: stale endpoints] The store may outlive the group, the processes and a full attempt of the
+    launcher, with the endpoints of earlier servers. Each server has its own secret, so no caller
+    mistakes another process at an old port for the server. A caller looks up an unreachable rank
+    again until the new server of the rank has published its endpoint. A server refuses calls after
+    its group was destroyed. Otherwise a new group might read the tensors of an old one.
+
+    Args:
+        group: The process group; only a weak reference is stored.
+
+    Attributes:
+        verified: The endpoints at which this process has reached ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._base = f"ovpatch/peers/{group.size()}"
-        self._size, self._pid = group.size(), os.getpid()
-        self.verified: dict[int, Endpoint] = {}  # at which this process has reached ranks before
-        self._for_forks: dict[int, Endpoint] = {}
+        self.verified: dict[int, Endpoint] = {}
 
     def publish(self, rank: int, endpoint: Endpoint) -> None:
-        """Put this process's endpoint into the store; all ranks can see it when this returns."""
-        store, key = self._store(), f"{self._base}/{rank}"
+        """Write the endpoint of this process into the store, where all ranks then see it."""
+        store = self._find_store()
         assert store is not None, "the process group was destroyed"
+        key = f"{self._base}/{rank}"
         store.set(key, json.dumps(asdict(endpoint)))
-        # A TCPStore does not wait until a value has arrived, which takes 40 ms under delayed acknowledgements. A peer
-        # that looks meanwhile would think that this rank takes no part.
+        # A TCPStore returns before the value arrives, which takes 40 ms with delayed
+        # acknowledgements. A peer that reads the store in this time would miss this rank.
         store.check([key])
 
     def look_up(self, rank: int) -> Endpoint | None:
-        """Return the newest endpoint of a rank, None if there is none; RuntimeError if the store does not answer."""
-        if os.getpid() != self._pid:  # the store's connection is the parent's
-            return self.verified.get(rank) or self._for_forks.get(rank)
-        store, key = self._store(), f"{self._base}/{rank}"
+        """Return the newest endpoint of a rank; None without one.
+
+        Raises:
+            RuntimeError: The store does not reply.
+        """
+        store = self._find_store()
         if store is None:
             return self.verified.get(rank)
+        key = f"{self._base}/{rank}"
         try:
-            # By check(): get() of a missing key blocks, and with it everything else that uses the store's connection.
+            # get() of a missing key blocks, and with it all threads that use the connection.
             if not store.check([key]):
                 return None
             return Endpoint(**json.loads(store.get(key)))
-        except RuntimeError:  # its host has ended
+        except RuntimeError:
+            # The host of the store has exited.
             if rank in self.verified:
                 return self.verified[rank]
             raise
 
-    def look_up_for_forks(self) -> None:
-        """Look up the ranks that children could not find, if all can be found; RuntimeError without the store."""
-        ranks = [rank for rank in range(self._size) if rank not in self.verified and rank not in self._for_forks]
-        keys = [f"{self._base}/{rank}" for rank in ranks]
-        store: Any = self._store() if ranks else None
-        if store is not None and os.getpid() == self._pid and store.check(keys):
-            # At once where the store can: all ranks of a large job may fork at the same time.
-            values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
-            self._for_forks |= {rank: Endpoint(**json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
-
     def is_destroyed(self) -> bool:
         """Return whether the process group was destroyed."""
-        return self._store() is None
+        return self._find_store() is None
 
-    def _store(self) -> dist.Store | None:
-        # Looked up each time: a reference to the store would keep its server, and so the next group's port, in use.
+    def _find_store(self) -> dist.Store | None:
+        # A reference to the store would keep its server alive, which has a port that the next
+        # group may need.
         group = self._group()
         return None if group is None else group_store(group)
 
 
 def list_own_addresses(store: dist.Store | None) -> list[str]:
-    """Return this machine's addresses; the one on the route to the store's host comes first."""
+    """Return the addresses of this machine, starting with the one on the route to the store."""
     root = unwrap_store(store)
-    store_host = root.host if isinstance(root, dist.TCPStore) else os.environ.get("MASTER_ADDR", "")
-    found = [_source(host) for host in (store_host, *_OUTSIDE) if host] + _interface_addresses()
-    return list(dict.fromkeys(address for address in found if address and not address.startswith(_LOCAL_ONLY)))
-
-
-def unwrap_store(store: dist.Store | None) -> dist.Store | None:
-    """Return the store behind prefixes."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
+    main_host = root.host if isinstance(root, dist.TCPStore) else os.environ.get("MASTER_ADDR", "")
+    found = [_find_source_address(host) for host in (main_host, *_OUTSIDE_ADDRESSES) if host]
+    found += _list_interface_addresses()
+    unique = dict.fromkeys(found)
+    return [address for address in unique if address and not address.startswith(_LOCAL_PREFIXES)]
 
 
 @functools.cache
-def _source(host: str) -> str:
-    """Return the address from which this machine would send to ``host``, "" if there is no route. Sends nothing."""
+def _find_source_address(host: str) -> str:
+    """Return the address from which this machine would send to ``host``; "" without a route."""
     with suppress(OSError):
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        info = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, address = info
         with socket.socket(family, kind, protocol) as probe:
+            # To connect a UDP socket only looks up the route, and sends nothing.
             probe.connect(address)
             return str(probe.getsockname()[0])
     return ""
 
 
 @functools.cache
-def _interface_addresses() -> list[str]:
-    """Return the IPv4 addresses of all interfaces: a cluster's nodes may have no route to the outside."""
+def _list_interface_addresses() -> list[str]:
+    """Return the IPv4 addresses of all interfaces, since a cluster may have no route outside."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # no IPv4 address
+            # An interface without an IPv4 address raises.
+            with suppress(OSError):
                 request = struct.pack("256s", name.encode()[:15])
-                reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
                 found.append(socket.inet_ntoa(reply[20:24]))
     return found
 
 
-_GRACE_S = 1.0  # that the other ranks may still take once one has failed, so that the error names all that fail
-_GREETING_S = 5.0  # until a peer that accepts a connection but sends nothing is taken for another process
-_PAUSE_S = (0.001, 0.25)  # between two attempts to reach a rank, at first and at most
-_POLL_S = 10.0  # after which a poll returns though nothing happened
+_SIOCGIFADDR: Final = 0x8915
 
-# Open connections of one request. All ranks of a large job may call all others at the same time, as for a checkpoint
-# that each of them saves, and a process may open some thousand files at most.
-MAX_CONNECTIONS = 64
 
-# Reasons of failures of a rank whose process has ended.
-ENDED = ("has ended", "ended before it had answered")
-_SILENT = "accepts connections but sends nothing"
+# --- calls ---
 
+# Once a rank has failed, the remaining ranks have this time, so that the error names all that fail.
+_GRACE_S: Final = 1.0
+# A peer that accepts a connection but sends nothing for this time is taken for another process.
+_GREETING_TIMEOUT_S: Final = 5.0
+# The first and the longest pause between two attempts to reach a rank.
+_MIN_PAUSE_S: Final = 0.001
+_MAX_PAUSE_S: Final = 0.25
+# A poll returns after this time, although nothing happened.
+_POLL_TIMEOUT_S: Final = 10.0
+
+# The open connections of one request. All ranks of a large job may call all others at the same
+# time, as for a checkpoint that each of them saves, and a process has about a thousand files.
+MAX_CONNECTIONS: Final = 64
+
+_REASON_EXITED: Final = "has exited"
+_REASON_EXITED_IN_CALL: Final = "exited before it had replied"
+#: The reasons for failures of ranks whose processes have exited.
+EXIT_REASONS: Final = (_REASON_EXITED, _REASON_EXITED_IN_CALL)
+_REASON_SILENT: Final = "accepts connections but sends nothing"
+
+#: Headers and tensors, by rank.
 Replies = dict[int, tuple[dict[str, Any], list[Tensor]]]
 
 
 @dataclass
 class _Call:
     rank: int
+    # Shown in the error if the call does not complete in time.
     state: str = "has not been looked up"
     connection: Connection | None = None
     endpoint: Endpoint | None = None
+    # The message that the rank must send next: "greeting", "proof" or "reply"; "" if not connected.
     stage: str = ""
     signature: bytes = b""
-    begun: float = 0.0
+    connect_time: float = 0.0
     attempt: int = 0
 
 
 @dataclass
 class Request:
-    """Sends a message of JSON values to ranks of a group and collects their replies until a deadline.
+    """A message of JSON values that is sent to ranks of a group, and their replies.
 
-    A late rank does not hold up the others. With ``retry`` a rank that cannot be reached is looked up again until the
-    deadline; without, it fails at once. At most ``max_connections`` ranks are called at the same time. The deadline is
-    in seconds of ``time.monotonic()``.
+    A late rank does not delay its peers.
+
+    Attributes:
+        endpoints: The endpoints of the group.
+        ranks: The group ranks to call.
+        message: The JSON values to send.
+        deadline: The end of the request, by ``time.monotonic()``.
+        should_retry: Whether an unreachable rank is looked up again until the deadline. Otherwise
+            it fails at once. Default: True.
+        max_connections: The number of ranks to call at the same time. Default: all.
+        replies: Headers and tensors of the ranks that have replied.
+        failures: The reason why a rank will not reply, by rank.
+        tracebacks: The traceback of a handler that raised, by rank.
     """
 
     endpoints: Endpoints
     ranks: Iterable[int]
     message: Mapping[str, Any]
     deadline: float
-    retry: bool = True
+    should_retry: bool = True
     max_connections: float = math.inf
-    replies: Replies = field(default_factory=dict)  # header and tensors by rank
-    failures: dict[int, str] = field(default_factory=dict)  # why a rank will not reply, by rank
-    tracebacks: dict[int, str] = field(default_factory=dict)  # the traceback of a handler that raised, by rank
+    replies: Replies = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    tracebacks: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # The ranks that have neither replied nor failed.
         self._calls = {rank: _Call(rank) for rank in self.ranks}
         self._selector = selectors.DefaultSelector()
-        self._pause = _PAUSE_S[0]
+        self._pause_s = _MIN_PAUSE_S
 
     def run(self) -> None:
-        """Poll until every rank has replied or failed, or the deadline has passed; close the connections."""
+        """Poll until every rank has replied or failed, or until the deadline; then close.
+
+        Raises:
+            RuntimeError: The store does not reply.
+        """
         try:
             while self._calls and time.monotonic() < self.deadline:
                 self.poll()
         finally:
             self.close()
 
-    def pending(self) -> dict[int, str]:
-        """Return the ranks that have neither replied nor failed, with how far each call got."""
+    def list_pending(self) -> dict[int, str]:
+        """Return the states of the calls that have neither replied nor failed, by rank."""
         return {call.rank: call.state for call in self._calls.values()}
 
     def poll(self) -> None:
-        """Connect to ranks and read what they sent; wait for one of them, for some seconds at most."""
+        """Connect to ranks and read their messages; return after some seconds without any."""
         for call in [call for call in self._calls.values() if call.connection is None]:
             if len(self._selector.get_map()) >= self.max_connections:
                 break
             self._attempt(call, self._connect)
-        left = max(0.0, min(self.deadline - time.monotonic(), self._until_retry()))
-        for key, _ in self._selector.select(left):
+        timeout_s = min(self.deadline - time.monotonic(), self._choose_timeout_s())
+        for key, _ in self._selector.select(max(0.0, timeout_s)):
             self._attempt(key.data, self._read)
         for call in [call for call in self._calls.values() if call.stage == "greeting"]:
-            if time.monotonic() > call.begun + _GREETING_S:
-                self._reset(call, _SILENT)
+            if time.monotonic() > call.connect_time + _GREETING_TIMEOUT_S:
+                self._reset(call, _REASON_SILENT)
 
     def close(self) -> None:
         """Close all connections."""
@@ -251,13 +305,16 @@ class Request:
                 call.connection.close()
         self._selector.close()
 
-    def _until_retry(self) -> float:
+    def _choose_timeout_s(self) -> float:
+        # The last call may have failed in this poll, so no message will arrive.
         if not self._calls:
-            return 0.0  # the last of them has just failed
+            return 0.0
         if len(self._selector.get_map()) >= min(self.max_connections, len(self._calls)):
-            return _GREETING_S if any(call.stage == "greeting" for call in self._calls.values()) else _POLL_S
-        self._pause = min(1.2 * self._pause, _PAUSE_S[1])
-        return self._pause
+            is_greeting = any(call.stage == "greeting" for call in self._calls.values())
+            return _GREETING_TIMEOUT_S if is_greeting else _POLL_TIMEOUT_S
+        # Some rank must be looked up again.
+        self._pause_s = min(1.2 * self._pause_s, _MAX_PAUSE_S)
+        return self._pause_s
 
     def _attempt(self, call: _Call, action: Callable[[_Call], None]) -> None:
         try:
@@ -267,38 +324,47 @@ class Request:
 
     def _connect(self, call: _Call) -> None:
         known = self.endpoints.verified.get(call.rank)
-        call.endpoint = known if known and not call.attempt else self.endpoints.look_up(call.rank)
+        if known is not None and call.attempt == 0:
+            call.endpoint = known
+        else:
+            call.endpoint = self.endpoints.look_up(call.rank)
         if call.endpoint is None:
             call.state = "has not published its address"
-            if not self.retry:
+            if not self.should_retry:
                 self._fail(call, call.state)
             return
         call.connection = call.endpoint.connect(call.attempt, self.deadline)
-        call.stage, call.begun = "greeting", time.monotonic()
-        if not call.attempt:  # later, why an attempt failed tells more
-            call.state = _SILENT
+        call.stage = "greeting"
+        call.connect_time = time.monotonic()
+        # In later attempts, the state has the reason why an earlier one failed.
+        if call.attempt == 0:
+            call.state = _REASON_SILENT
         self._selector.register(call.connection, selectors.EVENT_READ, call)
 
     def _read(self, call: _Call) -> None:
         assert call.connection is not None
         assert call.endpoint is not None
+        # A failure of another rank may have moved the deadline.
         call.connection.deadline = self.deadline
         if call.stage == "greeting":
-            call.signature = call.connection.answer_challenge(bytes.fromhex(call.endpoint.secret))
-            call.connection.send({**self.message, "timeout_s": self.deadline - time.monotonic()})
+            secret = bytes.fromhex(call.endpoint.secret)
+            call.signature = call.connection.reply_to_challenge(secret)
+            remaining_s = self.deadline - time.monotonic()
+            call.connection.send({**self.message, "timeout_s": remaining_s})
             call.stage = "proof"
         elif call.stage == "proof":
             call.connection.verify_signature(call.signature)
             self.endpoints.verified[call.rank] = call.endpoint
-            call.stage, call.state = "reply", "was asked and has not answered"
+            call.stage = "reply"
+            call.state = "received the call and has not replied"
         else:
             self._handle_message(call, *call.connection.receive())
 
     def _handle_message(self, call: _Call, message: Mapping[str, Any], tensors: list[Tensor]) -> None:
         if message["state"] == "unregistered":
-            call.state = "does not serve this"
+            call.state = "does not serve this topic"
         elif message["state"] == "running":
-            call.state = "works on its answer"
+            call.state = "is working on its reply"
         elif message["state"] == "failed":
             self.tracebacks[call.rank] = message["traceback"]
             self._fail(call, f"failed: {message['error']}")
@@ -307,24 +373,32 @@ class Request:
             self._finish(call)
 
     def _handle_error(self, call: _Call, error: OSError) -> None:
-        """Look the rank up again, unless it is known to have ended; see [Note: stale endpoints]."""
-        current = call.attempt > 0 and call.endpoint == self.endpoints.verified.get(call.rank)
-        ended = current and isinstance(error, ConnectionRefusedError)
-        cut = call.stage == "reply" and not isinstance(error, TimeoutError)
+        """Look the rank up again, unless it is known to have exited; see [Note: stale endpoints]."""
         unreachable = f"cannot be reached: {error.strerror or error}"
-        if ended or cut or not self.retry:
-            self._fail(call, ENDED[0] if ended else ENDED[1] if cut else unreachable)
+        is_cut_off = call.stage == "reply" and not isinstance(error, TimeoutError)
+        # A first attempt uses the verified endpoint without a lookup, and a new server of the rank
+        # may have replaced it.
+        is_newest = call.attempt > 0 and call.endpoint == self.endpoints.verified.get(call.rank)
+        if is_newest and isinstance(error, ConnectionRefusedError):
+            self._fail(call, _REASON_EXITED)
+        elif is_cut_off:
+            self._fail(call, _REASON_EXITED_IN_CALL)
+        elif not self.should_retry:
+            self._fail(call, unreachable)
         else:
             self._reset(call, call.state if call.stage == "reply" else unreachable)
 
     def _reset(self, call: _Call, state: str) -> None:
         self._disconnect(call)
-        call.state, call.stage, call.attempt = state, "", call.attempt + 1
+        call.state = state
+        call.stage = ""
+        call.attempt += 1
 
     def _fail(self, call: _Call, reason: str) -> None:
         self._finish(call)
         self.failures[call.rank] = reason
-        self.deadline = min(self.deadline, time.monotonic() + _GRACE_S) if self.retry else self.deadline
+        if self.should_retry:
+            self.deadline = min(self.deadline, time.monotonic() + _GRACE_S)
 
     def _finish(self, call: _Call) -> None:
         self._disconnect(call)

@@ -1,4 +1,8 @@
-"""Objects that peers may still read, kept until a later backward or until the final reads."""
+"""Objects that a rank retains because peers may still read them, and reads that may not wait longer.
+
+Peers read at any time between two backwards. So a rank that drops an object retains it until all
+ranks have joined another backward, or until each peer has made its final call.
+"""
 
 from __future__ import annotations
 
@@ -9,98 +13,134 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.lifetimes import (
-    group_state,
-    is_destroyed,
-    renew_in_children,
-)
+from ovpatch.overlap.comm.lifetimes import group_state, is_destroyed, reset_after_fork
 
 
 class FinalReads:
-    """Keeps an object from this rank's final call until every peer has made its own.
+    """The last calls of all ranks for one topic, until which a rank retains an object.
 
-    When a feature is turned off, each rank pulls what it lacks and then drops its shards. The fastest rank must not
-    drop them before the slowest has pulled. So each rank marks its final call. A rank frees its shards once every peer
-    has sent one, or once all ranks have joined a later backward, since scripts read between backwards.
+    When a feature is turned off, each rank pulls the shards that it lacks and then drops its own.
+    The fastest rank must retain its shards until the slowest rank has pulled them. So each rank
+    marks its final call, and a peer drops its shards once it has a final call from every rank.
+    It also drops them once all ranks have joined another backward.
+
+    Args:
+        group: The process group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._rank, self._others = group, group.rank(), group.size() - 1
+        self._group = group
+        self._rank = group.rank()
+        self._num_peers = group.size() - 1
+        # Threads of the server record the calls of peers.
         self._lock = threading.Lock()
-        renew_in_children(self, "_lock", threading.Lock)
-        self._finished: set[int] = set()
-        self._owner: int | None = None  # an id(), since the object may be large and this one outlive it
+        reset_after_fork(self, "_lock", threading.Lock)
+        # The ranks whose final calls this rank has served.
+        self._finished_ranks: set[int] = set()
+        # The id() of the retained object, None before this rank's final calls. A reference would
+        # keep the object alive, which may be large.
+        self._owner_id: int | None = None
 
     def start_final_calls(self, owner: object) -> None:
-        """Mark this rank's calls as final from now on; keep ``owner`` for those of the peers."""
+        """Mark the following calls of this rank as final, and retain ``owner`` for its peers."""
         with self._lock:
-            self._owner = id(owner)
-            if len(self._finished) < self._others:
+            self._owner_id = id(owner)
+            if len(self._finished_ranks) < self._num_peers:
                 retain(self._group, owner)
 
     def mark_final(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return a call's arguments with the mark of a final call, if it is one; a fork's never is."""
-        is_final = self._owner is not None and not group_state(self._group).is_forked
-        return arguments | ({"last of": self._rank} if is_final else {})
+        """Return the arguments of a call, with a mark if the call is final."""
+        return arguments | ({"last of": self._rank} if self._owner_id is not None else {})
 
     def record_call(self, arguments: Mapping[str, Any]) -> None:
-        """Record a call that has been answered."""
+        """Record a call that this rank has served."""
         with self._lock:
             if "last of" in arguments:
-                self._finished.add(arguments["last of"])
-            if self._owner is not None and len(self._finished) == self._others:
-                group_state(self._group).values.get(Retention, {}).pop(self._owner, None)
+                self._finished_ranks.add(arguments["last of"])
+            if self._owner_id is not None and len(self._finished_ranks) == self._num_peers:
+                retention: Retention | None = group_state(self._group).values.get(Retention)
+                if retention is not None:
+                    retention.retained.pop(self._owner_id, None)
 
 
 @dataclass
-class _KeptOwner:
+class _Retained:
     owner: object
-    left: int  # backwards for which it is kept
-    has_passed_one: bool = False
+    # Backwards that all ranks must join before the owner is released.
+    remaining_backwards: int
+    has_outlived_backward: bool = False
 
 
-class Retention(dict[int, _KeptOwner]):
-    """What this rank keeps for the peers of one group, by ``id()``."""
+class Retention:
+    """The objects that this rank retains for its peers in one process group.
+
+    Attributes:
+        retained: The objects, by ``id()``.
+        before_backward: Functions to call before this rank joins the next backward.
+    """
+
+    def __init__(self) -> None:
+        self.retained: dict[int, _Retained] = {}
+        self.before_backward: list[Callable[[], None]] = []
 
 
 def retain(group: dist.ProcessGroup, owner: object, backwards: int = 1) -> None:
-    """Keep an object that peers may still read until all ranks of the group have joined so many later backwards."""
-    if not is_destroyed(group):  # else no peer can call any more
-        kept = group_state(group).get_or_create(Retention, Retention, keeps_group=True)
-        kept[id(owner)] = _KeptOwner(owner, backwards)
+    """Retain an object until all ranks of ``group`` have joined ``backwards`` more backwards.
 
-
-class BeforeBackward(list[Callable[[], None]]):
-    """What this rank does before it joins the next backward of one group."""
-
-
-def call_before_backward(group: dist.ProcessGroup, action: Callable[[], None]) -> None:
-    """Call ``action`` before this rank joins a further backward: until then peers keep what they have."""
+    Do nothing if the group was destroyed, because peers cannot call then.
+    """
     if not is_destroyed(group):
-        group_state(group).get_or_create(BeforeBackward, BeforeBackward).append(action)
+        _get_retention(group).retained[id(owner)] = _Retained(owner, backwards)
+
+
+def shorten_retention(group: dist.ProcessGroup, *, may_be_read: bool) -> None:
+    """Release all retained objects at the next backward, however long they should have stayed.
+
+    Args:
+        group: The process group.
+        may_be_read: Whether peers may still read objects that have outlived a backward. Otherwise
+            these are released at once.
+    """
+    retention: Retention | None = group_state(group).values.get(Retention)
+    if retention is None:
+        return
+    for key, retained in list(retention.retained.items()):
+        retained.remaining_backwards = 1
+        if retained.has_outlived_backward and not may_be_read:
+            # The final call of a peer may have released it concurrently.
+            retention.retained.pop(key, None)
+
+
+def release_retained(group: dist.ProcessGroup) -> None:
+    """Count a backward that all ranks of ``group`` have joined, and release the objects due."""
+    retention: Retention | None = group_state(group).values.get(Retention)
+    if retention is None:
+        return
+    for key, retained in list(retention.retained.items()):
+        retained.remaining_backwards -= 1
+        retained.has_outlived_backward = True
+        if not retained.remaining_backwards:
+            # The final call of a peer may have released it concurrently.
+            retention.retained.pop(key, None)
+
+
+def call_before_backward(group: dist.ProcessGroup, function: Callable[[], None]) -> None:
+    """Call ``function`` before this rank joins the next backward, until which peers retain objects.
+
+    Do nothing if the group was destroyed, because this rank cannot call its peers then.
+    """
+    if not is_destroyed(group):
+        _get_retention(group).before_backward.append(function)
 
 
 def prepare_backward(group: dist.ProcessGroup) -> None:
-    """Do what is due before this rank joins a backward of the group."""
-    due = group_state(group).values.get(BeforeBackward)
-    while due:
-        due.pop()()
+    """Call the functions that are due before this rank joins a backward of ``group``."""
+    retention: Retention | None = group_state(group).values.get(Retention)
+    while retention is not None and retention.before_backward:
+        # A function that raises must not be called again.
+        retention.before_backward.pop()()
 
 
-def keep_no_longer(group: dist.ProcessGroup, *, read: bool) -> None:
-    """Keep everything for one further backward at most; what has passed one already, only if it may still be read."""
-    kept = group_state(group).values.get(Retention, {})
-    for key, one in list(kept.items()):
-        one.left = 1
-        if one.has_passed_one and not read:
-            kept.pop(key, None)  # a peer's last call may have dropped it
-
-
-def drop_kept(group: dist.ProcessGroup) -> None:
-    """Drop what is kept for no further backward, since all ranks of the group have joined one."""
-    kept = group_state(group).values.get(Retention, {})
-    for key, one in list(kept.items()):
-        one.left -= 1
-        one.has_passed_one = True
-        if not one.left:
-            kept.pop(key, None)
+def _get_retention(group: dist.ProcessGroup) -> Retention:
+    # The retained objects reference the group.
+    return group_state(group).get_or_create(Retention, Retention, keeps_group=True)

@@ -1,8 +1,8 @@
-"""Calls to the other ranks of a process group, each of which answers on a thread of its own.
+"""Calls to the peers of a process group, which reply on the threads of their servers.
 
-User code may read on one rank alone what is sharded over all. No collective can serve that read. So every rank runs a
-small server, and the reading rank calls it. A rank keeps answering, and keeps what peers may still read, until all of
-them have said that they read no more, or have joined a later backward.
+A script may read on one rank alone what is sharded over all ranks, so no collective can serve that
+read. Therefore every rank runs a small server, and the reading rank calls it. A rank serves calls
+until all of its peers have finished, see :class:`Shutdown`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -25,73 +24,99 @@ from ovpatch.overlap.comm.lifetimes import (
     is_exiting_by_error,
     register_at_exit,
 )
-from ovpatch.overlap.peer_rpc.client import ENDED, MAX_CONNECTIONS, Endpoints, Replies, Request, list_own_addresses
+from ovpatch.overlap.peer_rpc.client import (
+    EXIT_REASONS,
+    MAX_CONNECTIONS,
+    Endpoints,
+    Replies,
+    Request,
+    list_own_addresses,
+)
 from ovpatch.overlap.peer_rpc.server import Handler, Server
 
-AT_EXIT_S = 300.0  # without a call, after which a process that exits no longer waits for its peers
+# A rank at its end stops waiting for its peers if it has received no call for this time.
+AT_EXIT_S = 300.0
 
 
 class PeerError(RuntimeError):
-    """A rank did not answer, or could not. The text names ranks, reasons and remedy."""
+    """A rank did not reply, or could not. The message has the ranks, reasons and remedy."""
 
 
 class PeerRpc:
-    """Calls to the other ranks of a process group; one object per group, from :meth:`for_group`.
+    """Calls between the ranks of one process group, see :meth:`for_group`.
 
-    A forked child is no rank and answers no call, but it may read what its parent could read: the child has its
-    parent's part of the content in its memory, and the peers still have theirs until they go on.
+    A forked child is not a rank, so it can neither call nor serve.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._rank, self._size, self._pid = group.rank(), group.size(), os.getpid()
+        self._rank = group.rank()
+        self._size = group.size()
+        self._pid = os.getpid()
         self._global_ranks = [dist.get_global_rank(group, rank) for rank in range(self._size)]
         self._timeout_s = group_timeout_s(group)
-        self._for_forks = False  # whether children may call
         self._endpoints = Endpoints(group)
-        endpoints = self._endpoints  # not self, which the server's threads would keep alive
+        # The threads of the server would keep `self` alive, so the function below references only
+        # the endpoints.
+        endpoints = self._endpoints
         self._server = Server(
             str(group.group_name),
             list_own_addresses(group_store(group)),
-            lambda: endpoints.is_destroyed() and not _exiting,
+            # At exit, peers still read from a group that this rank has destroyed.
+            lambda: endpoints.is_destroyed() and not _is_exiting,
         )
-        self._shutdown_barrier = Shutdown(self._rank, self._global_ranks, self._endpoints, self._server)
+        self._shutdown = Shutdown(self._rank, self._global_ranks, self._endpoints, self._server)
         self._endpoints.publish(self._rank, self._server.endpoint)
+        # At exit, `_at_exit` closes the server, after the shutdown.
         weakref.finalize(group, self._server.close).atexit = False
 
     @classmethod
     def for_group(cls, group: dist.ProcessGroup) -> PeerRpc:
-        """Return the group's object; the first call starts this process's server. No collective.
+        """Return the object of a process group; the first call starts the server of this process.
 
-        Ranks find each other by this call: every rank makes it before the feature's first collective. PeerError in a
-        fork of a rank that had none.
+        The call is not a collective. But ranks find each other only after it, so every rank must
+        make it before the first collective of the feature.
+
+        Raises:
+            PeerError: This process is a fork of a rank that had not made the call.
         """
         state = group_state(group)
         if state.is_forked and PeerRpc not in state.values:
-            raise PeerError(_FORKED)
+            raise PeerError(_ERROR_FORKED)
+        # Two threads must not start two servers.
         with state.lock:
             return state.get_or_create(PeerRpc, lambda: cls._start(group))
 
     @classmethod
     def _start(cls, group: dist.ProcessGroup) -> PeerRpc:
-        for _, other in group_values(PeerRpc):
-            if other._endpoints.is_destroyed():  # the group object may still be referenced
-                other._server.close()
+        # A script may hold a destroyed group, so its finalizer would not close the server.
+        for _, rpc in group_values(PeerRpc):
+            if rpc._endpoints.is_destroyed():
+                rpc._server.close()
         register_at_exit(_at_exit)
         return cls(group)
 
-    def register(self, topic: str, handler: Handler, *, for_forks: bool = False) -> Callable[[], None]:
-        """Answer calls for a topic from now on, on threads of the server; return a function that withdraws the handler.
+    def register(self, topic: str, handler: Handler) -> Callable[[], None]:
+        """Serve calls for a topic on threads of the server.
 
-        The handler maps the arguments, JSON values, to JSON values and dense CPU tensors, which are read until the peer
-        has received them. It may block, and runs on several threads at a time. It is kept until withdrawn, so it should
-        reference its owner weakly. The caller raises what it raises. Calls after the withdrawal wait for a new one.
-        ``for_forks`` tells that forked children may call, so the peers are looked up before a fork. ValueError if the
-        topic is registered already, PeerError in a fork.
+        The handler may block, and several threads may run it. It is referenced until it is
+        withdrawn, so it should reference its owner weakly. A call that finds no handler waits for
+        one until the caller's timeout, also after a withdrawal.
+
+        Args:
+            topic: A name that no other handler has in the process group.
+            handler: Maps the arguments, JSON values, to a header of JSON values and dense CPU
+                tensors. The server reads the tensors until the caller has received them. If the
+                handler raises, the caller raises :class:`PeerError`.
+
+        Returns:
+            A function that withdraws the handler.
+
+        Raises:
+            ValueError: The topic has a handler.
+            PeerError: This process is a fork.
         """
-        if self._is_forked:
-            raise PeerError(_FORKED)
-        self._for_forks |= for_forks
-        self._shutdown_barrier.used = True
+        self._check_process()
+        self._shutdown.is_used = True
         return self._server.register(topic, handler)
 
     def call(
@@ -100,186 +125,219 @@ class PeerRpc:
         arguments: Mapping[str, Any],
         ranks: Sequence[int] | None = None,
         timeout_s: float | None = None,
-        *,
-        from_fork: bool = False,
     ) -> Replies:
-        """Call several ranks at the same time, by default all others; return header and CPU tensors by group rank.
+        """Call several ranks concurrently and return their headers and CPU tensors.
 
-        The arguments are JSON values. A rank that has not registered the topic yet is waited for, by default until the
-        process group's time-out. With ``from_fork`` the call is a read that changes nothing on the peers, which a
-        forked child may make, too. PeerError if a rank failed, has ended or did not answer in time, or in a fork that
-        may not call.
+        A rank that has not registered the topic has until the timeout to do so.
+
+        Args:
+            topic: The name of the handler on the called ranks.
+            arguments: JSON values.
+            ranks: The group ranks to call. Default: all peers.
+            timeout_s: Default: the timeout of the process group.
+
+        Returns:
+            The replies, by group rank.
+
+        Raises:
+            PeerError: A rank failed, has exited, or did not reply in time, or this process is a
+                fork.
         """
-        wanted = [rank for rank in range(self._size) if rank != self._rank] if ranks is None else list(ranks)
-        self._check(wanted, from_fork=from_fork)
-        self._shutdown_barrier.used = True
-        limit_s, begin = self._timeout_s if timeout_s is None else timeout_s, time.monotonic()
+        self._check_process()
+        if ranks is None:
+            ranks = [rank for rank in range(self._size) if rank != self._rank]
+        self._check_ranks(ranks)
+        self._shutdown.is_used = True
+        begin = time.monotonic()
         request = Request(
             self._endpoints,
-            sorted(wanted, key=lambda rank: (rank - self._rank) % self._size),  # each rank begins with other peers
+            # If all ranks call all ranks, each must start with different peers.
+            sorted(ranks, key=lambda rank: (rank - self._rank) % self._size),
             {"topic": topic, "arguments": dict(arguments)},
-            begin + limit_s,
-            # Peers that destroyed the group refuse all calls, for good; a fork does not hear of that.
-            retry=not (self._is_forked or self._endpoints.is_destroyed()),
+            begin + (self._timeout_s if timeout_s is None else timeout_s),
+            # Peers that have destroyed the group refuse all calls, so a retry cannot succeed.
+            should_retry=not self._endpoints.is_destroyed(),
             max_connections=MAX_CONNECTIONS,
         )
         try:
             request.run()
         except RuntimeError as error:
-            raise PeerError(_NO_STORE) from error
-        if request.failures or request.pending():
-            self._raise(topic, request, time.monotonic() - begin)
-        return {rank: request.replies[rank] for rank in wanted}
+            raise PeerError(_ERROR_NO_STORE) from error
+        if request.failures or request.list_pending():
+            self._raise_failures(topic, request, time.monotonic() - begin)
+        return {rank: request.replies[rank] for rank in ranks}
 
     @staticmethod
     def is_destroyed(group: dist.ProcessGroup) -> bool:
-        """Return whether the group had an object and was destroyed, so that its ranks cannot be called any more."""
+        """Return whether the ranks of a group can no longer be called, because it was destroyed.
+
+        The result is False if no call or handler has ever used the group.
+        """
         return any(rpc._endpoints.is_destroyed() for _, rpc in group_values(PeerRpc, group))
 
     @staticmethod
     def shutdown_all(group: dist.ProcessGroup | None = None) -> None:
-        """Keep answering, in all groups or in one, until all ranks have called this; see :class:`Shutdown`.
+        """Serve calls until all ranks have called this function; see :class:`Shutdown`.
 
-        Runs by itself when the interpreter exits without an exception, if this rank has registered or called. Call it
-        before ``destroy_process_group()``: after that, ranks cannot find each other. A rank that never called
-        :meth:`for_group`, or that has died, is not waited for. This rank gives up after :data:`AT_EXIT_S` seconds
-        without a call.
+        It runs at exit of an interpreter that no exception ends, if this rank has registered or
+        called. Call it before ``destroy_process_group()``, after which ranks cannot find each
+        other. It does not wait for ranks that are dead or have never used :meth:`for_group`, and
+        for live ones at most :data:`AT_EXIT_S` seconds after the last call.
+
+        Args:
+            group: The process group. Default: all groups.
         """
-        run_shutdown([rpc._shutdown_barrier for _, rpc in group_values(PeerRpc, group)], AT_EXIT_S)
+        run_shutdown([rpc._shutdown for _, rpc in group_values(PeerRpc, group)], AT_EXIT_S)
 
-    @property
-    def _is_forked(self) -> bool:
-        return os.getpid() != self._pid
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise PeerError(_ERROR_FORKED)
 
-    def _check(self, ranks: Sequence[int], *, from_fork: bool) -> None:
-        if self._is_forked and not (from_fork and self._for_forks):
-            raise PeerError(_FORKED)
+    def _check_ranks(self, ranks: Sequence[int]) -> None:
         unknown = [rank for rank in ranks if not 0 <= rank < self._size]
         if unknown:
-            raise ValueError(f"ovpatch: group ranks are 0 to {self._size - 1}, not {unknown}; pass ranks of the group")
+            raise ValueError(f"ovpatch: group ranks are 0 to {self._size - 1}, not {unknown}. Pass ranks of the group.")
+        # The store of a destroyed group is unknown, but a rank that was reached before has an
+        # endpoint.
         if self._endpoints.is_destroyed() and not all(map(self._endpoints.verified.get, ranks)):
-            raise PeerError(_DESTROYED)
+            raise PeerError(f"ovpatch: {_REMEDY_DESTROYED[0].lower()}{_REMEDY_DESTROYED[1:]}")
 
-    def _raise(self, topic: str, request: Request, seconds: float) -> None:
-        # A rank whose reply was only cut short by another's failure is not to blame.
-        reasons = request.failures or request.pending()
-        text = "; ".join(f"rank {self._global_ranks[rank]} {reason}" for rank, reason in sorted(reasons.items()))
+    def _raise_failures(self, topic: str, request: Request, seconds: float) -> None:
+        # The failure of one rank cuts the calls of the pending ranks short, so the message must
+        # not blame these.
+        reasons = request.failures or request.list_pending()
+        details = "; ".join(f"rank {self._global_ranks[rank]} {reason}" for rank, reason in sorted(reasons.items()))
         causes = [f"on rank {self._global_ranks[rank]}:\n{trace}" for rank, trace in sorted(request.tracebacks.items())]
-        has_ended = any(reason in ENDED for reason in reasons.values())
-        remedy = _REMEDY_ENDED if has_ended else _REMEDY if request.retry else _REMEDY_DESTROYED
-        remedy = _REMEDY_FAILED if causes else remedy
-        remedy = _REMEDY_FORKED if self._is_forked else remedy
-        message = f"ovpatch: no answer to '{topic}' within {seconds:.3g} s: {text.rstrip('.')}. {remedy}"
+        if causes:
+            remedy = _REMEDY_FAILED
+        elif any(reason in EXIT_REASONS for reason in reasons.values()):
+            remedy = _REMEDY_EXITED
+        else:
+            remedy = _REMEDY_SILENT if request.should_retry else _REMEDY_DESTROYED
+        message = f"ovpatch: no reply to '{topic}' within {seconds:.3g} s: {details.rstrip('.')}. {remedy}"
         if causes:
             raise PeerError(message) from RuntimeError("\n".join(causes))
-        raise PeerError(message)  # without "from": what is in flight, as in a finally, is to be seen
-
-
-def _look_up_before_fork() -> None:
-    for _, rpc in group_values(PeerRpc):
-        if rpc._for_forks:
-            with suppress(RuntimeError):  # the store's host has ended; a child that reads gets an error
-                rpc._endpoints.look_up_for_forks()
-
-
-os.register_at_fork(before=_look_up_before_fork)
+        # Without "from", the traceback shows an exception in flight, as in a finally block.
+        raise PeerError(message)
 
 
 def _at_exit() -> None:
-    global _exiting
-    _exiting = True
+    global _is_exiting
+    _is_exiting = True
     if not is_exiting_by_error():
         PeerRpc.shutdown_all()
     for _, rpc in group_values(PeerRpc):
         rpc._server.close()
 
 
-_exiting = False
+_is_exiting = False
 
-_REMEDY = (
-    "Look at that rank's output: it may have ended, hang, or run without ovpatch, which is active where "
-    "ovpatch.apply() was called before the model was wrapped. If it only needs longer, give init_process_group() a "
-    "larger timeout."
+_REMEDY_SILENT: Final = (
+    "Check the output of that rank: it may have exited, hang, or run without ovpatch, which is "
+    "active if ovpatch.apply() was called before the model was wrapped. If it only needs more time, "
+    "give init_process_group() a larger timeout."
 )
-_REMEDY_ENDED = (
-    "Look for the first error in the output of the rank that has ended, correct it, and start the job again."
+_REMEDY_EXITED: Final = (
+    "Look for the first error in the output of the rank that has exited, correct it, and start the job again."
 )
-_REMEDY_FAILED = "The cause is on that rank: correct it there."
-_NO_STORE = (
-    "ovpatch: the process group's store does not answer, so ranks cannot be found. Look at the output of the rank that "
-    "hosts it, normally rank 0: keep that process until all others have ended."
+_REMEDY_FAILED: Final = "The cause is on that rank: correct it there."
+_REMEDY_DESTROYED: Final = (
+    "The process group was destroyed, so its ranks can no longer be called. Read the tensors that "
+    "need them, such as those of optimizer.state_dict(), before destroy_process_group()."
 )
-_WAS_DESTROYED = (
-    "process group was destroyed, so its other ranks cannot be asked any more. Read what needs them, such as "
-    "optimizer.state_dict(), before destroy_process_group()."
+_ERROR_NO_STORE: Final = (
+    "ovpatch: the store of the process group does not reply, so ranks cannot find each other. Check "
+    "the output of the rank that hosts the store, normally rank 0: keep that process until all "
+    "ranks have finished."
 )
-_REMEDY_DESTROYED = f"The {_WAS_DESTROYED}"
-_DESTROYED = f"ovpatch: the {_WAS_DESTROYED}"
-_FORKED = (
-    "ovpatch: a forked process is no rank of its parent's process group. It can read what is sharded on the CPU, and "
-    "do nothing else that needs the peers. Do that in the parent, before the fork."
-)
-_REMEDY_FORKED = (
-    "This process is a fork, and the peers keep what there was at the fork only until they go on: optimizer state "
-    "until one of them steps, gradients until a further backward is reduced. Read it before the fork, or in the parent."
+_ERROR_FORKED: Final = (
+    "ovpatch: gradients or optimizer state are sharded over ranks, and a forked process is not a "
+    "rank of its parent's process group. Read it before the fork, or in the parent."
 )
 
 
-# --- how long a rank keeps answering, and keeps what peers may read ---
+# --- the end of a rank ---
 
 
 _log = logging.getLogger("ovpatch.peers")
 
 
 class Shutdown:
-    """One rank's part in the shutdown of a process group: it answers until its peers have finished, too.
+    """The part of one rank in the shutdown of a process group: it serves calls until all finish.
 
-    [Note: shutdown order] Group rank 0 asks every other rank to reply once it has finished, and the others ask rank 0
-    to reply once all have. These connections break by themselves when a process dies, so there is no polling, and no
-    wait for the dead. The store, which may end with its host, is needed to look up addresses only. A process with
-    several groups first reports in all of them that it has finished, then collects where it is rank 0, then waits where
-    it is not: so no two ranks wait for each other.
+    [Note: shutdown order] Group rank 0 calls every peer, which replies once it has finished. Every
+    peer calls rank 0, which replies once all have finished. If a process dies, its connections
+    break, so ranks need neither poll nor wait for it. They need the store only to look up
+    addresses, because it may end with its host. A process with several groups first reports in all
+    of them that it has finished. Then it collects in the groups where it is rank 0, and waits in
+    the remaining groups last. So no two ranks wait for each other.
+
+    Args:
+        rank: The group rank of this process.
+        global_ranks: The global rank of each group rank.
+        endpoints: The endpoints of the ranks.
+        server: The server of this process.
+
+    Attributes:
+        is_used: Whether this rank has registered a handler or called a peer.
+        has_started: Whether this rank has started its shutdown, which it does once.
+        pid: The process of the rank. A fork has no part in the shutdown.
     """
 
     def __init__(self, rank: int, global_ranks: Sequence[int], endpoints: Endpoints, server: Server) -> None:
-        self.rank, self.used, self.entered = rank, False, False
-        self._global_ranks, self._endpoints, self.server, self.pid = global_ranks, endpoints, server, os.getpid()
+        self.rank = rank
+        self.server = server
+        self.is_used = False
+        self.has_started = False
+        self.pid = os.getpid()
+        self._global_ranks = global_ranks
+        self._endpoints = endpoints
 
     def is_needed(self) -> bool:
         """Return whether peers may still call: this rank has registered, called or been called."""
-        return self.used or self.server.called_at > 0
+        return self.is_used or self.server.last_call_time > 0
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the ranks that this rank collects from have finished or died."""
-        ranks = [0] if self.rank else range(1, len(self._global_ranks))
+        """Wait until rank 0, or each peer of rank 0, has finished or died.
+
+        Give up after ``timeout_s`` seconds in which this rank received no call.
+        """
+        ranks = range(1, len(self._global_ranks)) if self.rank == 0 else [0]
         begin = time.monotonic()
-        request = Request(self._endpoints, ranks, {"shutdown": True}, begin + timeout_s, retry=False)
+        request = Request(self._endpoints, ranks, {"shutdown": True}, begin + timeout_s, should_retry=False)
         try:
-            while request.pending() and time.monotonic() < request.deadline:
+            while request.list_pending() and time.monotonic() < request.deadline:
                 request.poll()
-                request.deadline = max(begin, self.server.called_at) + timeout_s
+                # A peer that calls is alive, and may need more replies.
+                request.deadline = max(begin, self.server.last_call_time) + timeout_s
         except RuntimeError as error:
-            _log.debug("the store is gone, and so are the addresses of ranks to wait for: %s", error)
+            _log.debug("the store was closed, so no addresses of ranks are known: %s", error)
         finally:
             request.close()
-        if request.pending():
-            late = ", ".join(str(self._global_ranks[rank]) for rank in request.pending())
-            _log.warning("rank %s has not come to its end in %g s and is not waited for any longer", late, timeout_s)
+        if request.list_pending():
+            late = ", ".join(str(self._global_ranks[rank]) for rank in request.list_pending())
+            _log.warning("rank %s has not finished within %g s, and this rank stops waiting", late, timeout_s)
 
 
-def run_shutdown(barriers: Iterable[Shutdown], timeout_s: float) -> None:
-    """Shut several process groups down; see [Note: shutdown order].
+def run_shutdown(shutdowns: Iterable[Shutdown], timeout_s: float) -> None:
+    """Shut down several process groups; see [Note: shutdown order].
 
-    A group is left anyway after ``timeout_s`` seconds without a call.
+    Args:
+        shutdowns: One object per process group.
+        timeout_s: Seconds without a call after which this rank stops waiting in a group.
     """
-    due = [barrier for barrier in barriers if not barrier.entered and os.getpid() == barrier.pid]  # a fork has none
-    for barrier in due:
-        barrier.entered = True
-        if barrier.rank or not barrier.is_needed():
-            barrier.server.finish()
-    needed = [barrier for barrier in due if barrier.is_needed()]
-    for barrier in [barrier for barrier in needed if barrier.rank == 0]:
-        barrier.wait(timeout_s)
-        barrier.server.finish()
-    for barrier in [barrier for barrier in needed if barrier.rank]:
-        barrier.wait(timeout_s)
+    # A fork inherits the objects, but no peer waits for it.
+    due = [shutdown for shutdown in shutdowns if not shutdown.has_started and os.getpid() == shutdown.pid]
+    for shutdown in due:
+        shutdown.has_started = True
+        if shutdown.rank or not shutdown.is_needed():
+            shutdown.server.finish()
+    needed = [shutdown for shutdown in due if shutdown.is_needed()]
+    # Ranks that wait for rank 0 of several groups would hang if it waited elsewhere first.
+    for shutdown in needed:
+        if shutdown.rank == 0:
+            shutdown.wait(timeout_s)
+            shutdown.server.finish()
+    for shutdown in needed:
+        if shutdown.rank:
+            shutdown.wait(timeout_s)

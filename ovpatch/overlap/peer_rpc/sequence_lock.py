@@ -1,7 +1,7 @@
-"""Tensors that are updated in place and read by other threads without torn reads; and their copies to the host.
+"""Tensors that one thread updates in place while other threads read them, and copies to the host.
 
-Every update makes a new version. Ranks make the same updates in the same order, so a version names the same content on
-all of them, and a peer can ask for the version that it has itself.
+Each update makes a new version. All ranks make the same updates in the same order, so a version
+number has the same content on all of them. A rank calls its peers for the version that it has.
 """
 
 from __future__ import annotations
@@ -16,141 +16,192 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.lifetimes import outside_modes, renew_in_children
+from ovpatch.overlap.comm.lifetimes import outside_modes, reset_after_fork
 from ovpatch.overlap.comm.streams import is_capturing, unwatched_stream
 
-_BYTES: Final = 32 * 1024 * 1024
+_STAGING_BYTES: Final = 32 * 1024 * 1024
+# The priority of the stream for copies. Torch has a pool of 32 streams for each priority, and the
+# 33rd is the first one again. At the usual priorities, the stream may therefore belong to a
+# communicator, which waits for the rank that waits for the copy. No other code uses this priority.
+_STREAM_PRIORITY: Final = -2
 
 
 class PinnedStaging:
-    """Pinned memory and a stream, for copies from one CUDA device that no other thread's copy can hold up.
+    """Pinned memory and a stream for copies from one CUDA device, which other copies cannot block.
 
-    CUDA copies to pageable memory through buffers of its own, behind one lock per device. A thread that copies so while
-    its stream waits for a collective, as ``loss.tolist()`` does, holds up every other thread's copy; and the rank that
-    is missing in the collective may be waiting for one of those. Memory and stream are made before calls arrive, since
-    making them may take that lock, too.
+    CUDA copies to pageable memory through its own buffers, under one lock per device. A thread
+    whose stream waits for a collective holds the lock while it copies, as in ``loss.tolist()``. It
+    blocks the copies of all other threads, and the rank that is missing in the collective may be
+    waiting for one of them.
+
+    Args:
+        device: The CUDA device.
     """
+
+    # Memory and stream are created before calls arrive, because that may take the lock as well.
 
     def __init__(self, device: torch.device) -> None:
         self._lock = threading.RLock()
-        # Torch has a pool of 32 streams for each priority, and the 33rd is the first again: at the usual priorities it
-        # may be a communicator's, which waits for the rank that waits for this copy. No one else asks for this one.
-        self._stream = torch.cuda.Stream(device, priority=-2)
+        self._stream = torch.cuda.Stream(device, priority=_STREAM_PRIORITY)
         with outside_modes():
-            self._pinned = torch.empty(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._pinned = torch.empty(_STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run the block's work on the stream for copies, one thread at a time. Its inputs have to be complete."""
+        """Run a block on the stream for copies, one thread at a time.
+
+        The stream waits for no other stream, so the inputs of the block must be complete.
+        """
         with self._lock, unwatched_stream(self._stream):
             yield
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a dense tensor on the CPU, once it is complete."""
+        """Return a complete copy of a dense tensor on the CPU."""
         copied = torch.empty_like(tensor, device="cpu")
-        source, target = (one.as_strided((one.numel(),), (1,)).view(torch.uint8) for one in (tensor, copied))
+        # A dense tensor may have any order of dimensions, so its memory is copied, not its rows.
+        source = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        target = copied.as_strided((copied.numel(),), (1,)).view(torch.uint8)
         with self.on_stream():
-            for begin in range(0, len(source), _BYTES):
-                piece = source[begin : begin + _BYTES]
-                staged = self._pinned[: len(piece)]
-                staged.copy_(piece, non_blocking=True)
+            for begin in range(0, len(source), _STAGING_BYTES):
+                chunk = source[begin : begin + _STAGING_BYTES]
+                staged = self._pinned[: len(chunk)]
+                staged.copy_(chunk, non_blocking=True)
                 self._stream.synchronize()
-                target[begin : begin + _BYTES].copy_(staged)
+                target[begin : begin + _STAGING_BYTES].copy_(staged)
         return copied
 
 
-staging_for: Final = functools.cache(PinnedStaging)  # of a CUDA device, made at the first call
+#: Return the staging of a CUDA device, created by the first call.
+get_staging: Final = functools.cache(PinnedStaging)
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Return a copy of a dense tensor on the CPU, from any thread; from CUDA only after :data:`staging_for`."""
-    return staging_for(tensor.device).copy_to_host(tensor) if tensor.is_cuda else tensor.to("cpu", copy=True)
+    """Return a copy of a dense tensor on the CPU, from any thread.
+
+    For a CUDA tensor, :data:`get_staging` must have been called before.
+    """
+    if tensor.is_cuda:
+        return get_staging(tensor.device).copy_to_host(tensor)
+    return tensor.to("cpu", copy=True)
 
 
 _T = TypeVar("_T")
 
-_PAUSE_S = 0.0005  # between two queries of the device
-_MAX_EVENTS = 64  # a host that is further ahead of its device than that many versions loses the oldest
+# The pause between two queries of the device.
+_QUERY_PAUSE_S: Final = 0.0005
+# A host that is more versions ahead of its device loses the oldest ones.
+_MAX_EVENTS: Final = 64
 
 
 class TornReadError(RuntimeError):
-    """The requested version is not there yet, or not any more."""
+    """The requested version was not made in time, or it was overwritten."""
 
 
 class SequenceLock:
-    """The versions of some tensors on one device, by a sequence lock.
+    """A sequence lock, which detects updates of some tensors on one device during a read.
 
-    [Note: sequence lock] A reader copies first and then checks that no update had begun meanwhile; a lock around the
-    copy would hold back the training step. On CUDA the check asks the device, which runs behind the host: whether it
-    had reached the update before the copy was done. A reader waits for its version on the host before it enqueues the
-    copy: the device may have to wait for a rank that waits for another reply, whose copy must not queue behind.
+    [Note: sequence lock] A reader copies the tensors first. Then it checks that no update had
+    begun. A lock around the copy would hold up the training step. On CUDA the device runs after
+    the host, so the check queries whether the device had reached the update before it finished the
+    copy. The reader waits for its version on the host before it enqueues the copy. Otherwise the
+    device might wait for a rank that waits for another reply, whose copy would follow in the queue.
+
+    Args:
+        device: The device of the tensors.
+
+    Attributes:
+        device: The device of the tensors.
+        is_asynchronous: Whether the host runs ahead of the device.
+        version: The newest version that the host has completed.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.version = 0  # the newest complete version
-        self.asynchronous = device.type == "cuda"  # whether the host runs ahead of the device
-        self.device = device  # where the tensors are
-        self._begun = 0
+        self.device = device
+        self.is_asynchronous = device.type == "cuda"
+        self.version = 0
+        # The version that the newest update makes; it differs from `version` during the update.
+        self._begun_version = 0
+        # Guards the versions and events. Readers wait here for the host.
         self._changed = threading.Condition()
-        renew_in_children(self, "_changed", threading.Condition)
-        self._starts: dict[int, torch.cuda.Event] = {}  # of the update after a version
+        reset_after_fork(self, "_changed", threading.Condition)
+        # The start of the update that overwrote a version, and the end of the update that made it.
+        self._starts: dict[int, torch.cuda.Event] = {}
         self._ends: dict[int, torch.cuda.Event] = {}
-        self._staging: PinnedStaging | None = None  # made before the first version, which peers may ask for
+        # Created before the first version, because peers read only after it.
+        self._staging: PinnedStaging | None = None
 
     def begin_update(self, version: int | None = None) -> None:
-        """Mark that an update begins with the current stream's next work.
+        """Mark that an update begins with the next work of the current stream.
 
-        It makes ``version``, which is higher than all before; by default the next one.
+        Args:
+            version: The number of the version that the update makes, higher than all before.
+                Default: the next number.
         """
-        if self.asynchronous and self._staging is None:
-            self._staging = staging_for(self.device)
+        if self.is_asynchronous and self._staging is None:
+            self._staging = get_staging(self.device)
         with self._changed:
-            self._record_event(self._starts, self._begun)
-            self._begun = self._begun + 1 if version is None else version
+            self._record_event(self._starts, self._begun_version)
+            self._begun_version = self._begun_version + 1 if version is None else version
 
     def end_update(self) -> None:
-        """Mark that the update is complete with the current stream's work so far."""
+        """Mark that the update is complete with the work so far of the current stream."""
         with self._changed:
-            self.version = self._begun
+            self.version = self._begun_version
             self._record_event(self._ends, self.version)
             self._changed.notify_all()
 
     def wait_for_version(self, version: int, timeout_s: float) -> None:
-        """Wait until the host has completed ``version``, or raise TornReadError; its device may be behind."""
+        """Wait until the host has completed ``version``, which its device may not have reached.
+
+        Raises:
+            TornReadError: The host has not completed the version after ``timeout_s`` seconds.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: self.version >= version, timeout_s):
-                raise TornReadError(f"version {version} did not come within {timeout_s:g} s; {self.version} is there")
+                raise TornReadError(
+                    f"version {version} was not made within {timeout_s:g} s. The newest version is {self.version}"
+                )
 
-    def read_version(self, version: int, copy: Callable[[], _T], timeout_s: float, *, kept: bool = False) -> _T:
-        """Return what ``copy`` returns, read from ``version``; may be called from any thread.
+    def read_version(self, version: int, copy: Callable[[], _T], timeout_s: float, *, is_retained: bool = False) -> _T:
+        """Return the result of ``copy``, read from ``version``, on any thread.
 
-        A future version is waited for. ``copy`` returns complete copies on the CPU (:func:`copy_to_host`); on CUDA it
-        is called on a stream for such copies. With ``kept`` it reads tensors of that version that are not updated any
-        more. TornReadError if the version is not complete in time, or has been overwritten.
+        Args:
+            version: The version to read. The call waits for a future version.
+            copy: Returns complete copies on the CPU, see :func:`copy_to_host`. On CUDA it runs on
+                the stream for copies.
+            timeout_s: The time to wait for the version.
+            is_retained: Whether ``copy`` reads tensors of the version that are no longer updated.
+                Default: False.
+
+        Raises:
+            TornReadError: The version was not complete in time, or it was overwritten.
         """
         deadline = time.monotonic() + timeout_s
         self.wait_for_version(version, timeout_s)
         with self._changed:
             end = self._ends.get(version)
+        # The host must wait, not the stream: see the note.
         while end is not None and not end.query():
             if time.monotonic() > deadline:
-                raise TornReadError(f"the device did not come to version {version} within {timeout_s:g} s")
-            time.sleep(_PAUSE_S)
+                raise TornReadError(f"the device did not reach version {version} within {timeout_s:g} s")
+            time.sleep(_QUERY_PAUSE_S)
         with self._staging.on_stream() if self._staging is not None else nullcontext():
             copied = copy()
-        if not kept and self._is_overwritten(version):
-            raise TornReadError(f"version {version} has been overwritten by version {self._begun}")
+        if not is_retained and self._is_overwritten(version):
+            raise TornReadError(f"version {version} has been overwritten by version {self._begun_version}")
         return copied
 
     def _is_overwritten(self, version: int) -> bool:
         with self._changed:
-            if not self.asynchronous:
-                return self._begun > version
+            if not self.is_asynchronous:
+                return self._begun_version > version
             start = self._starts.get(version)
-        return start.query() if start is not None else self._begun > version
+        # Without an event the update was captured, or is too old, or has not begun.
+        return start.query() if start is not None else self._begun_version > version
 
     def _record_event(self, events: dict[int, torch.cuda.Event], version: int) -> None:
-        if self.asynchronous and not is_capturing(self.device):  # an event of a capture cannot be queried
+        # The host cannot query an event that was recorded in a capture.
+        if self.is_asynchronous and not is_capturing(self.device):
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.device))
             events[version] = event

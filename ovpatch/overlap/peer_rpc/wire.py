@@ -1,7 +1,8 @@
-"""Messages between processes over TCP: a header in JSON, and tensors as their bytes.
+"""Messages between processes over TCP: a header in JSON, and the bytes of tensors.
 
-There is no pickle, which would let a sender run code. ``multiprocessing.connection`` has no time-outs for connecting
-and for its handshake, so that a stopped process would hang its peers, and it copies twice what it receives.
+Messages contain no pickles, with which a sender could run code. ``multiprocessing.connection`` has
+no timeouts for connecting and for its handshake, so a stopped process would hang its peers. It also
+copies received data twice.
 """
 
 from __future__ import annotations
@@ -17,60 +18,79 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.lifetimes import call_in_children, outside_modes
+from ovpatch.overlap.comm.lifetimes import call_after_fork, outside_modes
 
-_NONCE = 32  # bytes of a nonce, and of a signature
-_LENGTH = struct.Struct("!Q")
-_LONGEST = 1 << 30  # bytes of an envelope, which holds names and shapes; a longer one is no message of ours
+# The size of a nonce, and of a signature.
+_NONCE_BYTES: Final = 32
+_LENGTH: Final = struct.Struct("!Q")
+# An envelope has names and shapes only, so a longer one comes from another program.
+_MAX_ENVELOPE_BYTES: Final = 1 << 30
 
-# Seconds of silence until the system probes the other host, between two probes, and how many may stay unanswered. The
-# end of a process is noticed at once; that of a host, which loses power, by these probes.
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+# The system reports the exit of a process immediately, but not a host that loses power. It sends
+# probes to a silent host after this number of seconds, at this interval, and gives up after this
+# number of probes without a reply.
+_KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 class Connection:
-    """A connected socket with a deadline for everything on it, in seconds of ``time.monotonic()``.
+    """A connected socket whose operations have a deadline.
 
-    Any method raises TimeoutError when the time is over, and OSError when the other side is gone.
+    All methods raise ``TimeoutError`` after the deadline, and ``OSError`` if the peer has closed
+    the connection.
+
+    Args:
+        sock: The connected socket.
+        deadline: See below. Default: none.
+
+    Attributes:
+        deadline: The end of all operations, by ``time.monotonic()``.
     """
 
     def __init__(self, sock: socket.socket, deadline: float = math.inf) -> None:
         self.deadline = deadline
         self._socket = sock
-        close_in_children(sock)
+        close_after_fork(sock)
+        # Messages are short, and each of them needs a reply.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Send a message. The tensors' memory is read until this returns."""
+        """Send a message; the tensors must not change until this returns."""
         self.send_packed(pack(header, tensors))
 
     def send_packed(self, message: Message) -> None:
-        """Send a message from :func:`pack`."""
+        """Send a message of :func:`pack`."""
         self._send_bytes(_LENGTH.pack(len(message.envelope)) + message.envelope)
         for tensor in message.tensors:
             if tensor.numel():
-                self._send_bytes(_bytes_of(tensor))
+                self._send_bytes(_view_bytes(tensor))
 
     def receive(self) -> tuple[dict[str, Any], list[Tensor]]:
-        """Wait for the next message; return its header and tensors."""
+        """Wait for the next message, and return its header and tensors.
+
+        Raises:
+            ConnectionError: The bytes are not a message of this module.
+        """
         length = _LENGTH.unpack(self._receive_bytes(_LENGTH.size))[0]
-        if length > _LONGEST:
-            raise ConnectionError(f"a message that claims an envelope of {length} bytes")
+        if length > _MAX_ENVELOPE_BYTES:
+            raise ConnectionError(f"received a message with an envelope of {length} bytes")
         envelope = json.loads(self._receive_bytes(length))
-        # A script may read a gradient inside of torch.func.grad or a fake mode, whose tensors have no memory.
+        # A script may read a gradient inside of torch.func.grad or in fake mode. Tensors created
+        # there have no memory.
         with outside_modes():
-            tensors = [torch.empty(shape, dtype=_dtype(name), device="cpu") for name, shape in envelope["tensors"]]
+            tensors = [
+                torch.empty(shape, dtype=_parse_dtype(name), device="cpu") for name, shape in envelope["tensors"]
+            ]
             for tensor in tensors:
                 if tensor.numel():
-                    self._fill(_bytes_of(tensor))
+                    self._fill(_view_bytes(tensor))
         return envelope["header"], tensors
 
     def close(self) -> None:
@@ -82,23 +102,39 @@ class Connection:
         return self._socket.fileno()
 
     def authenticate(self, secret: bytes) -> None:
-        """Check that the other side knows the secret, or raise PermissionError, and show that this side does."""
-        ours = os.urandom(_NONCE)
-        self._send_bytes(ours)
-        theirs, signature = self._receive_bytes(_NONCE), self._receive_bytes(_NONCE)
-        if not hmac.compare_digest(signature, _sign(secret, b"asks", ours, theirs)):
-            raise PermissionError("the other side does not know this process's secret")
-        self._send_bytes(_sign(secret, b"answers", theirs, ours))
+        """Check that the caller knows the secret, and prove that this server does.
 
-    def answer_challenge(self, secret: bytes) -> bytes:
-        """Answer the other side's :meth:`authenticate`; return the signature that it has to send in turn."""
-        theirs, ours = self._receive_bytes(_NONCE), os.urandom(_NONCE)
-        self._send_bytes(ours + _sign(secret, b"asks", theirs, ours))
-        return _sign(secret, b"answers", ours, theirs)
+        Raises:
+            PermissionError: The caller does not know the secret.
+        """
+        server_nonce = os.urandom(_NONCE_BYTES)
+        self._send_bytes(server_nonce)
+        client_nonce = self._receive_bytes(_NONCE_BYTES)
+        signature = self._receive_bytes(_NONCE_BYTES)
+        # compare_digest() takes the same time for all signatures.
+        expected = _sign(secret, b"client", server_nonce, client_nonce)
+        if not hmac.compare_digest(signature, expected):
+            raise PermissionError("the caller does not know the secret of this process")
+        self._send_bytes(_sign(secret, b"server", client_nonce, server_nonce))
+
+    def reply_to_challenge(self, secret: bytes) -> bytes:
+        """Prove to :meth:`authenticate` of the server that this caller knows the secret.
+
+        Returns:
+            The signature that the server must send.
+        """
+        server_nonce = self._receive_bytes(_NONCE_BYTES)
+        client_nonce = os.urandom(_NONCE_BYTES)
+        self._send_bytes(client_nonce + _sign(secret, b"client", server_nonce, client_nonce))
+        return _sign(secret, b"server", client_nonce, server_nonce)
 
     def verify_signature(self, signature: bytes) -> None:
-        """Check the signature that the other side sends; raise PermissionError if it is a different one."""
-        if not hmac.compare_digest(self._receive_bytes(_NONCE), signature):
+        """Check that the server sends the expected signature.
+
+        Raises:
+            PermissionError: The server sends another signature.
+        """
+        if not hmac.compare_digest(self._receive_bytes(_NONCE_BYTES), signature):
             raise PermissionError("another process listens there")
 
     def _send_bytes(self, data: bytes | memoryview) -> None:
@@ -115,31 +151,45 @@ class Connection:
             self._set_timeout()
             count = self._socket.recv_into(view)
             if not count:
-                raise ConnectionResetError("the other side hung up")
+                raise ConnectionResetError("the peer hung up")
             view = view[count:]
 
     def _set_timeout(self) -> None:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
+        remaining_s = self.deadline - time.monotonic()
+        # A timeout of 0 would make the socket non-blocking.
+        if remaining_s <= 0:
             raise TimeoutError("timed out")
-        self._socket.settimeout(None if left == math.inf else left)
+        self._socket.settimeout(None if remaining_s == math.inf else remaining_s)
 
 
 class Message(NamedTuple):
-    """A message whose parts can all be sent."""
+    """A message that can be sent without further checks.
 
-    envelope: bytes  # header, dtypes and shapes, in JSON
-    tensors: Sequence[Tensor]  # contiguous CPU tensors
+    Attributes:
+        envelope: The header, dtypes and shapes, in JSON.
+        tensors: Contiguous CPU tensors.
+    """
+
+    envelope: bytes
+    tensors: Sequence[Tensor]
 
 
 def pack(header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
-    """Return a message of a header, JSON values, and dense CPU tensors of any dtype with whole bytes, or TypeError."""
-    plain = [_plain(tensor) for tensor in tensors]
+    """Return a message.
+
+    Args:
+        header: JSON values.
+        tensors: Dense CPU tensors, but none with elements of less than a byte.
+
+    Raises:
+        TypeError: The header or a tensor cannot be sent.
+    """
+    plain = [_make_plain(tensor) for tensor in tensors]
     kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in plain]
     return Message(json.dumps({"header": header, "tensors": kinds}).encode(), plain)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _make_plain(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent; send its dense parts")
     if tensor.device.type != "cpu":
@@ -147,27 +197,30 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _dtype(name: str) -> torch.dtype:
+def _parse_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ConnectionError(f"a tensor of dtype {name!r}, which this torch does not have")
+        raise ConnectionError(f"received a tensor of dtype {name!r}, which this torch lacks")
     return dtype
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return a view of a contiguous tensor's memory. The tensor must outlive the view."""
+def _view_bytes(tensor: Tensor) -> memoryview:
+    """Return a view of the memory of a contiguous tensor, which must outlive the view."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _sign(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
-    # The role keeps a signature of one side from being replayed to the other.
+    # Without the role, a process could replay the signature of one side to the other side.
     return hmac.new(secret, role + b"".join(nonces), hashlib.sha256).digest()
 
 
-def close_in_children(*sockets: socket.socket) -> None:
-    """Have forked children close their copies of sockets: while those are open, peers do not see the parent end."""
-    for one in sockets:
-        call_in_children(one, _close)
+def close_after_fork(*sockets: socket.socket) -> None:
+    """Close the copies of sockets in forked children.
+
+    While a child has a copy open, peers do not detect that the parent has exited.
+    """
+    for sock in sockets:
+        call_after_fork(sock, _close)
 
 
 def _close(sock: socket.socket) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.consensus import check_consistent, gather_values, identify_host, join_texts
+from ovpatch.overlap.comm.consensus import check_consistent, gather_values, identify_host, join_messages
 from ovpatch.overlap.comm.lifetimes import group_state, outside_modes
 from ovpatch.overlap.comm.streams import is_capturing
 
@@ -155,7 +155,7 @@ def unsupported_reason(
     if group.size() > MOST_RANKS:
         return f"{group.size()} ranks, and kernels are made for {MOST_RANKS} at most"
     uuids = [told["uuid"] for told in found]
-    return join_texts(reasons) or ("" if shares_devices else _shared(group, uuids)) or _without_access(uuids)
+    return join_messages(reasons) or ("" if shares_devices else _shared(group, uuids)) or _without_access(uuids)
 
 
 def memory_unsupported_reason(device: torch.device) -> str:

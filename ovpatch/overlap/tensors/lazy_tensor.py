@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.comm.lifetimes import outside_modes, outside_user_modes, renew_in_children
+from ovpatch.overlap.comm.lifetimes import outside_modes, outside_user_modes, reset_after_fork
 from ovpatch.overlap.tensors.shard import compute_contiguous_strides
 from ovpatch.overlap.tensors.tensor_memory import is_dense
 
@@ -159,7 +159,7 @@ class LazyTensor(torch.Tensor):
 
 
 _lock = threading.RLock()
-renew_in_children(sys.modules[__name__], "_lock", threading.RLock)
+reset_after_fork(sys.modules[__name__], "_lock", threading.RLock)
 
 
 def materialize(tensors: Iterable[Tensor | None]) -> None:

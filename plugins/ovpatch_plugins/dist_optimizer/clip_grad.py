@@ -185,9 +185,7 @@ def _meet(total_norm: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
 
 def _agree_on_clip(kind: str, params: Iterable[Tensor]) -> None:
     """Agree with peers on the gradients that change, and on whether gradients are local by now."""
-    places = [
-        (param, *place) for param in params if (place := sharded_grads.find(param)) is not None
-    ]
+    places = [(param, *place) for param in params if (place := sharded_grads.find(param)) is not None]
     # Before the vote, as long as peers can be called.
     sharded_grads.materialize_moved(places)
     was_sharded = [(shards, index) for _, shards, index in places if shards.was_sharded(index)]
@@ -231,9 +229,7 @@ def _norms_by_all_reduce(
         # A stream waits for the collective below; see [Note: hosts before devices].
         shards.wait_for_hosts()
         local = [
-            shards.local_shard(index)
-            if _has_full_grad((shards, index))
-            else shards.reduced_shard(index)
+            shards.local_shard(index) if _has_full_grad((shards, index)) else shards.reduced_shard(index)
             for index in indices
         ]
         own = shard_norms(local, order)
@@ -241,9 +237,7 @@ def _norms_by_all_reduce(
         for index, norm in zip(indices, summed, strict=True):
             norms[shards, index] = norm
     place_of_grad = {
-        id(grad): places[id(param)]
-        for param in params
-        if id(param) in places and (grad := param.grad) is not None
+        id(grad): places[id(param)] for param in params if id(param) in places and (grad := param.grad) is not None
     }
     grad_places = [place_of_grad.get(id(grad)) for grad in given]
     return _round_norms(given, grad_places, norms, order, foreach)
@@ -267,9 +261,7 @@ def _norms_by_pulling(
         else:
             # A peer may not have read this gradient. It sums by shards, so this rank does, too.
             full = shards.in_param_layout(index, grad)
-            norm_of_shards = torch.stack(
-                [shard_norms([shard_view(full, own)], order) for own in shards.ranges(index)]
-            )
+            norm_of_shards = torch.stack([shard_norms([shard_view(full, own)], order) for own in shards.ranges(index)])
             norms[place] = _combine(norm_of_shards, order)[0]
     for shards, indices in indices_by_model.items():
         own = shard_norms([shards.reduced_shard(index) for index in indices], order)
@@ -301,8 +293,7 @@ def _round_norms(
     else:
         rest = iter(torch._foreach_norm(unsharded, order) if unsharded else ())
     return [
-        next(rest) if place is None else norms[place].to(grad.dtype)
-        for grad, place in zip(given, places, strict=True)
+        next(rest) if place is None else norms[place].to(grad.dtype) for grad, place in zip(given, places, strict=True)
     ]
 
 
@@ -347,9 +338,7 @@ def wrap_unscale(original: Unscale) -> Unscale:
         if sharded_optimizer is not None:
             stepped = sharded_optimizer.params_to_step(optimizer)
         # Before the vote, as long as peers can be called.
-        sharded_grads.materialize_moved(
-            [(sharded.param, sharded.shards, sharded.index) for sharded in stepped]
-        )
+        sharded_grads.materialize_moved([(sharded.param, sharded.shards, sharded.index) for sharded in stepped])
         places = [(sharded.shards, sharded.index) for sharded in stepped]
         was_sharded = [place for place in places if place[0].was_sharded(place[1])]
         sharded_grads.vote("unscale", was_sharded)

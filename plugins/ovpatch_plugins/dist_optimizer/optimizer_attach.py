@@ -71,7 +71,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         leaving = not is_exiting_by_error()
         copies = sys.modules.get("ovpatch.overlap.copy_engine.selection")
         if leaving:
-            for owner, _ in group_values(retention.BeforeBackward, ending):
+            for owner, _ in group_values(retention.Retention, ending):
                 # What was read in part is fetched now, because there will be no other time.
                 retention.prepare_backward(owner)
             if copies is not None:

@@ -42,8 +42,7 @@ OPTIONS: Final = (
     Option(
         "overlap_param_gather",
         True,
-        "Gather updated parameters while the next forward already computes. false: gather them "
-        "inside step().",
+        "Gather updated parameters while the next forward already computes. false: gather them inside step().",
         # The documentation of NeMo calls it so.
         aliases=("overlap_param_sync",),
     ),
@@ -84,8 +83,7 @@ OPTIONS: Final = (
     Option(
         "min_param_numel",
         16384,
-        "Every rank updates parameters with fewer elements in full, because a shard would cost "
-        "more than it saves.",
+        "Every rank updates parameters with fewer elements in full, because a shard would cost more than it saves.",
         parse=make_count_parser("a number of elements, 0 or more"),
     ),
     Option(
@@ -99,8 +97,7 @@ OPTIONS: Final = (
     Option(
         "element_wise",
         "",
-        "More optimizer classes that are element-wise, so that they can update shards: "
-        "module.Class,module.Class.",
+        "More optimizer classes that are element-wise, so that they can update shards: module.Class,module.Class.",
     ),
     Option(
         "per_parameter",

@@ -24,9 +24,7 @@ def ovpatch_feature() -> Feature:
     """Describe the feature."""
     return Feature(
         name="dist_optimizer",
-        summary=(
-            "ZeRO-1: each rank updates its shard of the parameters and keeps that shard's state."
-        ),
+        summary=("ZeRO-1: each rank updates its shard of the parameters and keeps that shard's state."),
         options=OPTIONS,
         requires=("ddp",),
         distributed=True,
@@ -95,16 +93,12 @@ class _Registration:
     late = _LatePatches()
 
 
-def _register_late(
-    patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches
-) -> None:
+def _register_late(patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches) -> None:
     _register_work(patches, options, named, steps)
     patches.apply()
 
 
-def _register_work(
-    patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches
-) -> None:
+def _register_work(patches: Registrar, options: Mapping[str, Any], named: NamedClasses, steps: StepPatches) -> None:
     """Register the patches that sharded models need, apart from those of optimizers' steps."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -128,8 +122,7 @@ def _register_work(
     patches.register_patch(
         "torch.optim.optimizer.Optimizer.state_dict",
         wrap=optimizers.wrap_state_dict,
-        why="threads that save in the background call it, also during a step, and no hook can "
-        "make them wait",
+        why="threads that save in the background call it, also during a step, and no hook can make them wait",
     )
     if options["main_params_in_fp32"]:
         patches.register_patch(
@@ -145,12 +138,9 @@ def _register_work(
     patches.register_patch(
         f"{_CLIP}._get_total_norm",
         wrap=wrap_norm,
-        why="clip_grad_norm_ calls it, under whatever name the script imported that, and so does "
-        "get_total_norm",
+        why="clip_grad_norm_ calls it, under whatever name the script imported that, and so does get_total_norm",
     )
-    patches.register_patch(
-        f"{_CLIP}._clip_grads_with_norm_", wrap=wrap_clip, why="see _get_total_norm"
-    )
+    patches.register_patch(f"{_CLIP}._clip_grads_with_norm_", wrap=wrap_clip, why="see _get_total_norm")
     patches.register_patch(
         "torch.distributed.distributed_c10d.destroy_process_group",
         wrap=wrap_destroy,
@@ -159,8 +149,7 @@ def _register_work(
     patches.register_patch(
         "torch.amp.grad_scaler.GradScaler._unscale_grads_",
         wrap=wrap_unscale,
-        why="finds infinities in this rank's gradients only, and thus decides whether this rank "
-        "steps",
+        why="finds infinities in this rank's gradients only, and thus decides whether this rank steps",
     )
     # From here on the patched steps are sharded.
     steps.divider = optimizers
@@ -195,8 +184,7 @@ def _register_readers(patches: Registrar) -> None:
     patches.register_patch(
         "torch.optim.optimizer.Optimizer.zero_grad",
         wrap=wrap_zero_grad,
-        why="reads the grad of each parameter, mostly while they are pending, and reads through "
-        "their class are slow",
+        why="reads the grad of each parameter, mostly while they are pending, and reads through their class are slow",
     )
 
 
@@ -217,9 +205,7 @@ def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     return []
 
 
-def _choose_sharding(
-    options: Mapping[str, Any], prepare: Callable[[], str], *model: Any, **facts: Any
-) -> bool:
+def _choose_sharding(options: Mapping[str, Any], prepare: Callable[[], str], *model: Any, **facts: Any) -> bool:
     """Return whether a model is sharded: a ``ShardingChoice``."""
     from ovpatch_plugins.dist_optimizer.sharding_choice import choose_sharding
 

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ovpatch.overlap.comm import host_barrier
 from ovpatch.overlap.comm.collectives import (
-    abandon_step_communicators,
+    abort_step_communicators,
     abort_transport,
     reduce_scatter_transport,
 )
+from ovpatch.overlap.comm.host_barrier import HostBarrier
 from ovpatch.overlap.comm.lifetimes import (
     WeakParams,
     find_param_record,
@@ -35,8 +37,7 @@ from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 from ovpatch.overlap.data_parallel.grad_bucket import GradBucket, get_grad
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 from ovpatch.overlap.data_parallel.grad_sync import GradSync
-from ovpatch.overlap.peer_rpc import host_barrier, retention
-from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
+from ovpatch.overlap.peer_rpc import retention
 from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
@@ -265,7 +266,8 @@ class ShardedGrads(GradSharder):
             )
         if self._world > 1:
             self.step_log.begin_backward(self.backwards)
-        if self._kept.get(retention.BeforeBackward):
+        retained = self._kept.get(retention.Retention)
+        if retained is not None and retained.before_backward:
             retention.prepare_backward(self.group)
         if self._grads.grads:
             kept = self.last_grads()
@@ -297,7 +299,7 @@ class ShardedGrads(GradSharder):
         Kernels that are loaded in the first steps may wait for a collective that is in flight.
         """
         if self._barrier is not None:
-            (self._barrier.wait if self.backwards < _STRICT_BACKWARDS else self._barrier.defer)()
+            (self._barrier.wait if self.backwards < _STRICT_BACKWARDS else self._barrier.defer_wait)()
 
     def finish_host_barrier(self) -> None:
         """Have this host wait for the others if it has not yet; see [Note: hosts before devices]."""
@@ -305,7 +307,7 @@ class ShardedGrads(GradSharder):
             try:
                 self._barrier.finish()
             except RuntimeError:  # this rank's collectives are under way already
-                abandon_step_communicators(self.group)
+                abort_step_communicators(self.group)
                 abort_transport(self.group)
                 raise
 
@@ -334,15 +336,16 @@ class ShardedGrads(GradSharder):
         for index in freed:
             states[index] = GradState.FREED
         # Where only the device waits it may do so first: without this rank no shard can have been written.
-        (sync.wait if self.versions.asynchronous else sync.wait_for_peers)()
+        (sync.wait if self.versions.is_asynchronous else sync.wait_for_peers)()
         self.versions.begin_update()
         sync.wait()
         for bucket in sync.buckets:
             if isinstance(bucket, ShardedGradBucket):
                 bucket.publish_shards()
         self.versions.end_update()
-        if self._kept.get(retention.Retention):
-            retention.drop_kept(self.group)
+        retained = self._kept.get(retention.Retention)
+        if retained is not None and retained.retained:
+            retention.release_retained(self.group)
         self.local = False
         self.has_lazy_grads = bool(self.sharded)
 
@@ -436,7 +439,7 @@ class ShardedGrads(GradSharder):
     @functools.cached_property
     def step_log(self) -> StepLog:
         """What this rank steps; from the first backward on peers may ask."""
-        return StepLog(self.group, self.identity, is_blocking=not self.versions.asynchronous)
+        return StepLog(self.group, self.identity, is_blocking=not self.versions.is_asynchronous)
 
     @property
     def tells(self) -> bool:
@@ -446,8 +449,8 @@ class ShardedGrads(GradSharder):
     def stay_away_from_hosts(self) -> None:
         """Tell the other hosts that this one does not come, if they are in :meth:`wait_for_hosts`."""
         if self._barrier is not None:
-            self._barrier.stay_away()
-            abandon_step_communicators(self.group)
+            self._barrier.abort()
+            abort_step_communicators(self.group)
 
     @property
     def has_diverged(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.lifetimes import attached_values, renew_in_children, weak_method
+from ovpatch.overlap.comm.lifetimes import attached_values, reset_after_fork, weak_method
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.peer_rpc import retention
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
@@ -126,7 +126,7 @@ class ShardedOptimizer:
         self._replaced = False  # by a new one on this rank alone, see [Note: the same everywhere]
         self._turns: dict[ShardedGrads, Turn] = {}  # agreed on before the first step
         self._updating = threading.RLock()  # while the optimizer has this rank's shards
-        renew_in_children(self, "_updating", threading.RLock)
+        reset_after_fork(self, "_updating", threading.RLock)
         self._params: list[ShardedParam] = []  # those whose update can be divided, as of the last step
         self._params_key: tuple[list[int], int] = ([], -1)  # what they were found by
         self._owners: list[Parameter] = []  # the parameters themselves
@@ -581,7 +581,7 @@ def _keep_no_longer(models: Iterable[ShardedGrads], *, read: bool) -> None:
         read: Whether other ranks go on with such an optimizer, and read its state before the next backward.
     """
     for shards in models:
-        retention.keep_no_longer(shards.group, read=read)
+        retention.shorten_retention(shards.group, may_be_read=read)
 
 
 def _complete_soon(state_dicts: Iterable[StateDictSource]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.nn import Parameter
 
-from ovpatch.overlap.comm.lifetimes import renew_in_children, weak_method
+from ovpatch.overlap.comm.lifetimes import reset_after_fork, weak_method
 from ovpatch.overlap.peer_rpc.retention import FinalReads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock, TornReadError, copy_to_host
@@ -134,7 +134,7 @@ class ShardedState(abc.ABC):
         # The number of backwards at the last read since the last step.
         self._backwards_at_read = -1
         self._changed = threading.Condition()
-        renew_in_children(self, "_changed", threading.Condition)
+        reset_after_fork(self, "_changed", threading.Condition)
 
         # - Calls of peers, which may arrive from here on
         self._versions = SequenceLock(shards.params[0].device)
@@ -143,11 +143,7 @@ class ShardedState(abc.ABC):
         if turn.name in shards.states:
             shards.states[turn.name]._withdraw()
         shards.states[turn.name] = self
-        peers = PeerRpc.for_group(shards.group)
-        # A forked child has no CUDA context, so it can read only tensors on the CPU.
-        reads_in_forks = not self._versions.asynchronous
-        handler = weak_method(self._answer)
-        withdraw = peers.register(self._topic, handler, for_forks=reads_in_forks)
+        withdraw = PeerRpc.for_group(shards.group).register(self._topic, weak_method(self._answer))
         self._withdraw: weakref.finalize[[], ShardedState] = weakref.finalize(self, withdraw)
 
     # ---------------------------------------------------------------- around a step
@@ -201,9 +197,7 @@ class ShardedState(abc.ABC):
         # All ranks have ended the step before the last one, so no rank reads older versions.
         if self._replaced:
             oldest = (self._steps - 1) * _VERSIONS_PER_STEP
-            self._replaced = {
-                version: local for version, local in self._replaced.items() if version >= oldest
-            }
+            self._replaced = {version: local for version, local in self._replaced.items() if version >= oldest}
         self._has_begun_version = True
         self._versions.begin_update(self._steps * _VERSIONS_PER_STEP)
         self._swap_in_state(self._swapped, states)
@@ -262,9 +256,7 @@ class ShardedState(abc.ABC):
             return
         loaded = {id(value) for state in states.values() for value in state.values()}
         # In stock PyTorch, the tensors that loading has replaced keep their content.
-        lazy_tensor.materialize(
-            lazy for lazy in self._lazy.values() if id(lazy) not in loaded and self._is_own(lazy)
-        )
+        lazy_tensor.materialize(lazy for lazy in self._lazy.values() if id(lazy) not in loaded and self._is_own(lazy))
         self._replaced[self._versions.version] = self._local
         self._local = dict(self._local)
         self._swap_cache = None
@@ -401,8 +393,7 @@ class ShardedState(abc.ABC):
         version = self._versions.version
         arguments = self._final_reads.mark_final({"version": version, "entries": keys})
         begin = time.monotonic()
-        peers = PeerRpc.for_group(self.group)
-        replies = peers.call(self._topic, arguments, from_fork=True)
+        replies = PeerRpc.for_group(self.group).call(self._topic, arguments)
         COUNTERS.state_reads += 1
         COUNTERS.state_read_ms += round(1e3 * (time.monotonic() - begin))
         shards: dict[Key, dict[int, Tensor]] = {key: {} for key in keys}
@@ -430,9 +421,7 @@ class ShardedState(abc.ABC):
         if "next step" in arguments:
             awaited = arguments["next step"]
             with self._changed:
-                self._changed.wait_for(
-                    lambda: max(self._steps, self._next_step) >= awaited, PEER_STEP_TIMEOUT_S
-                )
+                self._changed.wait_for(lambda: max(self._steps, self._next_step) >= awaited, PEER_STEP_TIMEOUT_S)
             return {}, []
         # JSON has made lists of the tuples.
         keys = [tuple(key) for key in arguments["entries"]]
@@ -454,18 +443,14 @@ class ShardedState(abc.ABC):
         local = self._local
         if version not in self._replaced:
             try:
-                return self._versions.read_version(
-                    version, lambda: copy(local), PEER_STEP_TIMEOUT_S
-                )
+                return self._versions.read_version(version, lambda: copy(local), PEER_STEP_TIMEOUT_S)
             except TornReadError as error:
                 # If loading has replaced the version concurrently, its shards are still there.
                 if version not in self._replaced:
                     text = _ERROR_OVERWRITTEN.format(str(error).rstrip("."))
                     raise TornReadError(text) from error
         replaced = self._replaced[version]
-        return self._versions.read_version(
-            version, lambda: copy(replaced), PEER_STEP_TIMEOUT_S, kept=True
-        )
+        return self._versions.read_version(version, lambda: copy(replaced), PEER_STEP_TIMEOUT_S, is_retained=True)
 
 
 class SwapCache:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm.consensus import RankMismatchError, check_consistent, wait_limit_s
-from ovpatch.overlap.comm.lifetimes import group_state, group_values, renew_in_children, weak_method
+from ovpatch.overlap.comm.lifetimes import group_state, group_values, reset_after_fork, weak_method
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 
 #: How long a rank waits for the others at most, in seconds; one may save a checkpoint first.
@@ -43,7 +43,7 @@ _ANEW: Final = (
 
 # All logs share it: a step over one model may decide about a turn over another.
 _changed = threading.Condition()
-renew_in_children(sys.modules[__name__], "_changed", threading.Condition)
+reset_after_fork(sys.modules[__name__], "_changed", threading.Condition)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ovpatch.overlap.comm.consensus import (
     LATE_START_S,
     check_consistent,
     gather_values,
-    join_texts,
+    join_messages,
     wait_limit_s,
 )
 from ovpatch_plugins.pipeline.balance import BlockCosts, check_count, measure_costs, split_blocks, split_evenly
@@ -332,7 +332,7 @@ def _share_costs(
     own = costs.as_dict() if costs is not None and world.rank() == 0 else None
     found = gather_values(world, _TOPIC, {"reason": reason[:_LONGEST_REASON], "costs": own})
     numbers = [dist.get_global_rank(world, rank) for rank in range(world.size())]
-    reason = join_texts((rank, value["reason"]) for rank, value in zip(numbers, found, strict=True))
+    reason = join_messages((rank, value["reason"]) for rank, value in zip(numbers, found, strict=True))
     first = found[0]["costs"]
     return (None if first is None else BlockCosts(**first)), reason
 

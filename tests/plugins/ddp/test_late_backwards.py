@@ -226,7 +226,7 @@ def on_two_ranks_only() -> tuple[str, float]:
 
 def test_a_second_backward_on_some_ranks_only_names_the_others_and_the_remedy(ranks):
     for text, seconds in ranks(3)(on_two_ranks_only)[:2]:
-        assert "no answer from rank 2 within 3 s" in text
+        assert "no reply from rank 2 within 3 s" in text
         assert "model.module(...)" in text
         assert "OVPATCH_DDP_REDUCE_LATE_GRADIENTS=0" in text
         assert seconds < 50

@@ -296,7 +296,7 @@ def test_a_rank_without_ovpatch_is_named(ranks):
     *texts, last = ranks(3)(missing_on, 2)
     assert last == "stock"
     for text in texts:
-        assert "no answer from rank 2" in text
+        assert "no reply from rank 2" in text
         assert "ovpatch.apply() on every rank" in text
 
 

@@ -153,7 +153,7 @@ def test_what_is_captured_leaves_whole_gradients_and_no_step(ranks):
 
 def test_nobody_meets_an_event_of_a_capture():
     one = SequenceLock(torch.device("cpu"))
-    one.asynchronous, one._staging = True, mock.Mock()
+    one.is_asynchronous, one._staging = True, mock.Mock()
     with mock.patch.object(sequence_lock, "is_capturing", return_value=True):
         one.begin_update()
         one.end_update()

@@ -262,9 +262,9 @@ def kept_for_peers() -> tuple[int, int]:
         del opt
         gc.collect()
         ended = wrap_destroy(dist.destroy_process_group)  # one that was called before the feature was turned off
-    found = [sum(map(len, (kept for _, kept in group_values(retention.Retention, group))))]
+    found = [sum(len(kept.retained) for _, kept in group_values(retention.Retention, group))]
     ended(group)
-    return found[0], sum(map(len, (kept for _, kept in group_values(retention.Retention))))
+    return found[0], sum(len(kept.retained) for _, kept in group_values(retention.Retention))
 
 
 def test_shards_that_peers_may_read_go_with_their_group(ranks):

@@ -312,7 +312,7 @@ def _predict_twice() -> list[list[float]]:
             prediction.add_step(StepTimes())
             found.append(list(prediction.bubbles))
         dist.barrier()
-        lifetimes._states.clear()
+        lifetimes._group_states.clear()
     return found
 
 
