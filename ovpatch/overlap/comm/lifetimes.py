@@ -241,12 +241,10 @@ _registered: dict[Callable[[], None], int] = {}  # the process that registered i
 class ParamRecord:
     """What is known of one parameter."""
 
-    __slots__ = ("dtensor", "experts", "local_grad_hook", "param", "reducers", "sharder")
+    __slots__ = ("experts", "local_grad_hook", "param", "reducers", "sharder")
 
     def __init__(self, param: weakref.ref[Tensor]) -> None:
         self.param = param
-        # The DTensor that stands in the parameter's place in its module, if there is one.
-        self.dtensor: Callable[[], Any] = lambda: None
         # What shards the parameter's gradient, held weakly, and the parameter's index there.
         self.sharder: tuple[weakref.ref[Any], int] | None = None
         self.local_grad_hook: RemovableHandle | None = None  # notes gradients which are not reduced

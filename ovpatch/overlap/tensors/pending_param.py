@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ovpatch.overlap.comm.lifetimes import find_param_record, weak_key
+from ovpatch.overlap.comm.lifetimes import weak_key
 from ovpatch.overlap.tensors.lazy_tensor import METADATA, leaves
 from ovpatch.overlap.tensors.tensor_memory import count_references_of_one, use_count
 
-#: By ``id()`` of a pending parameter, or of the DTensor over it: a function that returns the tensor of an ``id()``, and
-#: the one that waits for its values. The entry keeps the tensor alive unless the values are lost.
+#: By ``id()`` of a pending parameter: a function that returns the tensor of an ``id()``, and the one that waits for its
+#: values. The entry keeps the tensor alive unless the values are lost.
 PENDING: dict[int, tuple[Callable[[int], Any], Callable[[], None]]] = {}
 
 #: Owners of a parameter's tensor object without DDP: Python, and the AccumulateGrad node.
@@ -69,52 +69,6 @@ class PendingParameter(Parameter):
         """Wait, then pickle a plain parameter."""
         wait_for_param(self)
         return Parameter.__reduce_ex__(self, protocol)
-
-
-# DTensors over parameters. DistributedDataParallel(device_mesh=) trains the local tensors of a model's DTensors, and
-# its first forward puts DTensors over them into the module, made by _unflatten_tensor. Forward reads through these
-# views, so such a view is pending together with its parameter. DTensor's own methods do not ask __torch_function__, but
-# read `_local_tensor`, which waits as well.
-
-
-@cache
-def _dtensor() -> Any:
-    from torch.distributed.tensor import DTensor  # only where there is one, so it has been imported
-
-    return DTensor
-
-
-@cache
-def _pending_dtensor() -> Any:
-    """Return the class of a DTensor while the parameter below it is pending."""
-
-    class PendingDTensor(_dtensor()):  # type: ignore[misc]  # imported late
-        __slots__ = ()
-        __torch_function__ = PendingParameter.__dict__["__torch_function__"]
-
-        @property
-        def _local_tensor(self) -> Any:
-            wait_for_param(self)
-            return self._local_tensor  # of the class that it has now
-
-    return PendingDTensor
-
-
-class _DTensors:
-    """Whether there have been DTensors over parameters."""
-
-    seen = False
-
-
-def find_dtensor(param: Tensor) -> Any:
-    """Return the DTensor that stands in a parameter's place, or None."""
-    state = find_param_record(param) if _DTensors.seen else None
-    return state.dtensor() if state is not None else None
-
-
-def any_dtensors() -> bool:
-    """Return whether there may be DTensors over parameters."""
-    return _DTensors.seen
 
 
 def _reason_of_type(params: Iterable[Tensor]) -> str:
@@ -163,7 +117,7 @@ def mark_pending(params: Sequence[Tensor], wait: Callable[[], None], *, aliases:
         for param in params:
             param.__class__ = PendingParameter
         # Once they are marked: an alias that another thread makes from now on waits.
-        reason = _mark_dtensors(params, wait, aliases, owners)
+        reason = _reason_of_memory(params, aliases, owners)
     except BaseException:  # a KeyboardInterrupt, too: nothing would wait for them
         mark_ready(params)
         raise
@@ -177,32 +131,12 @@ def _add_entries(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
     PENDING.update(dict.fromkeys(held, (held.get, wait)))
 
 
-def _mark_dtensors(params: Sequence[Tensor], wait: Callable[[], None], aliases: int, owners: int) -> str:
-    """Return why marked parameters cannot be pending; if they can, mark the DTensors over them as well."""
-    over = [(find_dtensor(param), param) for param in params] if _DTensors.seen else []
-    seen = {id(param): dtensor for dtensor, param in over if dtensor is not None}
-    if not all(_is_sole_dtensor(dtensor, param) for dtensor, param in over if dtensor is not None):
-        return "a graph holds the DTensor in its place"
-    below = [param for param in params if id(param) in seen] if seen else []
-    others = [param for param in params if id(param) not in seen] if seen else params
-    # The local tensor of a DTensor is an alias, and holds the parameter as its base.
-    reason = _reason_of_memory(others, aliases, owners) or _reason_of_memory(below, aliases + 1, owners + 1)
-    for dtensor in () if reason else seen.values():
-        _add_entries([dtensor], wait)
-        dtensor.__class__ = _pending_dtensor()
-    return reason
-
-
 def mark_ready(params: Iterable[Tensor]) -> None:
     """Make parameters plain ones again: their values are there."""
     for param in params:
         if type(param) is PendingParameter:
             param.__class__ = Parameter  # type: ignore[assignment]  # which is narrowed to PendingParameter here
         PENDING.pop(id(param), None)
-        dtensor = find_dtensor(param) if _DTensors.seen else None
-        if dtensor is not None and type(dtensor) is _pending_dtensor():
-            dtensor.__class__ = _dtensor()
-            PENDING.pop(id(dtensor), None)
 
 
 def mark_lost(params: Iterable[Tensor], wait: Callable[[], None], error: Exception) -> None:
@@ -224,15 +158,8 @@ def mark_lost(params: Iterable[Tensor], wait: Callable[[], None], error: Excepti
         again()
 
     for param in params:
-        for tensor in (param, find_dtensor(param)) if type(param) is PendingParameter else ():
-            if tensor is not None:
-                PENDING[id(tensor)] = (functools.partial(_find, weak_key(tensor, PENDING)), wait_or_fail)
-
-
-def _is_sole_dtensor(dtensor: Any, param: Tensor) -> bool:
-    """Return whether Python alone holds a DTensor and its local tensor, which is a view of the parameter."""
-    local = dtensor._local_tensor
-    return use_count(dtensor) == use_count(local) == 1 and local._base is param
+        if type(param) is PendingParameter:
+            PENDING[id(param)] = (functools.partial(_find, weak_key(param, PENDING)), wait_or_fail)
 
 
 def _find(reference: weakref.ref[Tensor], _key: int) -> Tensor | None:
@@ -245,7 +172,7 @@ def is_pending(param: Tensor) -> bool:
 
 
 def wait_for_param(param: Tensor) -> None:
-    """Wait for the values of a parameter, or of a DTensor over one, if it is pending."""
+    """Wait for the values of a parameter if it is pending."""
     entry = PENDING.get(id(param))
     if entry is not None and entry[0](id(param)) is param:
         entry[1]()
@@ -270,15 +197,10 @@ def wait_for_all() -> None:
 
 def wait_for_args(values: Any) -> bool:
     """Wait for the pending parameters in nested tuples, lists and mappings; return whether there were any."""
-    found = [value for value in leaves(values) if _is_marked(value)]
+    found = [value for value in leaves(values) if type(value) is PendingParameter]
     for param in found:
         wait_for_param(param)
     return bool(found)
-
-
-def _is_marked(value: Any) -> bool:
-    """Return whether this has a pending class; its values may have arrived a moment ago."""
-    return type(value) is PendingParameter or (_DTensors.seen and type(value) is _pending_dtensor())
 
 
 @cache

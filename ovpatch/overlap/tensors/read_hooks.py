@@ -4,43 +4,16 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable
 from types import ClassMethodDescriptorType, FrameType, MethodType
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from ovpatch.overlap.comm.lifetimes import param_record
 from ovpatch.overlap.comm.streams import hide_frames, record_numbered_switches, record_switches
-from ovpatch.overlap.tensors.pending_param import (
-    PENDING,
-    _DTensors,
-    any_dtensors,
-    wait_for_all,
-    wait_for_args,
-    wait_for_param,
-)
-
-
-def wrap_unflatten(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's ``_unflatten_tensor``: notes the DTensor that it makes over a parameter."""
-
-    @functools.wraps(original)
-    def unflatten(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        wait_for_param(tensor)  # an earlier DTensor over it becomes a plain one, too
-        dtensor = original(tensor, *args, **kwargs)
-        param_record(tensor).dtensor = weakref.ref(dtensor)
-        _DTensors.seen = True
-        return dtensor
-
-    return unflatten
-
-
-# --- functions through which readers pass ---
-
+from ovpatch.overlap.tensors.pending_param import PENDING, wait_for_all, wait_for_args, wait_for_param
 
 # How far up a calling frame may be: patches put frames of their own between.
 _FRAMES = 8
@@ -85,8 +58,6 @@ def wait_for_module(module: nn.Module, *, tree: bool = False) -> None:
 def wait_for_tree(module: nn.Module) -> None:
     """Wait for all parameters of a module and its children."""
     wait_for_module(module, tree=True)
-    if any_dtensors():  # no parameters
-        wait_for_all()
 
 
 def waiting_for_args(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_
 from ovpatch.overlap.tensors.shard import shard_range, shard_view
 from ovpatch_plugins.dist_optimizer.options import OPTIONS
 from ovpatch_plugins.dist_optimizer.param_sync import group_alike, split_by_size
-from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch_plugins.dist_optimizer.report import COUNTERS, remark
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, read_versions
 
 MIB = 1024 * 1024
@@ -36,6 +36,11 @@ MIB = 1024 * 1024
 _SHARE = 1 / 8
 _HALF_BUCKETS = 2
 _MIN_BUCKET_BYTES = MIB
+
+_REMARK_MESH = (
+    "step() waits for the parameters of DistributedDataParallel(device_mesh=): the DTensors that the wrapper puts into "
+    "the module read their memory"
+)
 
 
 class FinishedGather(NamedTuple):
@@ -428,6 +433,10 @@ class ParamAllGather:
     def _set_buckets(self, params: Sequence[ShardedParam]) -> None:
         self._params, self._buckets = params, []
         self._nbytes = sum(one.param.nbytes for one in params)
+        # torch marks such parameters before it wraps them. Their DTensors share their memory, and DTensor's methods
+        # read it without asking the parameter's class, so start() finds that they cannot be pending.
+        if self._overlap and any(hasattr(one.param, "_st_info") for one in params):
+            remark(_REMARK_MESH)
         places = dict.fromkeys((one.shards.group, one.param.device) for one in params)
         if self._copy_engines != "on":  # "auto" measures on CUDA only
             places = {place: None for place in places if self._copy_engines == "auto" and place[1].type == "cuda"}

@@ -138,7 +138,7 @@ def _register_work(patches: Registrar, options: Mapping[str, Any], named: NamedC
 
 def _register_readers(patches: Registrar) -> None:
     """Register what readers of a parameter whose all-gather is in flight go through."""
-    from ovpatch.overlap.tensors.read_hooks import APPLIES_IN_C, READ_HOOKS, ContextHook, ModuleHook, wrap_unflatten
+    from ovpatch.overlap.tensors.read_hooks import APPLIES_IN_C, READ_HOOKS, ContextHook, ModuleHook
     from ovpatch_plugins.dist_optimizer.optimizer_attach import wrap_zero_grad
 
     for target, wrap, why, optional in READ_HOOKS:
@@ -155,12 +155,6 @@ def _register_readers(patches: Registrar) -> None:
             ContextHook,
             why="sees calls of autograd.Function whose apply() a script took before it was patched",
         )
-    patches.register_patch(
-        "torch.distributed.tensor.parallel.ddp._unflatten_tensor",
-        wrap=wrap_unflatten,
-        optional=True,
-        why="makes the DTensors that stand in parameters' places under DistributedDataParallel(device_mesh=)",
-    )
     patches.register_patch(
         "torch.optim.optimizer.Optimizer.zero_grad",
         wrap=wrap_zero_grad,
