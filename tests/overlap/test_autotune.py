@@ -400,7 +400,7 @@ def failing() -> dict[str, Any]:
     if dist.get_rank() == 0:
         candidates.call = fail(SLEEPS["third"])
         tuner, tuning = make_tuner(), candidates.tuning("third fails here")
-        with mock.patch.object(autotuner_module, "FAILURE_S", 0.5), pytest.raises(IndexError) as caught:
+        with mock.patch.object(autotuner_module, "FAILURE_TIMEOUT_S", 0.5), pytest.raises(IndexError) as caught:
             tuner._first_call(group(), tuning, "third", tuning.make(torch.Generator())["third"])
         found["alone"] = str(caught.value)
     return found

@@ -139,5 +139,5 @@ def test_small_gradients_wait_for_their_like():
     sparse = [i == 1 for i in range(8)]
     found = mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize, sparse=sparse)
     assert found == [[0, 2], [1], [4], [6], [3, 5, 7]]
-    with mock.patch.object(bucket_assignment, "SMALL", 10):
+    with mock.patch.object(bucket_assignment, "SMALL_NUMEL", 10):
         assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize) == [[0, 1], [2, 3], [4, 5], [6, 7]]

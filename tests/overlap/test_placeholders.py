@@ -15,7 +15,7 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
 class Ones:
     """A source whose contents are all ones."""
 
-    def fetch(self, placeholders: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, placeholders: Sequence[LazyTensor], *, counts_as_read: bool) -> list[Tensor]:
         return [torch.ones(one.shape) for one in placeholders]
 
 

@@ -249,9 +249,9 @@ def _are_times(times: Any) -> bool:
 T = TypeVar("T")
 
 BUDGET_S: Final = 30.0
-PATIENCE_S: Final = 300.0  # ranks may reach a first call at different times
-FAILURE_S: Final = 20.0  # a candidate that fails on all ranks does so at about the same time
-INTERRUPTED_S: Final = 10.0  # after Ctrl-C, for a measurement whose collectives must not meet later ones
+FIRST_CALL_TIMEOUT_S: Final = 300.0  # ranks may reach a first call at different times
+FAILURE_TIMEOUT_S: Final = 20.0  # a candidate that fails on all ranks does so at about the same time
+INTERRUPT_TIMEOUT_S: Final = 10.0  # after Ctrl-C, for a measurement whose collectives must not meet later ones
 _SPARE: Final = 1.25  # factor for memory that the allocator cannot use
 
 _REMEDY = (
@@ -345,7 +345,7 @@ class Autotuner:
             "candidates": list(tuning.candidates),
             "deterministic algorithms": deterministic,
         }
-        limit = wait_limit_s(group, PATIENCE_S)
+        limit = wait_limit_s(group, FIRST_CALL_TIMEOUT_S)
         check_consistent(group, f"{self._feature}: choice", terms, timeout_s=limit, remedy=_REMEDY)
         if deterministic:
             return Choice(tuning.default, "not measured, since algorithms must be deterministic")
@@ -474,7 +474,7 @@ def run_in_own_thread(work: Callable[[], T], device: torch.device) -> T:
         futures.wait([future])  # not join(): after its interruption Python 3.11 takes the thread for ended
     except BaseException:  # Ctrl-C, or a signal handler: the task's collectives must not pair with later ones
         if thread.is_alive():
-            futures.wait([future], INTERRUPTED_S)
+            futures.wait([future], INTERRUPT_TIMEOUT_S)
         raise
     thread.join()
     if _synchronize(device) > reserved:
@@ -507,7 +507,7 @@ def _synchronize(device: torch.device) -> int:
 
 def _fails_on_all_ranks(group: dist.ProcessGroup, topic: str, key: str) -> bool:
     try:
-        check_consistent(group, topic, {"what fails": key}, timeout_s=FAILURE_S)
+        check_consistent(group, topic, {"what fails": key}, timeout_s=FAILURE_TIMEOUT_S)
     except RankMismatchError:
         return False
     return True

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.lifetimes import outside_modes
-from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
-from ovpatch.overlap.data_parallel.grad_bucket import SMALL, Bucket, GradBucket, SparseBucket
+from ovpatch.overlap.data_parallel.fp32_accumulation import LOW_PRECISION_DTYPES
+from ovpatch.overlap.data_parallel.grad_bucket import SMALL_NUMEL, Bucket, GradBucket, SparseBucket
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 
 # --- which gradients share a bucket ---
@@ -115,7 +115,7 @@ class BucketAssignment:
         for position, group in enumerate(groups):
             kind = self._kind(group)
             group = waiting.pop(kind, []) + group
-            small = {i: None for i in group if i not in self.sharder.sharded and self.params[i].numel() < SMALL}
+            small = {i: None for i in group if i not in self.sharder.sharded and self.params[i].numel() < SMALL_NUMEL}
             if position < last[kind] and sum(self.params[i].nbytes for i in small) < _WORTH_A_LAUNCH:
                 waiting[kind] = list(small)
                 group = [i for i in group if i not in small]
@@ -135,7 +135,7 @@ class BucketAssignment:
         params = [self.params[i] for i in indices]
         if self._is_sparse(indices[0]):
             return SparseBucket(indices[0], params[0])
-        dtype = torch.float32 if self.in_fp32 and params[0].dtype in HALVES else None
+        dtype = torch.float32 if self.in_fp32 and params[0].dtype in LOW_PRECISION_DTYPES else None
         return self.sharder.make_bucket(indices, params, dtype) or GradBucket(indices, params, dtype=dtype)
 
     def _is_sparse(self, index: int) -> bool:

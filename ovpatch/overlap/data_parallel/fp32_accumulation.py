@@ -23,7 +23,7 @@ from torch import Tensor
 from ovpatch.overlap.comm.lifetimes import drop_entry, outside_modes
 
 #: Dtypes of half precision.
-HALVES: Final = (torch.bfloat16, torch.float16)
+LOW_PRECISION_DTYPES: Final = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ovpatch.overlap.tensors.tensor_memory import is_dense, is_sole_owner
 
 # Gradients below this number of elements go through the flat tensor: the launch of a collective takes as long as
 # several hundred kilobytes of traffic on a GPU, and longer with gloo.
-SMALL = 1 << 18
+SMALL_NUMEL = 1 << 18
 
 _CUDA_ALIGNMENT = 16  # bytes; copies of unaligned memory leave their vectorized path
 
@@ -50,7 +50,7 @@ class GradBucket:
         nbytes: Number of bytes that are summed.
     """
 
-    flat_below = SMALL
+    flat_below = SMALL_NUMEL
 
     def __init__(
         self,

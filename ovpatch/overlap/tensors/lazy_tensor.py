@@ -52,14 +52,14 @@ def _existing(owner: Any, names: str) -> list[Any]:
 METADATA: Final = _metadata()
 
 
-def leaves(values: Any) -> Iterator[Any]:
+def iterate_leaves(values: Any) -> Iterator[Any]:
     """Yield what is in tuples, lists and the values of mappings, at any depth; ``values`` itself if it is none."""
     if isinstance(values, (tuple, list)):
         for value in values:
-            yield from leaves(value)
+            yield from iterate_leaves(value)
     elif isinstance(values, Mapping):
         for value in values.values():
-            yield from leaves(value)
+            yield from iterate_leaves(value)
     else:
         yield values
 
@@ -67,12 +67,12 @@ def leaves(values: Any) -> Iterator[Any]:
 class LazySource(Protocol):
     """Where the content of lazy tensors comes from."""
 
-    def fetch(self, tensors: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, tensors: Sequence[LazyTensor], *, counts_as_read: bool) -> list[Tensor]:
         """Return the contents: of the lazy tensors' shapes, dtypes and devices, in new memory.
 
         Args:
             tensors: The lazy tensors.
-            noticed: Whether the source is to take this for a read by the script.
+            counts_as_read: Whether the source is to take this for a read by the script.
         """
 
 
@@ -90,9 +90,9 @@ class LostSource:
     def __init__(self, message: str, cause: Exception | None = None) -> None:
         self._message, self._cause = message, cause
 
-    def fetch(self, tensors: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, tensors: Sequence[LazyTensor], *, counts_as_read: bool) -> list[Tensor]:
         """Raise the error."""
-        del tensors, noticed
+        del tensors, counts_as_read
         raise RuntimeError(self._message) from self._cause
 
 
@@ -148,7 +148,7 @@ class LazyTensor(torch.Tensor):
         if func in _ABOUT_KIND:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        found = dict.fromkeys(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, LazyTensor))
+        found = dict.fromkeys(leaf for leaf in iterate_leaves((args, kwargs)) if isinstance(leaf, LazyTensor))
         if func in _ZEROING:
             for tensor in found:
                 _fill_with_zeros(tensor)
@@ -181,7 +181,7 @@ def _materialize(tensors: Sequence[Tensor]) -> None:
                     continue
                 by_source.setdefault(id(tensor.source), []).append(tensor)
         for lazy in by_source.values():
-            for tensor, content in zip(lazy, lazy[0].source.fetch(lazy, noticed=True), strict=True):
+            for tensor, content in zip(lazy, lazy[0].source.fetch(lazy, counts_as_read=True), strict=True):
                 fill(tensor, content)
 
 
@@ -190,7 +190,7 @@ def peek(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, LazyTensor):
         return tensor
     with _lock, torch.inference_mode(False), torch.no_grad():
-        return tensor.source.fetch([tensor], noticed=False)[0] if isinstance(tensor, LazyTensor) else tensor
+        return tensor.source.fetch([tensor], counts_as_read=False)[0] if isinstance(tensor, LazyTensor) else tensor
 
 
 def make_lazy(like: Tensor | TensorMeta, source: LazySource, key: Any, *, own: bool = False) -> LazyTensor:

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ovpatch.overlap.comm.lifetimes import weak_key
-from ovpatch.overlap.tensors.lazy_tensor import METADATA, leaves
-from ovpatch.overlap.tensors.tensor_memory import count_references_of_one, use_count
+from ovpatch.overlap.tensors.lazy_tensor import METADATA, iterate_leaves
+from ovpatch.overlap.tensors.tensor_memory import count_sole_references, use_count
 
 #: By ``id()`` of a pending parameter: a function that returns the tensor of an ``id()``, and the one that waits for its
 #: values. The entry keeps the tensor alive unless the values are lost.
@@ -77,7 +77,7 @@ def _reason_of_type(params: Iterable[Tensor]) -> str:
 
 
 def _reason_of_memory(params: Iterable[Tensor], aliases: int, owners: int) -> str:
-    references = count_references_of_one() + aliases
+    references = count_sole_references() + aliases
     count_references, count, count_owners = torch._C._storage_Use_Count, sys.getrefcount, use_count
     with torch._C.DisableTorchFunctionSubclass():
         for param in params:  # one loop, since there may be thousands
@@ -197,7 +197,7 @@ def wait_for_all() -> None:
 
 def wait_for_args(values: Any) -> bool:
     """Wait for the pending parameters in nested tuples, lists and mappings; return whether there were any."""
-    found = [value for value in leaves(values) if type(value) is PendingParameter]
+    found = [value for value in iterate_leaves(values) if type(value) is PendingParameter]
     for param in found:
         wait_for_param(param)
     return bool(found)

@@ -29,7 +29,7 @@ def count_storage_references(tensor: Tensor) -> int:
 
 
 @functools.cache
-def count_references_of_one() -> int:
+def count_sole_references() -> int:
     """Return :func:`count_storage_references` of memory that one tensor alone owns.
 
     Measured, because the counts that Python and torch add differ between their versions.
@@ -38,7 +38,7 @@ def count_references_of_one() -> int:
         return count_storage_references(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
 
-def is_shared(tensor: Tensor) -> bool:
+def is_in_shared_memory(tensor: Tensor) -> bool:
     """Return whether other processes may read the memory; on other devices than the CPU this cannot be told."""
     return tensor.is_cpu and tensor.untyped_storage().is_shared()
 
@@ -56,7 +56,7 @@ def is_sole_owner(grad: Tensor, given: Tensor | None = None) -> bool:
     held = 0
     if given is not None and given.layout is torch.strided and given.data_ptr() == grad.data_ptr():
         held = 1 + _holds_its_base(given)
-    return count_storage_references(grad) == count_references_of_one() + held
+    return count_storage_references(grad) == count_sole_references() + held
 
 
 def is_unshared(tensor: Tensor) -> bool:
@@ -66,7 +66,7 @@ def is_unshared(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
         and use_count(tensor) == 1
-        and count_storage_references(tensor) == count_references_of_one()
+        and count_storage_references(tensor) == count_sole_references()
     )
 
 

@@ -20,7 +20,7 @@ from ovpatch.overlap.comm.collectives import AllGather, Work, WorkWithEpilogue, 
 from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span, side_streams, unwatched_stream
 from ovpatch.overlap.data_parallel.bucket_assignment import get_layer
-from ovpatch.overlap.data_parallel.grad_bucket import SMALL
+from ovpatch.overlap.data_parallel.grad_bucket import SMALL_NUMEL
 from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_ready
 from ovpatch.overlap.tensors.shard import shard_range, shard_view
 from ovpatch_plugins.dist_optimizer.options import OPTIONS
@@ -142,8 +142,8 @@ class AllGatherBucket:
         self._lock = threading.RLock()  # re-entered if a finaliser or a signal handler reads during the wait
         self._works: Sequence[Work] = []
         self._depth = 0  # how many calls wait for them, one inside of the other
-        self._coalesced = tuple([param for param in params if param.numel() < SMALL])
-        self._alone = [param for param in params if param.numel() >= SMALL]
+        self._coalesced = tuple([param for param in params if param.numel() < SMALL_NUMEL])
+        self._alone = [param for param in params if param.numel() >= SMALL_NUMEL]
         self._output: GatherBuffer | None = None  # of these
         self._is_packed = False  # whether their shards are in the output, and not gathered yet
         self._copies: list[tuple[Tensor, Tensor]] = []  # what is written when the values are there, and from what

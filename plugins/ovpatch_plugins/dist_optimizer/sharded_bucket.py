@@ -17,11 +17,16 @@ from ovpatch.overlap.comm.collectives import Collectives, Work
 from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.comm.streams import record_streams, side_streams
 from ovpatch.overlap.data_parallel import fp32_accumulation
-from ovpatch.overlap.data_parallel.grad_bucket import SMALL, GradBucket, get_grad, make_sparse_error
+from ovpatch.overlap.data_parallel.grad_bucket import SMALL_NUMEL, GradBucket, get_grad, make_sparse_error
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazySource, LazyTensor, LostSource
 from ovpatch.overlap.tensors.shard import compute_contiguous_strides, view_flat
-from ovpatch.overlap.tensors.tensor_memory import count_grad_owners, count_references_of_one, is_shared, use_count
+from ovpatch.overlap.tensors.tensor_memory import (
+    count_grad_owners,
+    count_sole_references,
+    is_in_shared_memory,
+    use_count,
+)
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 
 _GRAD: Final = operator.attrgetter("grad")
@@ -38,9 +43,9 @@ class GradState(enum.Enum):
 
     FULL = enum.auto()
     """It was all-reduced, or not at all; there is no shard of it."""
-    FREED = enum.auto()
+    IN_FLIGHT = enum.auto()
     """The running backward has reduced it and freed ``p.grad``; its shard cannot be read before that backward ends."""
-    HELD = enum.auto()
+    ALIASED = enum.auto()
     """It is reduced, and the script holds the memory of ``p.grad``, which is to be filled with the average."""
     SHARDED = enum.auto()
     """Each rank has its shard. ``p.grad`` is lazy until it is read."""
@@ -55,14 +60,15 @@ class GradShards:
         states: The state of each gradient.
         shards: The reduced shards, padded to the same size on all ranks.
         grads: The tensors that were ``p.grad`` when the last backward ended, as long as they exist.
-        send_half: Whether the running backward sends gradients of half precision as they are, to be added in fp32.
+        is_sent_in_low_precision: Whether the running backward sends bf16 and fp16 gradients as they are, to be added
+            in fp32.
     """
 
     names: Sequence[str]
     states: list[GradState]
     shards: dict[int, Tensor] = field(default_factory=dict)
     grads: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
-    send_half: bool = False
+    is_sent_in_low_precision: bool = False
 
 
 class GradSource(LazySource, Protocol):
@@ -105,7 +111,7 @@ class ShardedGradBucket(GradBucket):
         self._numels, self._sizes = numels, [-(-numel // world) for numel in numels]
         self._is_even = [numel == size * world for numel, size in zip(numels, self._sizes, strict=True)]
         self._sharded = [i for i in self._large if indices[i] in sharded]
-        self._coalesced = [i for i in self._sharded if numels[i] < SMALL and not self.dtype.is_complex]
+        self._coalesced = [i for i in self._sharded if numels[i] < SMALL_NUMEL and not self.dtype.is_complex]
         coalesced = set(self._coalesced)
         self._sharded_params = [params[i] for i in self._sharded]
         self._sharded_indices = [indices[i] for i in self._sharded]
@@ -245,13 +251,13 @@ class ShardedGradBucket(GradBucket):
     @property
     def _sent_dtype(self) -> torch.dtype:
         """In which dtype sharded gradients are sent."""
-        return self.params[0].dtype if self._grads.send_half else self.dtype
+        return self.params[0].dtype if self._grads.is_sent_in_low_precision else self.dtype
 
     def _dtype(self, i: int) -> torch.dtype:
         return self._sent_dtype if i in self._alone else self.dtype
 
     def _divided(self, inputs: Mapping[int, Tensor]) -> list[Tensor]:
-        if not self._grads.send_half:
+        if not self._grads.is_sent_in_low_precision:
             return list(inputs.values())
         return [grad for i, grad in inputs.items() if self._dtype(i) is self.dtype]
 
@@ -260,7 +266,7 @@ class ShardedGradBucket(GradBucket):
     def free_reduced(self, *, but: Collection[int]) -> None:
         """Free full gradients in backward; see :class:`GradBucket`."""
         self._source.has_lazy_grads = True
-        self._free(skip=but, state=GradState.FREED)
+        self._free(skip=but, state=GradState.IN_FLIGHT)
 
     def unpack(self, *, skip: Collection[int] = ()) -> list[tuple[Tensor, Tensor]]:
         """Leave lazy gradients in ``p.grad``; all others as for other buckets."""
@@ -272,14 +278,14 @@ class ShardedGradBucket(GradBucket):
     def _free(self, *, skip: Collection[int], state: GradState) -> None:
         """Make gradients lazy whose memory the script does not hold; those that it holds stay as they are."""
         self._keep_memory()
-        states, source, is_early = self._grads.states, self._source, state is GradState.FREED
+        states, source, is_early = self._grads.states, self._source, state is GradState.IN_FLIGHT
         with torch._C.DisableTorchFunctionSubclass():
             grads = list(map(_GRAD, self._sharded_params))
         freeable, left = _find_freeable(grads), {}
         for i, place in self._alone.items():
             reduced, grad = self._inputs.pop(i, None), grads[place]
             if reduced is not None and reduced is grad:
-                freeable[place] = freeable[place] or not is_shared(grad)
+                freeable[place] = freeable[place] or not is_in_shared_memory(grad)
         for i, index, grad, zero, may_free in zip(
             self._sharded, self._sharded_indices, grads, self._zeros, freeable, strict=True
         ):
@@ -298,7 +304,7 @@ class ShardedGradBucket(GradBucket):
                 grad = self.params[i].grad = lazy_tensor.make_lazy(self.params[i], source, index)
             elif lazy_tensor.get_source(grad)[0] is not source:
                 if not is_early:
-                    states[index], left[index] = GradState.HELD, grad
+                    states[index], left[index] = GradState.ALIASED, grad
                 continue
             states[index], left[index] = state, grad
         if not is_early:
@@ -347,7 +353,7 @@ class ShardedGradBucket(GradBucket):
 
 def _find_freeable(grads: Sequence[Tensor | None]) -> list[bool]:
     """Return of each gradient of a parameter whether its memory may be freed: in this process and in others."""
-    owners, references, strided, plain = count_grad_owners(), count_references_of_one(), torch.strided, Tensor
+    owners, references, strided, plain = count_grad_owners(), count_sole_references(), torch.strided, Tensor
     count_references, count_owners, count = torch._C._storage_Use_Count, use_count, sys.getrefcount
     found = []
     for grad in grads:  # one loop, since there may be thousands

@@ -298,9 +298,9 @@ class ShardedState(abc.ABC):
 
     # ---------------------------------------------------------------- reading
 
-    def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, wanted: Sequence[LazyTensor], *, counts_as_read: bool) -> list[Tensor]:
         """Return whole tensors on the devices of the lazy ones."""
-        del noticed
+        del counts_as_read
         wholes = self.fetch_to_host(wanted)
         return [whole.to(lazy.device) for lazy, whole in zip(wanted, wholes, strict=True)]
 

@@ -142,14 +142,14 @@ class StateDictSource:
         undivided = self._undivided()
         return nullcontext() if undivided is None else undivided()
 
-    def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, wanted: Sequence[LazyTensor], *, counts_as_read: bool) -> list[Tensor]:
         """Return whole tensors on the CPU; those that come next may be filled as well."""
-        if noticed and not self._is_read:
+        if counts_as_read and not self._is_read:
             self._is_read = True
             self._freeze_scalars()
             self.complete_before_backward()
         keys = [lazy.key for lazy in wanted]
-        ahead = self._choose_ahead(keys) if noticed else []
+        ahead = self._choose_ahead(keys) if counts_as_read else []
         found = self._fetch([*keys, *(lazy.key for lazy in ahead)])
         for lazy, whole in zip(ahead, found[len(keys) :], strict=True):
             lazy_tensor.fill(lazy, whole)
