@@ -39,7 +39,7 @@ from ovpatch.overlap.peer_rpc import host_barrier, retention
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch.overlap.tensors.lazy_tensor import LazySource, LazyTensor
 from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, shard_view, unshard
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.shard_reader import ShardReader
@@ -70,7 +70,7 @@ _TOO_EARLY: Final = (
 )
 
 
-class ShardedGrads(GradSharder):
+class ShardedGrads(GradSharder, LazySource):
     """This rank's shards of one model's gradients. Methods stand in the order of a gradient's life.
 
     [Note: sharded on request] An optimizer that updates shards requests sharded gradients; a script that looks at

@@ -25,7 +25,7 @@ from ovpatch.overlap.peer_rpc.retention import FinalReads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock, TornReadError, copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
+from ovpatch.overlap.tensors.lazy_tensor import LazySource, LazyTensor, TensorMeta
 from ovpatch.overlap.tensors.shard import Shard, shard_view, view_flat
 from ovpatch.overlap.tensors.tensor_memory import is_dense, is_unshared
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
@@ -62,7 +62,7 @@ _TOO_LATE = (
 )
 
 
-class ShardedState(abc.ABC):
+class ShardedState(LazySource):
     """The source of the lazy tensors in one optimizer's state for the parameters of one model.
 
     Between steps ``optimizer.state[p]`` holds lazy tensors of full shape, whose content is put together from the shards

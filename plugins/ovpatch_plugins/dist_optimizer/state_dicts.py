@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ovpatch.overlap.peer_rpc import retention
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, LostSource, TensorMeta
+from ovpatch.overlap.tensors.lazy_tensor import LazySource, LazyTensor, LostSource, TensorMeta
 from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState
 
 
@@ -102,7 +102,7 @@ _UNREAD = (
 )
 
 
-class StateDictSource:
+class StateDictSource(LazySource):
     """The source of the lazy tensors in one state dict.
 
     [Note: state dicts are lazy] Stock's ``state_dict()`` refers to the live state. A whole copy on every rank would
