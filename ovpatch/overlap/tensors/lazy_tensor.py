@@ -122,10 +122,7 @@ class TensorMeta:
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
         """Return the metadata of a tensor, or of its contiguous copy if it is not dense."""
-        if is_dense(tensor):
-            strides = tensor.stride()
-        else:
-            strides = compute_contiguous_strides(tensor.shape)
+        strides = tensor.stride() if is_dense(tensor) else compute_contiguous_strides(tensor.shape)
         return cls(tensor.shape, strides, tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
@@ -226,9 +223,9 @@ def peek(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, LazyTensor):
         return tensor
     with _lock, torch.inference_mode(False), torch.no_grad():
-        if not isinstance(tensor, LazyTensor):
-            return tensor
-        return tensor.source.fetch([tensor], counts_as_read=False)[0]
+        # Another thread may have filled the tensor before this one acquired the lock.
+        is_unread = isinstance(tensor, LazyTensor)
+        return tensor.source.fetch([tensor], counts_as_read=False)[0] if is_unread else tensor
 
 
 def make_lazy(

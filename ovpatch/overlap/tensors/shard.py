@@ -24,7 +24,8 @@ def compute_contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 def has_same_layout(tensor: Tensor, strides: tuple[int, ...]) -> bool:
     """Return whether the tensor has these strides; those of dimensions of size 1 do not matter."""
     return tensor.stride() == strides or all(
-        size == 1 or mine == theirs for size, mine, theirs in zip(tensor.shape, tensor.stride(), strides, strict=True)
+        size == 1 or mine == theirs
+        for size, mine, theirs in zip(tensor.shape, tensor.stride(), strides, strict=True)
     )
 
 

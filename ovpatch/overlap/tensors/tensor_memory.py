@@ -64,7 +64,9 @@ def is_unshared(tensor: Tensor) -> bool:
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
-        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+        and not (
+            tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg()
+        )
         and use_count(tensor) == 1
         and count_storage_references(tensor) == count_sole_references()
     )
@@ -101,7 +103,9 @@ def _counts_of_a_base() -> tuple[int, int]:
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the tensor fills its memory range exactly once, in whatever order of dimensions."""
     expected = 1
-    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
+    for stride, size in sorted(
+        (st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1
+    ):
         if stride != expected:
             return False
         expected *= size
