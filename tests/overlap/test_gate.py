@@ -269,7 +269,7 @@ def absent() -> str:
 
 def test_a_rank_that_does_not_come_is_an_error(ranks):
     text, _ = ranks(2)(absent)
-    assert "not all ranks came" in text
+    assert "not all ranks reached" in text
     assert "within 0.3 s" in text
 
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from ovpatch.overlap.comm import lifetimes
 from ovpatch.overlap.peer_rpc import client
 from ovpatch.overlap.peer_rpc.client import Endpoint, Endpoints, Request
-from ovpatch.overlap.peer_rpc.retention import FinalReads
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock
 from ovpatch.overlap.peer_rpc.server import Server
@@ -216,12 +215,10 @@ def test_what_cannot_be_sent_is_refused_before_anything_is():
 # --- forks ---
 
 
-def in_a_fork(for_forks: bool) -> str:
+def in_a_fork() -> str:
     group = dist.distributed_c10d._get_default_group()
     peers = PeerRpc.for_group(group)
-    peers.register("value", lambda question: ({"rank": dist.get_rank()}, []), for_forks=for_forks)
-    kept = FinalReads(group)
-    kept.start_final_calls(peers)
+    peers.register("value", lambda question: ({"rank": dist.get_rank()}, []))
     dist.barrier()  # as a step: by now all ranks can be found
     reader, writer = os.pipe()
     pid = os.fork()
@@ -230,7 +227,7 @@ def in_a_fork(for_forks: bool) -> str:
         for action in (
             lambda: peers.register("other", lambda question: ({}, [])),
             lambda: peers.call("value", {}),
-            lambda: PeerRpc.for_group(group).call("value", {}, from_fork=True),
+            lambda: PeerRpc.for_group(group).call("value", {}),
         ):
             try:
                 texts.append(str(action()))
@@ -239,46 +236,24 @@ def in_a_fork(for_forks: bool) -> str:
         peers._server.close()
         PeerRpc.shutdown_all()
         listening = peers._server._listener.fileno() != -1
-        os.write(writer, json.dumps([texts, listening, kept.mark_final({})]).encode())
+        os.write(writer, json.dumps([texts, listening]).encode())
         os._exit(0)
     os.waitpid(pid, 0)
     text = os.read(reader, 10000).decode()
     os.close(reader)
     os.close(writer)
     dist.barrier()
-    assert kept.mark_final({}) == {"last of": dist.get_rank()}
     assert all(header == {"rank": rank} for rank, (header, _) in peers.call("value", {}).items())
     dist.barrier()
     return text
 
 
-@pytest.mark.parametrize("for_forks", [False, True])
-def test_a_fork_is_no_rank_and_leaves_its_parent_alone(ranks, for_forks):
-    for rank, text in enumerate(ranks(2)(in_a_fork, for_forks)):
-        texts, listening, mark = json.loads(text)
-        if for_forks:
-            assert texts.pop() == str({1 - rank: ({"rank": 1 - rank}, [])})
-        assert len(texts) == 3 - for_forks
-        assert all(text.endswith("in the parent, before the fork.") for text in texts)
+def test_a_fork_is_no_rank_and_leaves_its_parent_alone(ranks):
+    for text in ranks(2)(in_a_fork):
+        texts, listening = json.loads(text)
+        assert len(texts) == 3
+        assert all(text.endswith("Read it before the fork, or in the parent.") for text in texts)
         assert not listening
-        assert not mark, "a fork's call is never a rank's last"
-
-
-@pytest.mark.parametrize("in_file", [False, True])
-def test_ranks_are_looked_up_for_forks_once_all_are_there(directory, monkeypatch, tmp_path, in_file):
-    store = dist.FileStore(str(tmp_path / "store"), 2) if in_file else dist.HashStore()
-    assert store.has_extended_api() is not in_file
-    monkeypatch.setattr(client, "group_store", lambda found: store)
-    endpoints = [Endpoint("00", "here", [], port) for port in (1, 2)]
-    directory.publish(0, endpoints[0])
-    directory.look_up_for_forks()
-    assert not directory._for_forks
-    directory.publish(1, endpoints[1])
-    directory.look_up_for_forks()
-    monkeypatch.setattr(client, "group_store", lambda found: pytest.fail("all are known"))
-    directory.look_up_for_forks()
-    directory._pid += 1  # as in a child
-    assert [directory.look_up(rank) for rank in range(2)] == endpoints
 
 
 def test_a_fork_renews_locks_that_another_thread_holds(server):

@@ -78,9 +78,7 @@ class Endpoints:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._base = f"ovpatch/peers/{group.size()}"
-        self._size, self._pid = group.size(), os.getpid()
         self.verified: dict[int, Endpoint] = {}  # at which this process has reached ranks before
-        self._for_forks: dict[int, Endpoint] = {}
 
     def publish(self, rank: int, endpoint: Endpoint) -> None:
         """Put this process's endpoint into the store; all ranks can see it when this returns."""
@@ -93,8 +91,6 @@ class Endpoints:
 
     def look_up(self, rank: int) -> Endpoint | None:
         """Return the newest endpoint of a rank, None if there is none; RuntimeError if the store does not answer."""
-        if os.getpid() != self._pid:  # the store's connection is the parent's
-            return self.verified.get(rank) or self._for_forks.get(rank)
         store, key = self._store(), f"{self._base}/{rank}"
         if store is None:
             return self.verified.get(rank)
@@ -107,16 +103,6 @@ class Endpoints:
             if rank in self.verified:
                 return self.verified[rank]
             raise
-
-    def look_up_for_forks(self) -> None:
-        """Look up the ranks that children could not find, if all can be found; RuntimeError without the store."""
-        ranks = [rank for rank in range(self._size) if rank not in self.verified and rank not in self._for_forks]
-        keys = [f"{self._base}/{rank}" for rank in ranks]
-        store: Any = self._store() if ranks else None
-        if store is not None and os.getpid() == self._pid and store.check(keys):
-            # At once where the store can: all ranks of a large job may fork at the same time.
-            values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
-            self._for_forks |= {rank: Endpoint(**json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
 
     def is_destroyed(self) -> bool:
         """Return whether the process group was destroyed."""

@@ -39,9 +39,8 @@ class FinalReads:
                 retain(self._group, owner)
 
     def mark_final(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return a call's arguments with the mark of a final call, if it is one; a fork's never is."""
-        is_final = self._owner is not None and not group_state(self._group).is_forked
-        return arguments | ({"last of": self._rank} if is_final else {})
+        """Return a call's arguments with the mark of a final call, if it is one."""
+        return arguments | ({"last of": self._rank} if self._owner is not None else {})
 
     def record_call(self, arguments: Mapping[str, Any]) -> None:
         """Record a call that has been answered."""

@@ -12,7 +12,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -38,15 +37,13 @@ class PeerError(RuntimeError):
 class PeerRpc:
     """Calls to the other ranks of a process group; one object per group, from :meth:`for_group`.
 
-    A forked child is no rank and answers no call, but it may read what its parent could read: the child has its
-    parent's part of the content in its memory, and the peers still have theirs until they go on.
+    A forked child is no rank: it neither calls nor serves.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._size, self._pid = group.rank(), group.size(), os.getpid()
         self._global_ranks = [dist.get_global_rank(group, rank) for rank in range(self._size)]
         self._timeout_s = group_timeout_s(group)
-        self._for_forks = False  # whether children may call
         self._endpoints = Endpoints(group)
         endpoints = self._endpoints  # not self, which the server's threads would keep alive
         self._server = Server(
@@ -79,18 +76,15 @@ class PeerRpc:
         register_at_exit(_at_exit)
         return cls(group)
 
-    def register(self, topic: str, handler: Handler, *, for_forks: bool = False) -> Callable[[], None]:
+    def register(self, topic: str, handler: Handler) -> Callable[[], None]:
         """Answer calls for a topic from now on, on threads of the server; return a function that withdraws the handler.
 
         The handler maps the arguments, JSON values, to JSON values and dense CPU tensors, which are read until the peer
         has received them. It may block, and runs on several threads at a time. It is kept until withdrawn, so it should
         reference its owner weakly. The caller raises what it raises. Calls after the withdrawal wait for a new one.
-        ``for_forks`` tells that forked children may call, so the peers are looked up before a fork. ValueError if the
-        topic is registered already, PeerError in a fork.
+        ValueError if the topic is registered already, PeerError in a fork.
         """
-        if self._is_forked:
-            raise PeerError(_FORKED)
-        self._for_forks |= for_forks
+        self._check_process()
         self._shutdown_barrier.used = True
         return self._server.register(topic, handler)
 
@@ -100,18 +94,15 @@ class PeerRpc:
         arguments: Mapping[str, Any],
         ranks: Sequence[int] | None = None,
         timeout_s: float | None = None,
-        *,
-        from_fork: bool = False,
     ) -> Replies:
         """Call several ranks at the same time, by default all others; return header and CPU tensors by group rank.
 
         The arguments are JSON values. A rank that has not registered the topic yet is waited for, by default until the
-        process group's time-out. With ``from_fork`` the call is a read that changes nothing on the peers, which a
-        forked child may make, too. PeerError if a rank failed, has ended or did not answer in time, or in a fork that
-        may not call.
+        process group's time-out. PeerError if a rank failed, has ended or did not answer in time, or in a fork.
         """
         wanted = [rank for rank in range(self._size) if rank != self._rank] if ranks is None else list(ranks)
-        self._check(wanted, from_fork=from_fork)
+        self._check_process()
+        self._check(wanted)
         self._shutdown_barrier.used = True
         limit_s, begin = self._timeout_s if timeout_s is None else timeout_s, time.monotonic()
         request = Request(
@@ -119,8 +110,7 @@ class PeerRpc:
             sorted(wanted, key=lambda rank: (rank - self._rank) % self._size),  # each rank begins with other peers
             {"topic": topic, "arguments": dict(arguments)},
             begin + limit_s,
-            # Peers that destroyed the group refuse all calls, for good; a fork does not hear of that.
-            retry=not (self._is_forked or self._endpoints.is_destroyed()),
+            retry=not self._endpoints.is_destroyed(),  # peers that destroyed the group refuse all calls, for good
             max_connections=MAX_CONNECTIONS,
         )
         try:
@@ -147,13 +137,11 @@ class PeerRpc:
         """
         run_shutdown([rpc._shutdown_barrier for _, rpc in group_values(PeerRpc, group)], AT_EXIT_S)
 
-    @property
-    def _is_forked(self) -> bool:
-        return os.getpid() != self._pid
-
-    def _check(self, ranks: Sequence[int], *, from_fork: bool) -> None:
-        if self._is_forked and not (from_fork and self._for_forks):
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
             raise PeerError(_FORKED)
+
+    def _check(self, ranks: Sequence[int]) -> None:
         unknown = [rank for rank in ranks if not 0 <= rank < self._size]
         if unknown:
             raise ValueError(f"ovpatch: group ranks are 0 to {self._size - 1}, not {unknown}; pass ranks of the group")
@@ -168,21 +156,10 @@ class PeerRpc:
         has_ended = any(reason in ENDED for reason in reasons.values())
         remedy = _REMEDY_ENDED if has_ended else _REMEDY if request.retry else _REMEDY_DESTROYED
         remedy = _REMEDY_FAILED if causes else remedy
-        remedy = _REMEDY_FORKED if self._is_forked else remedy
         message = f"ovpatch: no answer to '{topic}' within {seconds:.3g} s: {text.rstrip('.')}. {remedy}"
         if causes:
             raise PeerError(message) from RuntimeError("\n".join(causes))
         raise PeerError(message)  # without "from": what is in flight, as in a finally, is to be seen
-
-
-def _look_up_before_fork() -> None:
-    for _, rpc in group_values(PeerRpc):
-        if rpc._for_forks:
-            with suppress(RuntimeError):  # the store's host has ended; a child that reads gets an error
-                rpc._endpoints.look_up_for_forks()
-
-
-os.register_at_fork(before=_look_up_before_fork)
 
 
 def _at_exit() -> None:
@@ -215,12 +192,8 @@ _REMEDY_DESTROYED = (
 )
 _DESTROYED = f"ovpatch: {_REMEDY_DESTROYED[0].lower()}{_REMEDY_DESTROYED[1:]}"
 _FORKED = (
-    "ovpatch: a forked process is no rank of its parent's process group. It can read what is sharded on the CPU, and "
-    "do nothing else that needs the peers. Do that in the parent, before the fork."
-)
-_REMEDY_FORKED = (
-    "This process is a fork, and the peers keep what there was at the fork only until they go on: optimizer state "
-    "until one of them steps, gradients until a further backward is reduced. Read it before the fork, or in the parent."
+    "ovpatch: gradients or optimizer state are sharded over ranks, and a forked process is not a rank of its parent's "
+    "process group. Read it before the fork, or in the parent."
 )
 
 

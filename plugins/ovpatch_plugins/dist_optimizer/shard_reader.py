@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.lifetimes import group_state, weak_method
+from ovpatch.overlap.comm.lifetimes import weak_method
 from ovpatch.overlap.peer_rpc.retention import FinalReads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
-from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock, TornReadError, copy_to_host
+from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock, copy_to_host
 from ovpatch.overlap.tensors.shard import shard_range
 from ovpatch_plugins.dist_optimizer.sharded_bucket import shard_norms
 
@@ -22,11 +22,6 @@ from ovpatch_plugins.dist_optimizer.sharded_bucket import shard_norms
 
 
 _PATIENCE_S = 600.0  # for a peer that is slower in its backward; the caller's own time-out comes first
-
-_TORN = (
-    "ovpatch: this process was forked while another thread wrote new gradients, so it has only a part of them. "
-    "Read them before the fork, in the parent, or fork between two backwards."
-)
 
 
 class ShardReader:
@@ -70,16 +65,13 @@ class ShardReader:
                 for order in (2.0, math.inf):
                     shard_norms([torch.zeros(1, dtype=tensor.dtype, device=tensor.device)], order).tolist()
         self._topic = f"gradients of {identity}"
-        peers, for_forks = PeerRpc.for_group(self._group), not self._versions.asynchronous
-        weakref.finalize(self, peers.register(self._topic, weak_method(self._answer), for_forks=for_forks))
+        peers = PeerRpc.for_group(self._group)
+        weakref.finalize(self, peers.register(self._topic, weak_method(self._answer)))
 
     def pull_shards(self, indices: Sequence[int]) -> dict[int, list[Tensor]]:
         """Return the other ranks' shards of some gradients, padded, on the CPU, by rank."""
-        version = self._versions.version
-        call = self._keep_alive.mark_final({"version": version, "indices": list(indices)})
-        answers = PeerRpc.for_group(self._group).call(self._topic, call, from_fork=True)
-        if group_state(self._group).is_forked:
-            self._check_fork(version)
+        call = self._keep_alive.mark_final({"version": self._versions.version, "indices": list(indices)})
+        answers = PeerRpc.for_group(self._group).call(self._topic, call)
         return {rank: tensors for rank, (_, tensors) in answers.items()}
 
     def pull_norms(self, indices: Sequence[int], order: float) -> dict[int, list[float]]:
@@ -94,12 +86,6 @@ class ShardReader:
         if there:
             self._keep_alive.start_final_calls(self)
         return there
-
-    def _check_fork(self, version: int) -> None:
-        try:
-            self._versions.read_version(version, bool, 0.0)
-        except TornReadError as error:
-            raise TornReadError(_TORN) from error
 
     def _answer(self, call: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
         def copy() -> list[Tensor]:

@@ -108,8 +108,7 @@ class ShardedState(LazySource):
         if turn.name in shards.states:  # this rank alone has made its optimizer again
             shards.states[turn.name]._withdraw()
         shards.states[turn.name] = self
-        peers, for_forks = PeerRpc.for_group(shards.group), not self._versions.asynchronous
-        withdraw = peers.register(self._topic, weak_method(self._answer), for_forks=for_forks)
+        withdraw = PeerRpc.for_group(shards.group).register(self._topic, weak_method(self._answer))
         self._withdraw: weakref.finalize[[], ShardedState] = weakref.finalize(self, withdraw)
 
     def next_turn(self) -> Turn:
@@ -313,7 +312,7 @@ class ShardedState(LazySource):
         number = self._versions.version
         question = self._keep_alive.mark_final({"version": number, "entries": keys})
         begin = time.monotonic()
-        answers = PeerRpc.for_group(self.group).call(self._topic, question, from_fork=True)
+        answers = PeerRpc.for_group(self.group).call(self._topic, question)
         COUNTERS.state_reads += 1
         COUNTERS.state_read_ms += round(1e3 * (time.monotonic() - begin))
         found: dict[Key, dict[int, Tensor]] = {key: {} for key in keys}
