@@ -65,6 +65,11 @@ def is_sole_owner(grad: Tensor, node_grad: Tensor | None = None) -> bool:
 
 def is_unshared(tensor: Tensor) -> bool:
     """Return whether this is a plain tensor whose memory only this Python object uses."""
+    return has_sole_object(tensor) and count_storage_references(tensor) == count_sole_references()
+
+
+def has_sole_object(tensor: Tensor) -> bool:
+    """Return whether this is a plain tensor that C++ does not hold, so its memory may be replaced."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -72,7 +77,6 @@ def is_unshared(tensor: Tensor) -> bool:
             tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg()
         )
         and use_count(tensor) == 1
-        and count_storage_references(tensor) == count_sole_references()
     )
 
 
