@@ -241,7 +241,7 @@ def added(known: bool) -> list[tuple[Tensor, Tensor]]:
     from ovpatch.overlap.copy_engine import collectives, sum_kernel
 
     sum_kernel._BLOCK, sum_kernel._GRID = 64, (3, 1, 1)
-    sum_kernel._on = torch.cuda.device = lambda *_: contextlib.nullcontext()
+    sum_kernel._use_stream = torch.cuda.device = lambda *_: contextlib.nullcontext()
     if known:
         sum_kernel._compiled = Known()
 

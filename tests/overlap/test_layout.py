@@ -119,7 +119,7 @@ def mixed_sizes(large: set[int], dtypes: list[torch.dtype], company: int, **more
     sharder = GradSharder()
     sharder.sharded = frozenset(large)
     one = layout(dtypes, limits=(dtypes[0].itemsize * 200,), sharder=sharder, **more)
-    with mock.patch.object(bucket_assignment, "_WORTH_A_LAUNCH", company):
+    with mock.patch.object(bucket_assignment, "_MIN_SMALL_BYTES", company):
         return cut(one.assign_along(range(len(dtypes))))
 
 
