@@ -91,7 +91,7 @@ def unfit() -> list[str]:
     whole, refused = torch.zeros(2, 3), []
     for outputs, inputs in (([whole], [whole.t()]), ([whole.t()], [whole]), ([whole], [torch.zeros(5)])):
         for call in (engine.gather, functools.partial(engine.scatter, average=False)):
-            with pytest.raises(ValueError, match="contiguous tensors whose sizes fit") as error:
+            with pytest.raises(ValueError, match="contiguous tensors, and outputs whose sizes match") as error:
                 call(outputs, inputs)
             refused.append(str(error.value))
     return refused
@@ -203,7 +203,7 @@ def test_all_ranks_choose_alike_and_say_why_not(ranks):
     assert unable[:3] == refused[:3] == deaf[:3] == (False, False, True)
     assert unable[3] == ["copy engines are not used: tensors are on cpu, not on CUDA devices (rank 0, 1)"]
     assert "memory cannot be shared (pidfd_getfd: Operation not permitted)" in refused[3][0]
-    assert "what rank 0 sends does not arrive" in deaf[3][0]
+    assert "data from rank 0 does not arrive" in deaf[3][0]
     assert on == (True, True, True, [])
 
 
