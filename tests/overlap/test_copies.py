@@ -308,7 +308,7 @@ def test_one_group_is_forgotten_and_memory_that_is_in_use_is_kept(monkeypatch, c
         selection.get_choice(group, CPU).engine = engine
         selection.get_choice(group, CPU).gathers = True
     selection.forget(one)
-    assert "one of which may have died" in caplog.text
+    assert "A peer may have died" in caplog.text
     assert selection._stuck == [engines[0]]
     assert selection.find_gatherer(one, CPU) is None
     assert selection.find_gatherer(other, CPU) is engines[1]
