@@ -360,7 +360,7 @@ def test_where_nothing_is_measured(ranks):
         assert found["alone"] == ("first", 0), "one rank has nothing to choose"
         assert found["without memory"] == ("second", True, 0), "for want of memory on one rank"
         assert found["failing to make"] == ("second", True, 0), "for want of candidates on one rank"
-        where = "not measured, since a rank could not make what is measured; its report says why)"
+        where = "not measured, since a rank could not create the candidates; its report gives the reason)"
         assert found["said"] == (["here) and more", where] if rank else [where])
         assert found["with one that is usable"] == ("first", True, 0)
         assert found["with two that are usable"][0] == "second"
@@ -409,7 +409,7 @@ def failing() -> dict[str, Any]:
 def test_ranks_that_ask_for_something_else_are_named(ranks):
     for keys, candidates in ranks(2)(differing):
         assert 'what is computed is "rows 0" on rank 0 but "rows 1" on rank 1' in keys
-        assert keys.endswith("which are not measured.")
+        assert keys.endswith("that needs no measurement.")
         assert "candidates is" in candidates
 
 

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ovpatch.overlap.data_parallel.grad_bucket import (
     make_sparse_error,
 )
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, LostSource
+from ovpatch.overlap.tensors.lazy_tensor import LazySource, LazyTensor, LostSource
 from ovpatch.overlap.tensors.shard import compute_contiguous_strides, view_flat
 from ovpatch.overlap.tensors.tensor_memory import (
     count_grad_owners,
@@ -33,9 +33,6 @@ from ovpatch.overlap.tensors.tensor_memory import (
     use_count,
 )
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
-
-if TYPE_CHECKING:
-    from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 
 _read_grad: Final = operator.attrgetter("grad")
 
@@ -83,6 +80,16 @@ class GradShards:
     is_sent_in_low_precision: bool = False
 
 
+class GradSource(LazySource):
+    """The source of the lazy gradients of one model, as its buckets see it.
+
+    Attributes:
+        has_lazy_grads: Whether a ``p.grad`` may be lazy.
+    """
+
+    has_lazy_grads: bool
+
+
 class ShardedGradBucket(GradBucket):
     """The gradients of some parameters, most of which are reduce-scattered.
 
@@ -97,7 +104,7 @@ class ShardedGradBucket(GradBucket):
         self,
         indices: Sequence[int],
         params: Sequence[torch.nn.Parameter],
-        source: ShardedGrads,
+        source: GradSource,
         grad_shards: GradShards,
         sharded: Collection[int],
         world: int,

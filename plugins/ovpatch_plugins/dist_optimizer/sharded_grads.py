@@ -39,11 +39,11 @@ from ovpatch.overlap.peer_rpc import host_barrier, retention
 from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazySource, LazyTensor
+from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, shard_view, unshard
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.shard_reader import ShardReader
-from ovpatch_plugins.dist_optimizer.sharded_bucket import GradShards, GradState, ShardedGradBucket
+from ovpatch_plugins.dist_optimizer.sharded_bucket import GradShards, GradSource, GradState, ShardedGradBucket
 from ovpatch_plugins.dist_optimizer.step_log import StepLog
 
 _STRICT_BACKWARDS: Final = 3  # of a model, in which its kernels are loaded
@@ -70,7 +70,7 @@ _TOO_EARLY: Final = (
 )
 
 
-class ShardedGrads(GradSharder, LazySource):
+class ShardedGrads(GradSharder, GradSource):
     """This rank's shards of one model's gradients. Methods stand in the order of a gradient's life.
 
     [Note: sharded on request] An optimizer that updates shards requests sharded gradients; a script that looks at
