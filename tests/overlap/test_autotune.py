@@ -335,11 +335,12 @@ def not_measured() -> dict[str, Any]:
         torch.use_deterministic_algorithms(False)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     found["alone"] = tuner.tune(alone, candidates.tuning("alone")).candidate, candidates.calls
-    memory, autotuner_module._free_bytes = autotuner_module._free_bytes, lambda device: 100.0 * (1 - dist.get_rank())
+    memory = autotuner_module._count_free_bytes
+    autotuner_module._count_free_bytes = lambda device: 100.0 * (1 - dist.get_rank())
     try:
         ask("without memory", key="big", needs=80)
     finally:
-        autotuner_module._free_bytes = memory
+        autotuner_module._count_free_bytes = memory
     before = len(report_lines("f"))
     ask("failing to make", key="failing", make=unmade if dist.get_rank() else candidates.make)
     found["said"] = [line.partition(" (")[2] for line in report_lines("f")[before:]]

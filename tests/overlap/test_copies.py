@@ -381,7 +381,7 @@ def busy_with(ranks_: set[int]) -> str:
     patience = 1.0 if ranks_ else selection.IDLE_S
     with mock.patch.object(torch.cuda, "synchronize", never), mock.patch.object(selection, "IDLE_S", patience):
         try:
-            return selection._still_busy(dist.group.WORLD, torch.device("cuda", 0))
+            return selection._wait_until_idle(dist.group.WORLD, torch.device("cuda", 0))
         finally:
             end.set()
 

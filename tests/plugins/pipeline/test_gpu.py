@@ -153,7 +153,7 @@ def _lack_memory() -> tuple[dict[str, list[str]], list[str]]:
 
     with contextlib.ExitStack() as stack:
         if dist.get_rank():
-            stack.enter_context(mock.patch.object(memory, "_empty", refuse))
+            stack.enter_context(mock.patch.object(memory, "_allocate_local", refuse))
         # The trial of another test may be kept.
         stack.enter_context(mock.patch.object(transport_module, "_try_copies", return_value=""))
         case, _ = _cases(dist.get_world_size())["1F1B torch.float32"]
