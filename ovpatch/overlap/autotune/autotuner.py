@@ -135,7 +135,7 @@ def pick_fastest(times: Mapping[str, float], default: str) -> str:
 
 
 class RankNumbers:
-    """Exchanges measured numbers between ranks.
+    """The exchange of measured numbers between ranks.
 
     All ranks call the same methods in the same order. The host waits for each result, and so for
     the device.
@@ -391,7 +391,9 @@ _ERROR: Final = 2.0
 
 
 class Autotuner:
-    """Chooses candidates for a feature on a process group. It does not keep the group alive.
+    """The choices between candidates for a feature on a process group.
+
+    It does not keep the group alive.
 
     Ranks that compute in different ways issue different collectives and hang. So all ranks know
     every number that decides: the stored time of the first rank, or the measured time of the

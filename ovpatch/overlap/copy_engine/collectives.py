@@ -66,15 +66,15 @@ _SUM_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float6
 
 
 class Engine:
-    """Moves tensors between the ranks of a group that are all on one host.
+    """The copies of tensors between the ranks of a group that are all on one host.
 
     It does not use the group's backend and does not keep the group alive.
 
-    [Note: two halves] The staging window is double-buffered, and round i uses half ``i % 2``. A rank
-    overwrites a half only after the stream barrier of round ``i - 1``. Every rank enters that barrier
-    only after it has read round ``i - 2``. A call is several rounds. If an exception ended a call
-    between two rounds on one rank, its peers would mistake the next rounds of that rank for the
-    rest of the call. So the engine refuses later calls.
+    [Note: two halves] The staging window is double-buffered, and round i uses half ``i % 2``. A
+    rank overwrites a half only after the stream barrier of round ``i - 1``. Every rank enters that
+    barrier only after it has read round ``i - 2``. A call is several rounds. If an exception ended
+    a call between two rounds on one rank, its peers would mistake the next rounds of that rank for
+    the rest of the call. So the engine refuses later calls.
     """
 
     def __init__(
@@ -304,6 +304,6 @@ _ERROR_SIZES: Final = (
 
 _ERROR_INTERRUPTED: Final = (
     "ovpatch: copies between ranks were interrupted in the middle of a call, by Ctrl-C or by an "
-    "earlier error, and peers would mistake the next call for the rest of it. Restart all ranks, or "
-    "set OVPATCH_DIST_OPTIMIZER_COPY_ENGINES=off if it happens again."
+    "earlier error, and peers would mistake the next call for the rest of it. Restart all ranks, "
+    "or set OVPATCH_DIST_OPTIMIZER_COPY_ENGINES=off if it happens again."
 )

@@ -47,7 +47,7 @@ def round_up(size: int) -> int:
 
 
 class PointToPoint:
-    """Moves messages along directed edges of a group whose ranks are all on one host.
+    """The messages along directed edges of a group whose ranks are all on one host.
 
     Each edge has slots in the memory of its receiver. A message occupies one slot. A larger message
     occupies several, sequentially. Each end of an edge has a stream. The stream of the sender waits
@@ -57,8 +57,8 @@ class PointToPoint:
     They count the slots that an edge has used and are never reset. No kernel runs while a stream
     waits.
 
-    If streams share a queue of the device, a waiting stream delays the remaining ones. So an edge needs
-    enough slots that steps end even if a rank stops at each message that finds no free slot.
+    If streams share a queue of the device, a waiting stream delays the remaining ones. So an edge
+    needs enough slots that steps end even if a rank stops at each message that finds no free slot.
 
     A stream would wait forever for a dead rank, and no backend would detect it. So a thread, the
     watch, checks whether messages arrive in time. If they do not, it reports the failure to peers,
@@ -284,7 +284,7 @@ class PointToPoint:
         return True
 
     def look(self) -> None:
-        """Release this rank's streams if messages have not arrived in time. The watch calls this."""
+        """Release this rank's streams if messages are late. The watch calls this."""
         deadline = self._deadline
         if time.monotonic() < deadline or deadline == self._checked_deadline:
             return
@@ -380,8 +380,8 @@ class _Streams:
             self._begun = torch.cuda.Event()
             self._marked = torch.cuda.Event()
             # torch has 32 streams of each priority and hands them out repeatedly. The waiting
-            # streams have their own priority, so that the script gets none of them. This stream must
-            # not wait, so it has another priority.
+            # streams have their own priority, so that the script gets none of them. This stream
+            # must not wait, so it has another priority.
             self._rescue = torch.cuda.Stream(device, priority=-3)
 
     def begin(self, edge: tuple[int, int]) -> int:
@@ -464,8 +464,8 @@ def _stop(closed: threading.Event, watch: threading.Thread) -> None:
 
 _ERROR_LATE: Final = (
     "messages of a step have not come from peers, or could not be sent to them, within {:g} s, so "
-    "this rank stops waiting. Look for the first error in the output of all ranks and start the job "
-    "again. If computations take longer, give init_process_group() a longer timeout"
+    "this rank stops waiting. Look for the first error in the output of all ranks and start the "
+    "job again. If computations take longer, give init_process_group() a longer timeout"
 )
 
 _ERROR_INTERRUPTED: Final = (

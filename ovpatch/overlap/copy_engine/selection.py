@@ -99,7 +99,7 @@ def finish(group: dist.ProcessGroup | None = None) -> None:
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """End a group's copies in flight for which ranks are missing; its engines refuse later calls."""
+    """End a group's copies in flight for which ranks are missing, and refuse later calls."""
     _end_copies(group, lambda engine, timeout_s: engine.abort(timeout_s))
 
 
@@ -185,8 +185,8 @@ _FEATURES: Final = 4096
 _GEMMS_BEFORE: Final = 3
 _GEMMS_DURING: Final = 16
 # The launch of copies to all ranks takes the host this much longer than the launch of the backend's
-# kernel (one gather, 2 H100). GEMMs hide it here. In a step that is limited by the host they do not,
-# so copies must save more than this.
+# kernel (one gather, 2 H100). GEMMs hide it here. In a step that is limited by the host they do
+# not, so copies must save more than this.
 _GATHER_HOST_MS: Final = 0.3
 # Ranks have synchronized just before they agree, so a minute suffices.
 _AGREEMENT_TIMEOUT_S: Final = 60.0
@@ -204,7 +204,9 @@ def choose(
     allocate: AllocateWindow = allocate_window,
     communicator: dist.ProcessGroup | None = None,
 ) -> str:
-    """Choose between copy engines and the backend for a group. A collective until the choice is final.
+    """Choose between copy engines and the backend for a group.
+
+    It is a collective until the choice is final.
 
     Args:
         group: The group.

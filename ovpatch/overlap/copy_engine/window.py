@@ -290,7 +290,7 @@ _TRIAL_NUMBER: Final = 1
 
 
 class StreamBarrier:
-    """Lets a stream wait, without a kernel, until the streams of all ranks have arrived.
+    """A barrier that lets a stream wait for the streams of all ranks, without a kernel.
 
     There are at most ten ranks.
 
@@ -318,8 +318,8 @@ class StreamBarrier:
         self._world = len(signals)
         self._signals = signals
         peers = [peer for peer in range(len(signals)) if peer != rank]
-        # Addresses: of this rank's number, of this rank's signals in the memory of peers, and of the
-        # peers' signals in this rank's memory.
+        # Addresses: of this rank's number, of this rank's signals in the memory of peers, and of
+        # the peers' signals in this rank's memory.
         self._own_place = self._get_address(rank, _OWN_INDEX)
         self._peer_places = [self._get_address(peer, rank) for peer in peers]
         self._awaited_places = [self._get_address(rank, peer) for peer in peers]
@@ -346,7 +346,7 @@ class StreamBarrier:
         world = self._world
         signals = self._signals[self._rank].view(torch.int32)
         own = signals.view(-1, _SIGNAL_STRIDE_BYTES // _SIGNAL_BYTES)[:, 0]
-        # Copies read the numbers of peers, and writes have brought them here. Both must have worked.
+        # Copies read the numbers of peers, and writes have brought them here. Both must work.
         copied = [self._get_address(self._rank, 2 * world + peer) for peer in range(world)]
         peer_numbers = [self._get_address(peer, _OWN_INDEX) for peer in range(world)]
         self._driver.copy(Batch(copied, peer_numbers, [_SIGNAL_BYTES] * world), stream)
@@ -449,7 +449,7 @@ class CopyStreams:
             self._met.record(self._in)
 
     def end(self, launched: Any, tensors: Sequence[Tensor]) -> Work:
-        """Return a handle that waits for all copies since :meth:`begin`, and holds their tensors."""
+        """Return a handle that waits for all copies since :meth:`begin` and holds their tensors."""
         if not self._exist:
             return WorkGroup(())
         done = torch.cuda.Event()
@@ -491,8 +491,8 @@ class CopyStreams:
 class _Copying:
     """Copies in flight until an event.
 
-    If :meth:`wait` is never called, the launching stream waits when this object is dropped, because
-    the allocator then gives the memory of the tensors to the next work of that stream.
+    If :meth:`wait` is never called, the launching stream waits when this object is dropped. The
+    allocator then gives the memory of the tensors to the next work of that stream.
     """
 
     def __init__(

@@ -37,8 +37,8 @@ class BucketAssignment:
     Attributes:
         params: The parameters in registration order.
         names: Their fully qualified names.
-        limits: The capacities of the first, second, … bucket in bytes. The last capacity holds for
-            all further buckets.
+        limits: The capacities of the first, second, … bucket in bytes. The last capacity holds
+            for all further buckets.
         granularity: The content of a bucket: ``size`` fills its capacity, ``layer`` is one layer,
             ``module`` is the model. Default: ``size``.
         in_fp32: Whether bf16 and fp16 gradients are reduced in float32. Default: False.
@@ -103,7 +103,7 @@ class BucketAssignment:
     def _group_by_size(self, order: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
         sizes = [sys.maxsize] if self.granularity == "module" else list(limits)
         params: list[torch.Tensor] = [self.params[i] for i in order]
-        # torch looks sparse gradients up by the index of the parameter in the model, not in `params`.
+        # torch finds sparse gradients by the index of the parameter in the model, not in `params`.
         sparse = [self._is_sparse(i) for i in range(len(self.params))]
         # torch expects no indices for the order of registration.
         indices = [] if isinstance(order, range) else list(order)

@@ -103,7 +103,7 @@ def make_sum_hooks(param: torch.nn.Parameter) -> tuple[Callable[..., None], Call
         if grad is None or found is None:
             return
         added = node_grads[0]
-        # If the engine replaced the gradient or added a sparse one, the sum no longer belongs to it.
+        # If the engine replaced the gradient or added a sparse one, the sum is no longer its.
         if added is None or not _can_be_summed(added) or not _is_current(found, grad):
             del sums[id(grad)]
             return

@@ -79,8 +79,8 @@ class GradBucket:
 
         # - Layout. Positions count the parameters of this bucket, indices those of the model.
         self._position_by_index = {index: i for i, index in enumerate(indices)}
-        # An empty gradient always counts as large: it has nothing to reduce, and no memory that would
-        # distinguish it from its neighbors in the flat tensor.
+        # An empty gradient always counts as large. It has nothing to reduce, and no memory that
+        # would distinguish it from its neighbors in the flat tensor.
         limit = max(self.flat_below if flat_below is None else flat_below, 1)
         are_small = [
             param.numel() < limit and index not in never_flat
@@ -156,11 +156,11 @@ class GradBucket:
             packed = []
             if self._small_positions:
                 staged = self._staged_positions
-                unstaged = (
-                    [view for view, i in enumerate(self._small_positions) if i not in staged]
-                    if staged
-                    else None
-                )
+                # None means all, which needs no list.
+                unstaged = None
+                if staged:
+                    positions = enumerate(self._small_positions)
+                    unstaged = [view for view, i in positions if i not in staged]
                 self._fill_flat(unstaged, scale)
                 self._is_packed = True
                 if self._flat is not None and self._flat_numel:
@@ -223,7 +223,7 @@ class GradBucket:
         """
 
     def detach_grads(self) -> None:
-        """Remove gradients that are reduced in place from their parameters, after a failed backward.
+        """Remove gradients that are reduced in place from their parameters after a failure.
 
         The collective may still be in flight. The script's next writes to ``p.grad`` must not reach
         it, and its result must not overwrite them.

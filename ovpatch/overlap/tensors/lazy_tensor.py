@@ -64,7 +64,7 @@ METADATA: Final = _collect_metadata_functions()
 
 
 def iterate_leaves(values: Any) -> Iterator[Any]:
-    """Yield the values in tuples, lists and mappings, at any depth; ``values`` if it is no container."""
+    """Yield the values in nested tuples, lists and mappings, or ``values`` if it is none."""
     if isinstance(values, (tuple, list)):
         for value in values:
             yield from iterate_leaves(value)
@@ -163,7 +163,7 @@ class LazyTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``, after the lazy arguments are materialized unless it reads only their kind."""
+        """Call ``func``. Materialize the lazy arguments first, unless it only reads their kind."""
         kwargs = kwargs or {}
         if func in _KIND_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -277,7 +277,7 @@ def expand_zeros(likes: Iterable[Tensor]) -> list[Tensor]:
 
 
 def get_source(tensor: Tensor | None) -> tuple[LazySource | None, Any]:
-    """Return the source and key of a lazy tensor, without the lock; None twice for other tensors."""
+    """Return the source and key of a lazy tensor, without the lock. Both are None for others."""
     if not isinstance(tensor, LazyTensor):
         return None, None
     # The dictionary is empty if another thread fills the tensor at this moment.
@@ -313,7 +313,7 @@ def _make_expanded_zero(
         kind = (dtype, device)
         if kind not in _zeros:
             _zeros[kind] = torch.zeros((), dtype=dtype, device=device)
-        # Each caller gets its own tensor object, so a graph that one of them joins affects no other.
+        # Each caller gets its own tensor object. A graph that one of them joins affects no other.
         return _zeros[kind].detach().expand(shape)
 
 
@@ -331,7 +331,7 @@ def _fill_with_zeros(tensor: LazyTensor) -> None:
 
 
 def fill(tensor: LazyTensor, content: Tensor) -> None:
-    """Give a lazy tensor its content. A source may call this for more tensors than it must fetch."""
+    """Give a lazy tensor its content. A source may call this for additional tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor.data = content
         del tensor.source, tensor.key

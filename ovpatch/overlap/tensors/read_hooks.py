@@ -100,10 +100,10 @@ class ModuleCall:
 
     [Note: module calls] Kernels that read raw memory (scripted functions, C++ extensions) are
     called in modules, so a module's call waits for its own parameters. A global module hook would
-    do, but torch warns about it under ``torch.compile``, and Dynamo guards on it. A wrapped function would add two
-    frames per level to every traceback and to Python's recursion depth. A descriptor returns the
-    original method and is done before the method runs. ``hide_frames`` keeps Dynamo from tracing
-    the descriptor.
+    do, but torch warns about it under ``torch.compile``, and Dynamo guards on it. A wrapped
+    function would add two frames per level to every traceback and to Python's recursion depth. A
+    descriptor returns the original method and is done before the method runs. ``hide_frames`` keeps
+    Dynamo from tracing the descriptor.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -143,7 +143,7 @@ class ModuleHook:
 
 
 class ContextHook:
-    """Waits for calls of an ``autograd.Function`` whose ``apply`` a script took before the patch.
+    """A hook for an ``autograd.Function`` whose ``apply`` a script took before the patch.
 
     No wrapper sees a call of that built-in method. But each call creates a context, and the class
     of the context is Python code. The arguments are unknown there, so the hook waits for all
@@ -296,7 +296,7 @@ READ_HOOKS: Final = (
         if APPLIES_IN_C
         else "torch._functorch.utils.unwrap_dead_wrappers",
         wrap_to_wait_for_args,
-        "gets the arguments of every autograd.Function, whose kernels may read memory; it calls C++",
+        "gets the arguments of every autograd.Function, whose kernels may read memory; calls C++",
     ),
     ReadHook(
         "torch._functorch.eager_transforms._wrap_tensor_for_grad",

@@ -13,7 +13,7 @@ from torch import Tensor
 from ovpatch.overlap.comm.lifetimes import outside_modes
 
 #: Returns the number of owners of a tensor object. All references from Python count as one owner.
-use_count: Final[Callable[[Any], int]] = torch.Tensor._use_count  # type: ignore[attr-defined]  # no stub
+use_count: Final[Callable[[Any], int]] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 def count_storage_references(tensor: Tensor) -> int:
@@ -69,7 +69,10 @@ def is_unshared(tensor: Tensor) -> bool:
 
 
 def has_sole_object(tensor: Tensor) -> bool:
-    """Return whether this is a plain tensor that C++ does not hold, so its memory may be replaced."""
+    """Return whether this is a plain tensor that C++ does not hold.
+
+    The memory of such a tensor may be replaced.
+    """
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided

@@ -24,7 +24,7 @@ _VERSION_TIMEOUT_S: Final = 600.0
 
 
 class ShardReader:
-    """Serves this rank's gradient shards to peers, and reads theirs.
+    """The server of this rank's gradient shards, and the reader of those on peers.
 
     [Note: one-sided] The RPC threads of the peers reply. A read is no collective, so one rank may
     read alone, at any time until the next backward is reduced. No peer can finish that backward

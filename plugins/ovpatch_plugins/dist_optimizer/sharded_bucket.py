@@ -150,8 +150,8 @@ class ShardedGradBucket(GradBucket):
         }
         # The base class packs large gradients one by one, so it must not see the coalesced ones.
         self._large_positions = [i for i in self._large_positions if i not in coalesced]
-        # Whether a gradient's chunks along its first dimension are the ranks' shards. They are if it
-        # is contiguous and the dimension divides evenly; `_chunk_cat` can then read it directly.
+        # Whether a gradient's chunks along its first dimension are the ranks' shards. This needs a
+        # contiguous gradient and an evenly divided dimension. `_chunk_cat` can read it directly.
         self._is_chunkable = [
             self._strides[i] == compute_contiguous_strides(params[i].shape)
             and params[i].dim() > 0
@@ -249,7 +249,7 @@ class ShardedGradBucket(GradBucket):
         return self._coalesced_input
 
     def _make_rows(self, position: int, grad: Tensor | None) -> Tensor:
-        """Return a gradient's elements in the parameter's memory order, ``[ranks, size]``, padded."""
+        """Return a gradient's padded elements in the parameter's order, ``[ranks, size]``."""
         param = self.params[position]
         if grad is None:
             with outside_modes():
@@ -359,7 +359,7 @@ class ShardedGradBucket(GradBucket):
         self._make_grads_lazy(skip=but, state=GradState.IN_FLIGHT)
 
     def unpack(self, *, skip: Collection[int] = ()) -> list[tuple[Tensor, Tensor]]:
-        """Leave lazy gradients in ``p.grad``; treat all-reduced gradients as the base class does."""
+        """Leave lazy gradients in ``p.grad``, and unpack all-reduced gradients."""
         if self._is_started:
             self._make_grads_lazy(skip=skip, state=GradState.SHARDED)
         self._end_backward()
@@ -372,7 +372,7 @@ class ShardedGradBucket(GradBucket):
 
         Args:
             skip: The parameters, by index in the model, whose ``p.grad`` stays unchanged.
-            state: The new state of the gradients: IN_FLIGHT during the backward, SHARDED at its end.
+            state: The new state of the gradients: IN_FLIGHT during the backward, SHARDED after it.
         """
         self._record_streams()
         states = self._grad_shards.states
@@ -386,7 +386,7 @@ class ShardedGradBucket(GradBucket):
             reduced = self._inputs.pop(i, None)
             grad = grads[place]
             if reduced is not None and reduced is grad:
-                # Only `p.grad` used this memory when the gradient was packed. Now the collective may
+                # Only `p.grad` used this memory when the gradient was packed. The collective may
                 # still hold views of it, which the count above takes for users.
                 can_free[place] = can_free[place] or not is_in_shared_memory(grad)
         for i, index, grad, zero, may_free in zip(
@@ -427,7 +427,7 @@ class ShardedGradBucket(GradBucket):
             )
 
     def _invalidate_replaced(self, position: int, grad: Tensor | None) -> None:
-        """Let reads of an early freed gradient fail if it is no longer ``grad``, its parameter's."""
+        """Let reads of an early freed gradient fail, unless it is still ``grad``."""
         reference = self._freed_grads.pop(position, None)
         freed = None if reference is None else reference()
         if freed is not None and freed is not grad and isinstance(freed, LazyTensor):
@@ -494,10 +494,12 @@ def _find_freeable(grads: Sequence[Tensor | None]) -> list[bool]:
             and count_owners(grad) == owners
         )
         if freeable:
-            storage = grad.untyped_storage()  # type: ignore[union-attr]  # it is a tensor
+            # mypy does not see that the test above excludes None.
+            tensor: Tensor = grad  # type: ignore[assignment]
+            storage = tensor.untyped_storage()
             freeable = count_references(storage._cdata) + count(storage) == references
-            freeable = freeable and not (grad.is_cpu and storage.is_shared())  # type: ignore[union-attr]
-            freeable = freeable and not (grad.is_conj() or grad.is_neg())  # type: ignore[union-attr]
+            freeable = freeable and not (tensor.is_cpu and storage.is_shared())
+            freeable = freeable and not (tensor.is_conj() or tensor.is_neg())
         found.append(freeable)
     return found
 
