@@ -407,8 +407,8 @@ class ShardedGradBucket(GradBucket):
                 if is_early:
                     self._freed_grads[i] = weakref.ref(grad)
             elif grad is None:
-                # This rank has no gradient, or a hook of the script has dropped it. The parameter gets
-                # a lazy gradient only once the backward has ended.
+                # This rank has no gradient, or a hook of the script has dropped it. The parameter
+                # gets a lazy gradient only once the backward has ended.
                 if is_early:
                     continue
                 grad = lazy_tensor.make_lazy(self.params[i], source, index)
