@@ -38,11 +38,10 @@ import ovpatch
 from benchmarks import zero_step
 from benchmarks.runs import CUDA, alternate, clocked, running
 from benchmarks.zero_step import OURS, PEERS, Problem, ddp, parser
-from ovpatch.overlap.comm import step_flags
+from ovpatch.overlap.comm import host_barrier, step_flags
 from ovpatch.overlap.comm.collectives import AllGather, AllReduce, Collectives, ReduceScatter, Work, WorkGroup
+from ovpatch.overlap.comm.host_barrier import HostBarrier
 from ovpatch.overlap.comm.step_flags import StepFlags
-from ovpatch.overlap.peer_rpc import host_barrier
-from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch_plugins.ddp import nccl_budget
 from ovpatch_plugins.dist_optimizer import sharded_grads
 
@@ -84,7 +83,7 @@ def without_peers(warming: Callable[[], bool], *, copied: bool) -> Iterator[None
         _copy([(part.view(-1), _own(whole)) for part, whole in zip(outputs, inputs, strict=True)])
         return [WorkGroup([])]
 
-    come = mock.patch.multiple(HostBarrier, arrive=mock.DEFAULT, defer=mock.DEFAULT)
+    come = mock.patch.multiple(HostBarrier, arrive=mock.DEFAULT, defer_wait=mock.DEFAULT)
     meet = mock.patch.object(HostBarrier, "wait", lambda self, flag=None: bool(flag))
     # Sums are copied to the host on another stream, which does not wait for a fake collective; and no rank has failed.
     side = mock.patch.object(step_flags, "_side_stream", torch.cuda.current_stream)

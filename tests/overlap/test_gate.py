@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import ovpatch
+from ovpatch.overlap.comm import host_barrier
+from ovpatch.overlap.comm.host_barrier import HostBarrier
 from ovpatch.overlap.comm.lifetimes import group_values
-from ovpatch.overlap.peer_rpc import host_barrier
-from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_held_state, test_loop_styles, test_models, test_reads_of_gradients
@@ -79,13 +79,14 @@ def test_nobody_waits_for_who_has_said_that_it_comes(ranks, world):
 def deferred() -> list[tuple[float, float]]:
     """Rank 0 comes to each barrier when the others have gone on; they wait as they finish, or come again."""
     one, found = HostBarrier.for_group(dist.group.WORLD), []
+    one.wait()  # ranks agree on the barrier's name
 
     def come(number: int) -> float:
         if dist.get_rank() == 0:
             signs.await_others(f"went on {number}")
             time.sleep(0.05)
         came = time.time()
-        one.defer()
+        one.defer_wait()
         signs.give(f"went on {number}")
         return came
 
@@ -95,7 +96,7 @@ def deferred() -> list[tuple[float, float]]:
         one.finish()
         found.append((came, time.time()))
     came = come(4)
-    one.defer()  # the next one
+    one.defer_wait()  # the next one
     found.append((came, time.time()))
     one.finish()
     return found
@@ -123,7 +124,7 @@ def signalled() -> bool:
             signs.await_others("interrupted")
         else:
             signal.setitimer(signal.ITIMER_REAL, 0.2)
-        one.defer()
+        one.defer_wait()
         one.finish()
         one.wait()
     finally:
@@ -141,7 +142,7 @@ def staying_away(who: list[int]) -> tuple[str, float]:
     try:
         for number in range(5):
             if number == 2 and dist.get_rank() in who:
-                one.stay_away()
+                one.abort()
                 if len(who) == 1:
                     break
             else:
@@ -163,6 +164,30 @@ def test_ranks_are_told_that_one_stays_away(ranks, world):
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_all_stay_away_go_on(ranks, world):
     assert [text for text, _ in ranks(world)(staying_away, list(range(world)), timeout=60)] == [""] * world
+
+
+def aborting_first(peers_wait: bool) -> tuple[str, bool]:
+    """Rank 0 aborts the first barrier of all. Its peers wait there, or use no barrier."""
+    one, text = HostBarrier.for_group(dist.group.WORLD), ""
+    with mock.patch.object(host_barrier, "LATE_START_S", 60 if peers_wait else 1):
+        if dist.get_rank() == 0:
+            one.abort()
+        elif peers_wait:
+            with pytest.raises(RuntimeError) as raised:
+                one.wait()
+            text = str(raised.value)
+    dist.barrier()
+    return text, bool(group_values(PeerRpc))
+
+
+@pytest.mark.parametrize("peers_wait", [True, False])
+def test_a_rank_may_abort_before_ranks_have_agreed_on_a_name(ranks, peers_wait):
+    """A barrier needs no server, since ranks agree on its name in the store."""
+    own, *peers = ranks(3)(aborting_first, peers_wait, timeout=100)
+    assert own == ("", False)
+    for text, has_server in peers:
+        assert not has_server
+        assert ("does not join this collective" in text) is peers_wait
 
 
 def told(flags: list[list[bool]]) -> list[bool]:
@@ -187,6 +212,7 @@ def test_a_flag_is_of_its_meeting(ranks):
 def interrupted_meetings() -> list[bool]:
     """Rank 0 is interrupted while it waits, and meets again; rank 1 raises its flag at the second meeting."""
     one, rank = HostBarrier.for_group(dist.group.WORLD), dist.get_rank()
+    one.wait()
     if rank == 0:
         with (
             mock.patch.object(HostBarrier, "_poll_store", side_effect=KeyboardInterrupt),
@@ -221,7 +247,7 @@ def in_a_file(path: str) -> int:
     """Return by how many bytes the file of a store grows while a rank waits."""
     one = HostBarrier(dist.group.WORLD)
     one._store = dist.PrefixStore("gate", dist.FileStore(path, dist.get_world_size()))
-    one._in_file = host_barrier._is_in_file(one._store)
+    one._is_in_file = host_barrier._is_in_file(one._store)
     told = [one.wait(number == dist.get_rank()) for number in range(3)]
     assert told == [True, True, False]
     size = os.path.getsize(path)
@@ -244,8 +270,8 @@ def groups() -> None:
     if dist.get_rank() < 2:
         HostBarrier.for_group(pair).wait()
     HostBarrier.for_group(dist.group.WORLD).wait()
-    assert HostBarrier.for_group(dist.group.WORLD)._key() != (
-        HostBarrier.for_group(pair)._key() if dist.get_rank() < 2 else ""
+    assert HostBarrier.for_group(dist.group.WORLD)._get_key() != (
+        HostBarrier.for_group(pair)._get_key() if dist.get_rank() < 2 else ""
     )
     PeerRpc.shutdown_all(dist.group.WORLD)
 
@@ -289,7 +315,7 @@ def counted() -> Iterator[collections.Counter[str]]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(host_barrier, "is_needed", return_value=True))
-        for name in ("wait", "arrive", "defer"):
+        for name in ("wait", "arrive", "defer_wait"):
             stack.enter_context(counting(name))
         yield calls
 
@@ -404,8 +430,8 @@ def gated(loop: Any, cases: Any, steps: int) -> Any:
     """Run training loops on the CPU with gates, as on a device that hosts run ahead of."""
     with counted() as calls:
         results = all_cases(loop, cases)
-    assert calls["wait"] + calls["defer"] > 2 * steps * len(cases), "hosts did not meet"
-    assert calls["defer"] > steps * len(cases), "hosts waited as soon as they had come"
+    assert calls["wait"] + calls["defer_wait"] > 2 * steps * len(cases), "hosts did not meet"
+    assert calls["defer_wait"] > steps * len(cases), "hosts waited as soon as they had come"
     assert calls["arrive"] >= steps * len(cases), "hosts did not say before that they come"
     return results
 
@@ -420,7 +446,7 @@ def test_training_with_gates(ranks):
 def held_with_gates(kind: str) -> dict[str, Any]:
     with counted() as calls:
         result = both(test_held_state.held, kind, "object", "after", True, options=test_held_state.ALL)
-    assert calls["defer"] or kind != "adamw", "hosts waited as soon as they had come"
+    assert calls["defer_wait"] or kind != "adamw", "hosts waited as soon as they had come"
     return result
 
 
@@ -460,7 +486,7 @@ def read_alone_as(late: int, patched: bool) -> list[float]:
     options = {"dist_optimizer": {"min_param_numel": 1}}
     with counted() as calls, ovpatch.applied("ddp", "dist_optimizer", options=options):
         found = read_alone(late)
-    assert calls["defer"] > 6, "hosts waited as soon as they had come"
+    assert calls["defer_wait"] > 6, "hosts waited as soon as they had come"
     return found
 
 
@@ -475,7 +501,7 @@ def asked_ahead() -> list[str]:
     topics, ask = [], PeerRpc.call
 
     def asking(self: PeerRpc, topic: str, *args: Any, **kwargs: Any) -> Any:
-        if any(one._arrived for _, one in group_values(HostBarrier)):
+        if any(one._has_arrived for _, one in group_values(HostBarrier)):
             topics.append(topic)
         return ask(self, topic, *args, **kwargs)
 
@@ -511,5 +537,5 @@ def calls_of_a_step(case: str) -> dict[str, int]:
 
 def test_how_often_hosts_meet_in_a_step(ranks):
     """In backward and for the gathers; a class that may call peers in its step arrives after it, and waits at once."""
-    assert ranks(2)(calls_of_a_step, "torch's") == 2 * [{"defer": 2, "arrive": 3}]
-    assert ranks(2)(calls_of_a_step, "named") == 2 * [{"defer": 1, "arrive": 1, "wait": 1}]
+    assert ranks(2)(calls_of_a_step, "torch's") == 2 * [{"defer_wait": 2, "arrive": 3}]
+    assert ranks(2)(calls_of_a_step, "named") == 2 * [{"defer_wait": 1, "arrive": 1, "wait": 1}]

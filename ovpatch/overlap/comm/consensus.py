@@ -1,7 +1,7 @@
 """Ranks compare terms through the process group's store before a feature's first collective.
 
 One of the three ways for ranks to agree: this one blocks; ``comm.step_flags`` is an all-reduce within a step;
-and ``peer_rpc.host_barrier`` synchronises hosts.
+and ``comm.host_barrier`` synchronises hosts.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def check_consistent_once(
         group_state(group).get_or_create(_Agreed, _Agreed).add((topic, key))
 
 
-def agree_on_name(group: dist.ProcessGroup, topic: str, *, timeout_s: float) -> str:
+def agree_on_name(group: dist.ProcessGroup, topic: str, *, timeout_s: float, remedy: str = "") -> str:
     """Return a name that is the same on all ranks and that no other call, of this or another process, returns.
 
     Every rank of the group, of two or more, calls this the same number of times per topic. RankMismatchError if one did
     not answer in time.
     """
-    return str(_Round(group, topic, timeout_s).run({})["marks"][0])
+    return str(_Round(group, topic, timeout_s, remedy).run({})["marks"][0])
 
 
 def gather_values(group: dist.ProcessGroup, topic: str, value: Any) -> list[Any]:

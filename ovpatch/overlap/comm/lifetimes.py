@@ -142,6 +142,13 @@ def group_store(group: dist.ProcessGroup) -> dist.Store | None:
     return None
 
 
+def unwrap_store(store: dist.Store | None) -> dist.Store | None:
+    """Return the store below all prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def group_timeout_s(group: dist.ProcessGroup, device: torch.device | None = None) -> float:
     """Return the process group's time-out in seconds; torch's default for a backend that has none.
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.lifetimes import group_store
+from ovpatch.overlap.comm.lifetimes import group_store, unwrap_store
 from ovpatch.overlap.peer_rpc.wire import Connection
 
 _CONNECT_S = 3.0  # until one attempt to connect is given up and the next address is tried
@@ -120,13 +120,6 @@ def list_own_addresses(store: dist.Store | None) -> list[str]:
     store_host = root.host if isinstance(root, dist.TCPStore) else os.environ.get("MASTER_ADDR", "")
     found = [_source(host) for host in (store_host, *_OUTSIDE) if host] + _interface_addresses()
     return list(dict.fromkeys(address for address in found if address and not address.startswith(_LOCAL_ONLY)))
-
-
-def unwrap_store(store: dist.Store | None) -> dist.Store | None:
-    """Return the store behind prefixes."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 @functools.cache

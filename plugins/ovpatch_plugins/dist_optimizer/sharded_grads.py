@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ovpatch.overlap.comm import host_barrier
 from ovpatch.overlap.comm.collectives import (
     abandon_step_communicators,
     abort_transport,
     reduce_scatter_transport,
 )
+from ovpatch.overlap.comm.host_barrier import HostBarrier
 from ovpatch.overlap.comm.lifetimes import (
     WeakParams,
     find_param_record,
@@ -35,8 +37,7 @@ from ovpatch.overlap.data_parallel.fp32_accumulation import LOW_PRECISION_DTYPES
 from ovpatch.overlap.data_parallel.grad_bucket import GradBucket, get_grad
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 from ovpatch.overlap.data_parallel.grad_sync import GradSync
-from ovpatch.overlap.peer_rpc import host_barrier, retention
-from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
+from ovpatch.overlap.peer_rpc import retention
 from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
@@ -297,7 +298,7 @@ class ShardedGrads(GradSharder, GradSource):
         Kernels that are loaded in the first steps may wait for a collective that is in flight.
         """
         if self._barrier is not None:
-            (self._barrier.wait if self.backwards < _STRICT_BACKWARDS else self._barrier.defer)()
+            (self._barrier.wait if self.backwards < _STRICT_BACKWARDS else self._barrier.defer_wait)()
 
     def finish_host_barrier(self) -> None:
         """Have this host wait for the others if it has not yet; see [Note: hosts before devices]."""
@@ -450,7 +451,7 @@ class ShardedGrads(GradSharder, GradSource):
     def stay_away_from_hosts(self) -> None:
         """Tell the other hosts that this one does not come, if they are in :meth:`wait_for_hosts`."""
         if self._barrier is not None:
-            self._barrier.stay_away()
+            self._barrier.abort()
             abandon_step_communicators(self.group)
 
     @property

@@ -12,9 +12,8 @@ from typing import Final
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.consensus import agree_on_name
-from ovpatch.overlap.comm.lifetimes import group_state, group_store, group_timeout_s
-from ovpatch.overlap.peer_rpc.client import unwrap_store
-from ovpatch.overlap.peer_rpc.host_barrier import HostBarrier
+from ovpatch.overlap.comm.host_barrier import HostBarrier
+from ovpatch.overlap.comm.lifetimes import group_state, group_store, group_timeout_s, unwrap_store
 
 _LONGEST_TEXT: Final = 500
 _PATIENCE_S: Final = 10.0  # for the others, which have all messages by then
@@ -171,7 +170,7 @@ class Vote:
         try:
             if failure:
                 self.announce(failure)
-                self._barrier.defer()
+                self._barrier.defer_wait()
             else:
                 self._barrier.wait()
         except RuntimeError:
@@ -211,7 +210,7 @@ class Vote:
         self._store.set(self._left_key, failure[:_LONGEST_TEXT])
         self.announce(failure)
         self._left = failure
-        self._barrier.stay_away()
+        self._barrier.abort()
 
     def _key(self) -> str:
         return f"{self.name}/{self._number}"

@@ -91,9 +91,9 @@ def test_what_a_step_gathers_is_attended(ranks):
 @pytest.mark.parametrize(
     ("where", "noticed"),
     [
-        ("forward", "not all ranks came to the same collective"),
+        ("forward", "not all ranks reached the same collective"),
         ("end of backward", "Watchdog caught collective operation timeout"),
-        ("step", "not all ranks came to the same collective"),
+        ("step", "not all ranks reached the same collective"),
     ],
 )
 def test_a_rank_that_stays_away_is_noticed(where, noticed):

@@ -1,0 +1,260 @@
+"""A barrier of the ranks' hosts, for collectives in which devices wait for each other.
+
+It carries no values but a flag. It is one of three ways for ranks to agree, see ``comm.consensus``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from ovpatch.overlap.comm.consensus import (
+    LATE_START_S,
+    RankMismatchError,
+    agree_on_name,
+    wait_limit_s,
+)
+from ovpatch.overlap.comm.lifetimes import (
+    group_state,
+    group_store,
+    group_timeout_s,
+    unwrap_store,
+)
+
+_TOPIC: Final = "host barrier"
+# A rank that aborts a barrier adds this number to the count of arrivals, which never reaches it.
+_ABORT: Final = 1 << 40
+_MAX_PAUSE_S: Final = 0.0005
+_MAX_PAUSE_PER_RANK_S: Final = 2e-5
+
+
+def is_needed(device: torch.device) -> bool:
+    """Return whether hosts run ahead of this kind of device."""
+    return device.type == "cuda"
+
+
+class HostBarrier:
+    """The host barrier of one process group, see :meth:`for_group`. Ranks arrive at it, then wait.
+
+    [Note: hosts before devices] A large copy from pageable memory, such as ``batch.to(device)``,
+    holds a lock of the CUDA driver until its stream reaches it. If a collective precedes the copy,
+    this rank cannot reply to a peer that calls it before it starts the same collective: a deadlock.
+    So a host arrives when it starts a collective, after its last call to a peer. It waits for its
+    peers before one of its streams waits for the collective. In between, the host continues,
+    because no stream has the collective before the host's other work.
+
+    Args:
+        group: The process group. Each of its ranks creates the barrier.
+        name: A name that all ranks have agreed on, and that no other barrier has. Default: the
+            ranks agree on a new name when they first arrive.
+
+    Attributes:
+        devices: The devices whose collectives the hosts synchronize for. The backwards of several
+            devices reach the barrier in any order, so the flag of one may be read as the flag of
+            another. Flags are valid only if there is a single device.
+    """
+
+    # The store has one number per barrier, which only grows: the hosts pass barrier n when every
+    # rank has arrived n times. No rank is ahead of its peers by more than one barrier, because it
+    # waits for them. So the last rank to arrive polls the store once, and no keys accumulate.
+    # An aborting rank adds _ABORT to the number. Peers look for its own key only if they see that.
+
+    def __init__(self, group: dist.ProcessGroup, name: str = "") -> None:
+        store = group_store(group)
+        assert store is not None, "the process group was destroyed"
+        # The barrier must not keep the group alive after destroy_process_group().
+        self._group = weakref.ref(group)
+        self._world = group.size()
+        self._timeout_s = group_timeout_s(group)
+        self.devices: set[torch.device] = set()
+
+        # - Store
+        self._store = store
+        self._is_in_file = _is_in_file(store)
+        self._name = name
+        # All ranks poll one store, so many ranks must poll less often.
+        self._max_pause_s = max(_MAX_PAUSE_S, _MAX_PAUSE_PER_RANK_S * self._world)
+
+        # - State
+        # The backwards of two devices run on one thread each. A signal handler may interrupt a
+        # wait and read a gradient, which waits as well, so the lock must be reentrant.
+        self._lock = threading.RLock()
+        # Barriers that this rank has arrived at.
+        self._arrivals = 0
+        # Whether this rank has arrived at a barrier that it has not passed.
+        self._has_arrived = False
+        # Whether all ranks had arrived when this rank did.
+        self._is_open = False
+        # Whether this rank must wait in `finish`.
+        self._must_finish = False
+        # The key of the flag that this rank raised at the last barrier, "" without one.
+        self._raised_key = ""
+
+    @classmethod
+    def for_group(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> HostBarrier:
+        """Return the barrier of a process group, created by the first call.
+
+        Every rank of the group must call this before its peers wait at the barrier.
+
+        Args:
+            group: The process group.
+            device: The device to add to :attr:`devices`. Default: none.
+        """
+        barrier = group_state(group).get_or_create(HostBarrier, lambda: cls(group))
+        if device is not None:
+            barrier.devices.add(device)
+        return barrier
+
+    def arrive(self) -> None:
+        """Count this rank at the next barrier; a second call before :meth:`wait` does nothing.
+
+        The rank must not call peers until it has waited, and must wait without a flag.
+        """
+        with self._lock:
+            self.finish()
+            if self._world > 1 and not self._has_arrived:
+                self._arrive()
+
+    def defer_wait(self) -> None:
+        """Arrive, unless this rank has arrived, and leave the wait to :meth:`finish`."""
+        with self._lock:
+            self.arrive()
+            self._must_finish = self._world > 1
+
+    def finish(self) -> None:
+        """Do the wait that :meth:`defer_wait` deferred; do nothing without one.
+
+        Raises:
+            RuntimeError: See :meth:`wait`.
+        """
+        if self._must_finish:
+            with self._lock:
+                # Another thread may have waited while this one waited for the lock.
+                if self._must_finish:
+                    self._pass(None)
+
+    def wait(self, flag: bool | None = None) -> bool:
+        """Arrive, wait until all ranks have arrived, and return whether any rank raised its flag.
+
+        Args:
+            flag: Whether this rank raises its flag. Default: ranks exchange no flags; then all of
+                them must omit it.
+
+        Raises:
+            RuntimeError: Some rank does not arrive within the timeout of the process group, or
+                aborts.
+        """
+        if self._world == 1:
+            return bool(flag)
+        with self._lock:
+            self.finish()
+            return self._pass(flag)
+
+    def abort(self) -> None:
+        """Pass the next barrier without waiting, and make the ranks that wait there raise an error.
+
+        Several ranks may abort the same barrier. If no rank has ever arrived, this rank waits for
+        its peers, but not forever: see the remark on names below.
+
+        Raises:
+            RuntimeError: A deferred wait failed, see :meth:`wait`.
+        """
+        with self._lock:
+            self.finish()
+            if self._world == 1:
+                return
+            try:
+                key = self._get_key(is_aborting=True)
+            except RankMismatchError:
+                # Peers that wait at the barrier would have agreed on its name. There are none.
+                return
+            is_arriving = not self._has_arrived
+            self._arrivals += is_arriving
+            # A peer that reads the number must find the key.
+            self._store.set(f"{key}/aborted at {self._arrivals}", "")
+            self._store.add(key, _ABORT + is_arriving)
+            self._has_arrived = False
+
+    def _pass(self, flag: bool | None) -> bool:
+        number = self._arrivals + (not self._has_arrived)
+        key = f"{self._get_key()}/raised at {number}"
+        # Peers read the flag as soon as the last rank has arrived.
+        if flag:
+            self._store.set(key, "")
+        if not self._has_arrived:
+            self._arrive()
+        if not self._is_open:
+            self._poll_store()
+        self._has_arrived = False
+        self._must_finish = False
+        # All ranks have arrived again, so they have read the flag of the barrier before.
+        if self._raised_key:
+            self._store.delete_key(self._raised_key)
+        self._raised_key = key if flag else ""
+        return flag is not None and (flag or self._store.check([key]))
+
+    def _arrive(self) -> None:
+        count = self._store.add(self._get_key(), 1)
+        self._arrivals += 1
+        # If a peer has aborted this barrier, the check raises, and this rank continues with the
+        # next barrier, as the peer does.
+        self._is_open = self._have_all_arrived(count)
+        # From here on, an interrupted rank returns to the same barrier.
+        self._has_arrived = True
+
+    def _have_all_arrived(self, count: int) -> bool:
+        aborts, arrivals = divmod(count, _ABORT)
+        # The number keeps the aborts of earlier barriers, so only the key names the barrier.
+        if aborts and self._store.check([f"{self._get_key()}/aborted at {self._arrivals}"]):
+            raise RuntimeError(_ERROR_ABORTED)
+        return arrivals >= self._arrivals * self._world
+
+    def _poll_store(self) -> None:
+        begin = time.monotonic()
+        waited_s = 0.0
+        while not self._have_all_arrived(self._read_count()):
+            waited_s = time.monotonic() - begin
+            if waited_s > self._timeout_s:
+                raise RuntimeError(_ERROR_MISSING.format(self._timeout_s))
+            # Short waits are common and must end quickly.
+            time.sleep(min(waited_s / 8, self._max_pause_s))
+
+    def _read_count(self) -> int:
+        key = self._get_key()
+        # Adding 0 takes one message, while get() takes two. But a store in a file grows by each
+        # addition.
+        return int(self._store.get(key)) if self._is_in_file else self._store.add(key, 0)
+
+    # The ranks agree on the name at their first arrival and not when they create the barrier,
+    # because a rank may create it in a forward that its peers do not run. The first barrier waits
+    # for all ranks anyway. `abort` must not: it gives up before peers that wait for this rank in a
+    # collective do.
+
+    def _get_key(self, *, is_aborting: bool = False) -> str:
+        if not self._name:
+            group = self._group()
+            assert group is not None
+            limit_s = wait_limit_s(group, LATE_START_S) if is_aborting else self._timeout_s
+            self._name = agree_on_name(group, _TOPIC, timeout_s=limit_s, remedy=_REMEDY_MISSING)
+        return f"ovpatch/host barrier/{self._name}"
+
+
+def _is_in_file(store: dist.Store) -> bool:
+    return isinstance(unwrap_store(store), dist.FileStore)
+
+
+_REMEDY_MISSING: Final = (
+    "Check the output of its peers: a rank may have exited, hang, or run other steps than this rank."
+)
+_ERROR_MISSING: Final = "ovpatch: not all ranks reached the same collective within {:g} s. " + _REMEDY_MISSING
+_ERROR_ABORTED: Final = (
+    "ovpatch: a rank does not join this collective, because it stepped its optimizer with "
+    "gradients that DistributedDataParallel had not reduced (no_sync(), or a forward around the "
+    "wrapper), or stepped another optimizer than this rank. Do the same on every rank, or turn "
+    "dist_optimizer off."
+)
