@@ -335,11 +335,12 @@ def not_measured() -> dict[str, Any]:
         torch.use_deterministic_algorithms(False)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     found["alone"] = tuner.tune(alone, candidates.tuning("alone")).candidate, candidates.calls
-    memory, autotuner_module._free_bytes = autotuner_module._free_bytes, lambda device: 100.0 * (1 - dist.get_rank())
+    memory = autotuner_module._count_free_bytes
+    autotuner_module._count_free_bytes = lambda device: 100.0 * (1 - dist.get_rank())
     try:
         ask("without memory", key="big", needs=80)
     finally:
-        autotuner_module._free_bytes = memory
+        autotuner_module._count_free_bytes = memory
     before = len(report_lines("f"))
     ask("failing to make", key="failing", make=unmade if dist.get_rank() else candidates.make)
     found["said"] = [line.partition(" (")[2] for line in report_lines("f")[before:]]
@@ -360,7 +361,7 @@ def test_where_nothing_is_measured(ranks):
         assert found["alone"] == ("first", 0), "one rank has nothing to choose"
         assert found["without memory"] == ("second", True, 0), "for want of memory on one rank"
         assert found["failing to make"] == ("second", True, 0), "for want of candidates on one rank"
-        where = "not measured, since a rank could not make what is measured; its report says why)"
+        where = "not measured, since a rank could not create the candidates; its report gives the reason)"
         assert found["said"] == (["here) and more", where] if rank else [where])
         assert found["with one that is usable"] == ("first", True, 0)
         assert found["with two that are usable"][0] == "second"
@@ -400,7 +401,7 @@ def failing() -> dict[str, Any]:
     if dist.get_rank() == 0:
         candidates.call = fail(SLEEPS["third"])
         tuner, tuning = make_tuner(), candidates.tuning("third fails here")
-        with mock.patch.object(autotuner_module, "FAILURE_S", 0.5), pytest.raises(IndexError) as caught:
+        with mock.patch.object(autotuner_module, "FAILURE_TIMEOUT_S", 0.5), pytest.raises(IndexError) as caught:
             tuner._first_call(group(), tuning, "third", tuning.make(torch.Generator())["third"])
         found["alone"] = str(caught.value)
     return found
@@ -409,7 +410,7 @@ def failing() -> dict[str, Any]:
 def test_ranks_that_ask_for_something_else_are_named(ranks):
     for keys, candidates in ranks(2)(differing):
         assert 'what is computed is "rows 0" on rank 0 but "rows 1" on rank 1' in keys
-        assert keys.endswith("which are not measured.")
+        assert keys.endswith("that needs no measurement.")
         assert "candidates is" in candidates
 
 

@@ -91,7 +91,7 @@ def unfit() -> list[str]:
     whole, refused = torch.zeros(2, 3), []
     for outputs, inputs in (([whole], [whole.t()]), ([whole.t()], [whole]), ([whole], [torch.zeros(5)])):
         for call in (engine.gather, functools.partial(engine.scatter, average=False)):
-            with pytest.raises(ValueError, match="contiguous tensors whose sizes fit") as error:
+            with pytest.raises(ValueError, match="contiguous tensors, and outputs whose sizes match") as error:
                 call(outputs, inputs)
             refused.append(str(error.value))
     return refused
@@ -203,7 +203,7 @@ def test_all_ranks_choose_alike_and_say_why_not(ranks):
     assert unable[:3] == refused[:3] == deaf[:3] == (False, False, True)
     assert unable[3] == ["copy engines are not used: tensors are on cpu, not on CUDA devices (rank 0, 1)"]
     assert "memory cannot be shared (pidfd_getfd: Operation not permitted)" in refused[3][0]
-    assert "what rank 0 sends does not arrive" in deaf[3][0]
+    assert "data from rank 0 does not arrive" in deaf[3][0]
     assert on == (True, True, True, [])
 
 
@@ -241,7 +241,7 @@ def added(known: bool) -> list[tuple[Tensor, Tensor]]:
     from ovpatch.overlap.copy_engine import collectives, sum_kernel
 
     sum_kernel._BLOCK, sum_kernel._GRID = 64, (3, 1, 1)
-    sum_kernel._on = torch.cuda.device = lambda *_: contextlib.nullcontext()
+    sum_kernel._use_stream = torch.cuda.device = lambda *_: contextlib.nullcontext()
     if known:
         sum_kernel._compiled = Known()
 
@@ -308,7 +308,7 @@ def test_one_group_is_forgotten_and_memory_that_is_in_use_is_kept(monkeypatch, c
         selection.get_choice(group, CPU).engine = engine
         selection.get_choice(group, CPU).gathers = True
     selection.forget(one)
-    assert "one of which may have died" in caplog.text
+    assert "A peer may have died" in caplog.text
     assert selection._stuck == [engines[0]]
     assert selection.find_gatherer(one, CPU) is None
     assert selection.find_gatherer(other, CPU) is engines[1]
@@ -381,7 +381,7 @@ def busy_with(ranks_: set[int]) -> str:
     patience = 1.0 if ranks_ else selection.IDLE_S
     with mock.patch.object(torch.cuda, "synchronize", never), mock.patch.object(selection, "IDLE_S", patience):
         try:
-            return selection._still_busy(dist.group.WORLD, torch.device("cuda", 0))
+            return selection._wait_until_idle(dist.group.WORLD, torch.device("cuda", 0))
         finally:
             end.set()
 

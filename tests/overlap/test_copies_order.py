@@ -317,7 +317,7 @@ def exchange(world: int, seed: int, *, shared: bool, number: int = 0) -> None:
     for box in boxes:
         for edge in (*box._in.values(), *box._out.values()):
             edge._count = edge.number = number
-        numbers = box._window.ranks[box._rank][: box._first].view(torch.int32)
+        numbers = box._window.ranks[box._rank][: box._slots_offset].view(torch.int32)
         numbers.fill_(number - (number >> 31 << 32))
     mains = [Stream(torch.device("cuda", rank)) for rank in range(world)]
     unread: list[tuple[int, Any, list[Tensor], int, Any, list[Tensor], list[Tensor]]] = []

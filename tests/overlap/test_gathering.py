@@ -142,14 +142,14 @@ def let_go_at_once() -> list[Any]:
     gather = AllGatherBucket(list(model.parameters()), group())
     quiet(gather._params)
     forget_the_others(gather._params)
-    counted, extra = pending_param.count_references_of_one, [1]
-    pending_param.count_references_of_one = lambda: counted() - (extra.pop() if extra else 0)
+    counted, extra = pending_param.count_sole_references, [1]
+    pending_param.count_sole_references = lambda: counted() - (extra.pop() if extra else 0)
     try:
         if dist.get_rank() == 0:
             time.sleep(LATE)
         reason = gather.start_all_gather()
     finally:
-        pending_param.count_references_of_one = counted
+        pending_param.count_sole_references = counted
     return [reason, torch.equal(model.weight.data, expected), bool(PENDING)]
 
 

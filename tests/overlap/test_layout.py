@@ -119,7 +119,7 @@ def mixed_sizes(large: set[int], dtypes: list[torch.dtype], company: int, **more
     sharder = GradSharder()
     sharder.sharded = frozenset(large)
     one = layout(dtypes, limits=(dtypes[0].itemsize * 200,), sharder=sharder, **more)
-    with mock.patch.object(bucket_assignment, "_WORTH_A_LAUNCH", company):
+    with mock.patch.object(bucket_assignment, "_MIN_SMALL_BYTES", company):
         return cut(one.assign_along(range(len(dtypes))))
 
 
@@ -139,5 +139,5 @@ def test_small_gradients_wait_for_their_like():
     sparse = [i == 1 for i in range(8)]
     found = mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize, sparse=sparse)
     assert found == [[0, 2], [1], [4], [6], [3, 5, 7]]
-    with mock.patch.object(bucket_assignment, "SMALL", 10):
+    with mock.patch.object(bucket_assignment, "SMALL_NUMEL", 10):
         assert mixed_sizes({0, 2, 4, 6}, [F32] * 8, company=sys.maxsize) == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -13,7 +13,7 @@ from torch import nn
 from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
 from ovpatch.overlap.data_parallel.graph_tasks import accumulate_deferred
 from ovpatch.overlap.tensors.shard import compute_contiguous_strides, has_same_layout
-from ovpatch.overlap.tensors.tensor_memory import count_references_of_one, count_storage_references, is_dense
+from ovpatch.overlap.tensors.tensor_memory import count_sole_references, count_storage_references, is_dense
 from tests.overlap.gradients import ALONE, address, params
 
 SHAPE = (30, 40)
@@ -21,26 +21,26 @@ SHAPE = (30, 40)
 
 def test_every_alias_counts_and_is_forgotten_with_its_last_user():
     tensor = torch.zeros(SHAPE)
-    assert count_storage_references(tensor) == count_references_of_one()
+    assert count_storage_references(tensor) == count_sole_references()
     same_object = tensor
-    assert count_storage_references(same_object) == count_references_of_one()
+    assert count_storage_references(same_object) == count_sole_references()
     aliases = [tensor.detach(), tensor.view(-1), tensor[1:2]]
-    assert count_storage_references(tensor) == count_references_of_one() + 3
-    assert count_storage_references(aliases[2]) == count_references_of_one() + 3
+    assert count_storage_references(tensor) == count_sole_references() + 3
+    assert count_storage_references(aliases[2]) == count_sole_references() + 3
     aliases.clear()
-    assert count_storage_references(tensor) == count_references_of_one()
+    assert count_storage_references(tensor) == count_sole_references()
     storage = tensor.untyped_storage()
-    assert count_storage_references(tensor) > count_references_of_one()
+    assert count_storage_references(tensor) > count_sole_references()
     del storage
-    assert count_storage_references(tensor) == count_references_of_one()
+    assert count_storage_references(tensor) == count_sole_references()
 
 
 def test_the_yardstick_does_not_depend_on_where_it_is_taken():
-    count_references_of_one.cache_clear()
+    count_sole_references.cache_clear()
     with torch.inference_mode():
-        inside = count_references_of_one()
-    count_references_of_one.cache_clear()
-    assert count_references_of_one() == inside
+        inside = count_sole_references()
+    count_sole_references.cache_clear()
+    assert count_sole_references() == inside
 
 
 LAYOUTS = {

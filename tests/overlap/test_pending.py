@@ -162,7 +162,7 @@ def test_an_interrupt_leaves_none_pending(param, monkeypatch):
     def interrupted() -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pending_param, "count_references_of_one", interrupted)
+    monkeypatch.setattr(pending_param, "count_sole_references", interrupted)
     with pytest.raises(KeyboardInterrupt):
         mark_pending([param], wait_for_all)
     assert type(param) is nn.Parameter

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
+from ovpatch.overlap.tensors.lazy_tensor import LazySource, LazyTensor, TensorMeta
 
 
-class Ones:
+class Ones(LazySource):
     """A source whose contents are all ones."""
 
-    def fetch(self, placeholders: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, placeholders: Sequence[LazyTensor], *, counts_as_read: bool) -> list[Tensor]:
         return [torch.ones(one.shape) for one in placeholders]
 
 
@@ -73,3 +75,25 @@ def test_metadata_makes_a_dense_tensor_of_the_same_shape(tensor):
     made = meta.empty()
     assert (made.shape, made.dtype, meta.device) == (tensor.shape, tensor.dtype, tensor.device)
     assert made.stride() == torch.empty_like(tensor, memory_format=torch.preserve_format).stride()
+
+
+def test_a_source_takes_its_lock_before_that_of_lazy_tensors_once_per_read():
+    events = []
+
+    class Locked(Ones):
+        @contextmanager
+        def reading(self):
+            # Another thread still gets the lock of lazy tensors, so it cannot wait for this one.
+            with ThreadPoolExecutor() as pool:
+                pool.submit(lazy_tensor.materialize, [lazy_tensor.make_lazy(torch.empty(1), Ones(), 0)]).result()
+            events.append("locked")
+            yield
+            events.append("unlocked")
+
+        def fetch(self, placeholders, *, counts_as_read):
+            events.append(f"fetched {len(placeholders)}")
+            return super().fetch(placeholders, counts_as_read=counts_as_read)
+
+    source = Locked()
+    lazy_tensor.materialize(lazy_tensor.make_lazy(torch.empty(2), source, key) for key in range(3))
+    assert events == ["locked", "fetched 3", "unlocked"]

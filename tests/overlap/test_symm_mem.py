@@ -56,7 +56,7 @@ def test_folders_with_names_too_long_for_sockets_are_refused(monkeypatch):
     monkeypatch.setenv("TMPDIR", "/" + 89 * "d")
     assert memory.memory_unsupported_reason(cuda) == ""
     monkeypatch.setenv("TMPDIR", "/" + 90 * "d")
-    assert "set a shorter one" in memory.memory_unsupported_reason(cuda)
+    assert "set a shorter TMPDIR" in memory.memory_unsupported_reason(cuda)
 
 
 def in_a_copy(name: str) -> Any:

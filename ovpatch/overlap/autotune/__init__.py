@@ -1,1 +1,1 @@
-"""Autotuning: candidates that compute the same are measured, and all ranks of a group take the same one."""
+"""The choice between candidates that compute the same, by measurement and the same on all ranks."""

@@ -1,11 +1,12 @@
 """All-gathers and reduce-scatters by a GPU's copy engines, on one host.
 
-[Note: copy engines] NCCL's kernels take multiprocessors from the computation beside them; copies between GPUs take
-none, and of a reduce-scatter only the sums do. On many GPUs, or over PCIe, NCCL may still be faster. So ranks measure
-both beside matrix products and choose alike (:mod:`.selection`).
+[Note: copy engines] The kernels of NCCL take multiprocessors from concurrent computation. Copies
+between GPUs take none, and only the sums of a reduce-scatter do. With many GPUs, or over PCIe, NCCL
+may still be faster. So ranks measure both concurrently with GEMMs, and all choose the same
+(:mod:`.selection`).
 
-Ranks synchronise by signals in memory, in the order of their streams, and issue rounds in the same order, as they do
-collectives. A dead rank leaves the others waiting, as in a collective; the time-out of their next collective, or their
-launcher, ends that. Before a rank exits, it waits for its own copies, so that its peers complete theirs; no longer than
-the group's time-out.
+Ranks synchronize by signals in memory, in the order of their streams. They issue rounds in the same
+order, as they issue collectives. A dead rank leaves its peers waiting, as in a collective. The
+timeout of the next collective of the peers, or their launcher, ends the job. Before a rank exits,
+it waits for its copies, at most for the timeout of the group, so that its peers complete theirs.
 """

@@ -1,8 +1,9 @@
-"""Triton kernel that adds several ranks' terms; imported only where Triton is installed.
+"""A Triton kernel that adds the terms of several ranks. It is imported only if Triton is installed.
 
-A launch costs the host more than a small sum costs the device, so one launch makes several sums. Triton compiles a
-kernel for each combination of numbers that are multiples of 16. One launch makes the sums whose numbers all are; any
-other sum is launched alone, so that there are few kernels.
+A launch costs the host more than a small sum costs the device, so one launch computes several sums.
+Triton compiles a kernel for each combination of numbers that are multiples of 16. One launch
+computes only sums whose numbers all are multiples, and any other sum gets its own launch, so that
+there are few kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ovpatch.overlap.comm.streams import unwatched_stream
 from ovpatch.overlap.copy_engine.window import Addend, Span
 
 _BLOCK: Final = 8192
-_GRID: Final = (64, 1, 1)  # few programs: they are bound by memory and share the GPU with products
+# Sums are bound by memory, so few programs suffice, and they leave the GPU to concurrent GEMMs.
+_GRID: Final = (64, 1, 1)
 
 
 @triton.jit
@@ -31,7 +33,10 @@ def add_up_kernel(
     n0, n1, n2, n3, n4, n5, n6, n7,
     scale, RANK: tl.constexpr, COUNT: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum i: the terms of the first COUNT ranks, at ``at_i`` of their slots a to h, and ``own_i`` for rank RANK."""
+    """Compute up to eight sums of the terms of COUNT ranks.
+
+    Sum i adds the terms at ``at_i`` of the slots a to h, and ``own_i`` as the term of rank RANK.
+    """
     slots, owns = (a, b, c, d, e, f, g, h), (own0, own1, own2, own3, own4, own5, own6, own7)
     outs = (out0, out1, out2, out3, out4, out5, out6, out7)
     places, sizes = (at0, at1, at2, at3, at4, at5, at6, at7), (n0, n1, n2, n3, n4, n5, n6, n7)
@@ -45,82 +50,113 @@ def _sum(
     slots, own, out, place, n, first, scale,
     RANK: tl.constexpr, COUNT: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add this program's blocks of one sum; return its first block of the next sum, which balances the programs."""
+    """Add this program's blocks of one sum; return its first block of the next sum.
+
+    The next sum starts with the next program, which balances the programs.
+    """
     programs = tl.num_programs(0)
     blocks = tl.cdiv(n, BLOCK)
     for block in range(first, blocks, programs):
         at = block * BLOCK + tl.arange(0, BLOCK)
         inside = at < n
-        mine = _loaded(own + at, inside, EXACT)
-        total = mine if RANK == 0 else _loaded(slots[0] + place + at, inside, EXACT)
+        mine = _load_wide(own + at, inside, EXACT)
+        total = mine if RANK == 0 else _load_wide(slots[0] + place + at, inside, EXACT)
         for rank in tl.static_range(1, COUNT):
-            total += mine if rank == RANK else _loaded(slots[rank] + place + at, inside, EXACT)
+            total += mine if rank == RANK else _load_wide(slots[rank] + place + at, inside, EXACT)
         tl.store(out + at, total * scale, mask=inside)
     return (first + programs - blocks % programs) % programs
 
 
 @triton.jit
-def _loaded(at, inside, EXACT: tl.constexpr):
+def _load_wide(at, inside, EXACT: tl.constexpr):
     value = tl.load(at, mask=inside, other=0.0)
     return value.to(tl.float64) if EXACT else value.to(tl.float32)
 
 
-MOST: Final = 8  # ranks
-_TOGETHER: Final = 8  # sums of a launch
+#: The largest number of ranks that the kernel supports.
+MOST: Final = 8
+# The number of sums that one launch computes.
+_SUMS_PER_LAUNCH: Final = 8
 
+# The compiled kernels by everything that makes Triton compile another. A call of a compiled kernel
+# skips Triton's inspection of the arguments, which takes the host longer than the launch.
 _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
 def launch_sum(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
-    """See :func:`.collectives.add_slots`; at most :data:`MOST` ranks, on the current device."""
+    """Launch the sums of :func:`.collectives.add_slots` on the current device.
+
+    There are at most :data:`MOST` ranks.
+    """
     first = addends[0]
     dtypes, device = (first.own.memory.dtype, first.out.memory.dtype), first.out.memory.device
     rank, exact = slots.index(None), dtypes[0] == torch.float64
     rest = (1.0 if exact else scale, rank, len(slots), exact, _BLOCK)
     none = [None] * (MOST - len(slots))
     bases = [None if slot is None else slot.address for slot in slots] + none
-    for ones, aligned in _launches(addends):
-        left = _TOGETHER - len(ones)
-        own, out = [one.own.address for one in ones], [one.out.address for one in ones]
-        places = [one.at for one in ones] + [0] * left
-        sizes = [one.own.numel for one in ones] + [0] * left
+    for batch, aligned in _launches(addends):
+        num_empty = _SUMS_PER_LAUNCH - len(batch)
+        own = [addend.own.address for addend in batch]
+        out = [addend.out.address for addend in batch]
+        places = [addend.at for addend in batch] + [0] * num_empty
+        sizes = [addend.own.numel for addend in batch] + [0] * num_empty
         key = (device, *dtypes, rank, len(slots), aligned)
-        known = _compiled.get(key)
-        if known is not None:
-            own, out = own + [first.own.address & -16] * left, out + [first.out.address & -16] * left
-            known(*bases, *own, *out, *places, *sizes, *rest, stream=stream)
+        compiled = _compiled.get(key)
+        if compiled is not None:
+            # Sums of length 0 fill the launch. Their addresses must be multiples of 16 as well.
+            own += [first.own.address & -16] * num_empty
+            out += [first.out.address & -16] * num_empty
+            compiled(*bases, *own, *out, *places, *sizes, *rest, stream=stream)
             continue
         tensors = [None if slot is None else slot.tensor() for slot in slots] + none
-        spare = torch.empty(16, dtype=dtypes[0], device=device), torch.empty(16, dtype=dtypes[1], device=device)
-        owns, outs = [one.own.tensor() for one in ones], [one.out.tensor() for one in ones]
-        with _on(stream, device):
+        unused = (
+            torch.empty(16, dtype=dtypes[0], device=device),
+            torch.empty(16, dtype=dtypes[1], device=device),
+        )
+        owns = [addend.own.tensor() for addend in batch]
+        outs = [addend.out.tensor() for addend in batch]
+        with _use_stream(stream, device):
             found = add_up_kernel[_GRID](
-                *tensors, *owns, *[spare[0]] * left, *outs, *[spare[1]] * left, *places, *sizes, *rest, num_warps=8
+                *tensors,
+                *owns,
+                *[unused[0]] * num_empty,
+                *outs,
+                *[unused[1]] * num_empty,
+                *places,
+                *sizes,
+                *rest,
+                num_warps=8,
             )
-        if found is not None:  # else it is interpreted
+        # The result is None if Triton interprets the kernel.
+        if found is not None:
             _compiled[key] = found[_GRID]
-    if exact and scale != 1:  # Triton takes numbers as float32
-        with _on(stream, device):
-            for one in addends:
-                one.out.tensor().mul_(scale)
+    # Triton passes numbers as float32, which would round the factor of a sum in float64.
+    if exact and scale != 1:
+        with _use_stream(stream, device):
+            for addend in addends:
+                addend.out.tensor().mul_(scale)
 
 
 def _launches(addends: Sequence[Addend]) -> Iterator[tuple[Sequence[Addend], tuple[bool, ...]]]:
-    """Yield the addends of each launch, and which of their numbers are multiples of 16 if not all are."""
-    ones: list[Addend] = []
-    for one in addends:
-        numel = one.own.numel
-        asked = one.own.address % 16 == 0, one.out.address % 16 == 0, numel % 16 == 0
-        if not all(asked):
-            yield [one], (*asked, numel == 1)
+    """Yield the addends of each launch, with the properties that select the kernel.
+
+    The properties are empty if all numbers are multiples of 16.
+    """
+    batch: list[Addend] = []
+    for addend in addends:
+        numel = addend.own.numel
+        # Triton checks whether each of these is a multiple of 16, and whether a number is 1.
+        are_multiples = addend.own.address % 16 == 0, addend.out.address % 16 == 0, numel % 16 == 0
+        if not all(are_multiples):
+            yield [addend], (*are_multiples, numel == 1)
         else:
-            ones.append(one)
-            if len(ones) == _TOGETHER:
-                yield ones, ()
-                ones = []
-    if ones:
-        yield ones, ()
+            batch.append(addend)
+            if len(batch) == _SUMS_PER_LAUNCH:
+                yield batch, ()
+                batch = []
+    if batch:
+        yield batch, ()
 
 
-def _on(stream: int, device: torch.device) -> AbstractContextManager[None]:
+def _use_stream(stream: int, device: torch.device) -> AbstractContextManager[None]:
     return unwatched_stream(torch.cuda.ExternalStream(stream, device))

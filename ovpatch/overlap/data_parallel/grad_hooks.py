@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.comm.streams import hide_frames
 from ovpatch.overlap.data_parallel import fp32_accumulation
-from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
+from ovpatch.overlap.data_parallel.fp32_accumulation import LOW_PRECISION_DTYPES
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 from ovpatch.overlap.data_parallel.graph_tasks import _DeferredGradNode, _TaskCallback
 
@@ -68,7 +68,7 @@ class GradHooks:
         for index, param in enumerate(params):
             node = _accumulate_node(param)
             self.nodes.append(node)
-            if sums_in_fp32 and param.dtype in HALVES:
+            if sums_in_fp32 and param.dtype in LOW_PRECISION_DTYPES:
                 before, after = fp32_accumulation.make_sum_hooks(param)
                 self._handles += [node.register_prehook(before), node.register_hook(after)]
             self._handles.append(node.register_hook(_hook(reference, index)))

@@ -1,10 +1,11 @@
-"""Symmetric memory: allocations on all ranks that the other ranks' kernels reach by address, and whether they can.
+"""Symmetric memory: allocations on all ranks that the kernels of peers reach by address.
 
-Torch's rendezvous passes handles through sockets in the directory for temporary files, named by process ids, and waits
-for them without end. So ranks must have the same directory, and see each other's process ids.
+The rendezvous of torch passes handles through sockets in the directory for temporary files. The
+sockets are named by process ids, and torch waits for them without limit. So ranks must have the
+same directory, and see each other's process ids. :func:`unsupported_reason` checks this before.
 
-A :class:`Workspace` is the double buffer in which the ranks of a group write to each other's memory, with its signals
-and its launch order.
+A :class:`Workspace` is the double buffer in which the ranks of a group write to each other's
+memory, with its signals and its launch order.
 """
 
 from __future__ import annotations
@@ -23,46 +24,64 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.consensus import check_consistent, gather_values, identify_host, join_messages
+from ovpatch.overlap.comm.consensus import (
+    check_consistent,
+    gather_values,
+    identify_host,
+    join_messages,
+)
 from ovpatch.overlap.comm.lifetimes import group_state, outside_modes
 from ovpatch.overlap.comm.streams import is_capturing
 
 _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-_PATIENCE_S: Final = 60.0
+_AGREEMENT_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True)
 class Memory:
-    """One allocation on every rank."""
+    """One allocation on every rank.
 
-    own: Tensor  # this rank's memory, uint8, ``[size]``
-    addresses: list[int]  # addresses of all ranks' memory in this process, by group rank
-    keeps: Any = None  # keeps the peers' memory mapped
+    Attributes:
+        own: The memory of this rank, uint8, ``[size]``.
+        addresses: The addresses of all ranks' memory in this process, by group rank.
+        keeps: Keeps the memory of peers mapped.
+    """
+
+    own: Tensor
+    addresses: list[int]
+    keeps: Any = None
 
 
 class LackingError(RuntimeError):
     """A rank has too little memory for an allocation that all ranks need."""
 
 
-# Symmetric allocations of this process, in all groups together. Torch counts them, too, and a rank with another count
-# than the rest of a group leaves them waiting for ever (https://github.com/pytorch/pytorch/issues/196082).
+#: The number of symmetric allocations of this process, in all groups. torch counts them as well. If
+#: the count of a rank differs from that of its peers, they wait forever
+#: (https://github.com/pytorch/pytorch/issues/196082).
 rendezvous_count = 0
 
+#: Allocates a number of bytes on the ranks of a group; see :func:`allocate`.
 Allocate = Callable[[int, dist.ProcessGroup, torch.device, Callable[[Tensor], object]], Memory]
 
 
 def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[Tensor], object]) -> Memory:
     """Allocate the same number of bytes on all ranks, which call this together.
 
-    ``prepare`` is called with this rank's memory before any peer can reach it; no rank returns before all have
-    prepared.
+    Args:
+        size: The number of bytes.
+        group: The process group.
+        device: The device of the memory.
+        prepare: Called with this rank's memory before any peer can reach it. No rank returns before
+            all ranks have called theirs.
     """
     from torch.distributed import _symmetric_memory
 
     global rendezvous_count
     with outside_modes():
-        own = _empty(size, device)
+        own = _allocate_local(size, device)
         prepare(own)
+        # Peers reach the memory after the rendezvous, so the work of `prepare` must be done.
         torch.cuda.synchronize(device)
         rendezvous_count += 1
         with _without_multicast():
@@ -74,34 +93,43 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device, prepare:
 def allocate_on_all(
     size: int, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[Tensor], object]
 ) -> Memory:
-    """As :func:`allocate`, but on all ranks or on none: there, peers would wait for a rank that cannot allocate.
+    """Allocate as :func:`allocate` does, but on all ranks or on none.
 
-    LackingError, with the same text on all ranks, if one could not allocate.
+    In :func:`allocate`, peers would wait for a rank that cannot allocate.
+
+    Raises:
+        LackingError: A rank could not allocate. The text is the same on all ranks.
     """
-    found = False
+    has_allocated = False
 
-    def prepare_if_all_have(own: Tensor) -> None:
-        nonlocal found
-        found = True
+    def prepare_if_all_have_allocated(own: Tensor) -> None:
+        nonlocal has_allocated
+        has_allocated = True
         prepare(own)
         _agree("", group)
 
     try:
-        return allocate(size, group, device, prepare_if_all_have)
-    except RuntimeError as error:  # torch has no error class of its own for refusals of the driver
-        if not found:
-            _agree(f"{size / 2**20:.0f} MiB of symmetric memory: {str(error).splitlines()[0]}", group)
+        return allocate(size, group, device, prepare_if_all_have_allocated)
+    except RuntimeError as error:
+        # torch has no error class for refusals of the driver. A rank that has allocated has already
+        # joined the agreement.
+        if not has_allocated:
+            objection = f"{size / 2**20:.0f} MiB of symmetric memory: {str(error).splitlines()[0]}"
+            _agree(objection, group)
         raise
 
 
 def _agree(objection: str, group: dist.ProcessGroup) -> None:
-    lacking = check_consistent(group, "symmetric memory", {}, objection=objection, timeout_s=_PATIENCE_S)
+    lacking = check_consistent(group, "symmetric memory", {}, objection=objection, timeout_s=_AGREEMENT_TIMEOUT_S)
     if lacking:
         raise LackingError(lacking)
 
 
-def _empty(size: int, device: torch.device) -> Tensor:
-    """Allocate; if that fails, empty torch's cache first, which symmetric memory does not come from."""
+def _allocate_local(size: int, device: torch.device) -> Tensor:
+    """Allocate, and if this fails, empty torch's cache and try again.
+
+    Symmetric memory does not come from the cache, but the cache occupies memory.
+    """
     from torch.distributed import _symmetric_memory
 
     try:
@@ -113,7 +141,10 @@ def _empty(size: int, device: torch.device) -> Tensor:
 
 @contextmanager
 def _without_multicast() -> Iterator[None]:
-    """Keep torch from binding multicast objects, which are not used here and which some hosts cannot make."""
+    """Keep torch from binding multicast objects.
+
+    They are not used here, and some hosts cannot create them.
+    """
     before = os.environ.get(_MULTICAST_OFF)
     os.environ[_MULTICAST_OFF] = "1"
     try:
@@ -125,10 +156,13 @@ def _without_multicast() -> Iterator[None]:
             os.environ[_MULTICAST_OFF] = before
 
 
+#: The largest number of ranks that kernels support.
 MOST_RANKS: Final = 8
 _HOPPER: Final = (9, 0)
-_TEMPORARY: Final = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in the order in which torch looks at them
-_LONGEST: Final = 90  # of the 107 characters that a socket's name may have
+# The variables of the directory for temporary files, in the order in which torch reads them.
+_TMPDIR_VARIABLES: Final = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
+# The name of a socket may have 107 bytes. torch adds a file name to the directory.
+_MAX_TMPDIR_BYTES: Final = 90
 
 
 def unsupported_reason(
@@ -138,41 +172,57 @@ def unsupported_reason(
     *,
     shares_devices: bool = True,
 ) -> str:
-    """Return why the ranks of a group cannot use symmetric memory, the same text on all of them, or "".
+    """Return the reason why the ranks of a group cannot use symmetric memory, or "".
 
-    Every rank of the group calls this at the same place. ``local_reason`` tells why this process cannot use it, by
-    default :func:`kernels_unsupported_reason`; ``shares_devices`` whether ranks may have one GPU together.
+    The reason is the same on all ranks. All ranks of the group call this at the same place.
+
+    Args:
+        group: The process group.
+        device: The device of this rank.
+        local_reason: Returns the reason why this process cannot use it, or "". Default:
+            :func:`kernels_unsupported_reason`.
+        shares_devices: Whether several ranks may use one GPU. Default: True.
     """
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    facts = {"host": identify_host(), "place": _place(), "before": str(rendezvous_count), "uuid": uuid}
+    facts = {
+        "host": identify_host(),
+        "place": _identify_socket_place(),
+        "before": str(rendezvous_count),
+        "uuid": uuid,
+    }
     reason = (local_reason or kernels_unsupported_reason)(device)
     found = gather_values(group, "symmetric memory: places", facts | {"reason": reason})
     reasons = [
         (dist.get_global_rank(group, rank), reason)
-        for rank, told in enumerate(found)
-        for reason in (told["reason"], _elsewhere(told, found[0]))
+        for rank, rank_facts in enumerate(found)
+        for reason in (rank_facts["reason"], _explain_other_place(rank_facts, found[0]))
     ]
     if group.size() > MOST_RANKS:
         return f"{group.size()} ranks, and kernels are made for {MOST_RANKS} at most"
-    uuids = [told["uuid"] for told in found]
-    return join_messages(reasons) or ("" if shares_devices else _shared(group, uuids)) or _without_access(uuids)
+    uuids = [rank_facts["uuid"] for rank_facts in found]
+    return (
+        join_messages(reasons)
+        or ("" if shares_devices else _explain_shared_devices(group, uuids))
+        or _explain_missing_access(uuids)
+    )
 
 
 def memory_unsupported_reason(device: torch.device) -> str:
-    """Return why this process cannot use symmetric memory at all, or ""."""
+    """Return the reason why this process cannot use symmetric memory, or ""."""
     if device.type != "cuda":
         return f"tensors are on {device.type}, not on CUDA devices"
     if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
         return "this build of torch has no symmetric memory"
-    if len(os.fsencode(_folder())) > _LONGEST:
+    if len(os.fsencode(_find_tmpdir())) > _MAX_TMPDIR_BYTES:
         return (
-            f"TMPDIR has more than {_LONGEST} characters, with which torch cannot name its sockets: set a shorter one"
+            f"TMPDIR has more than {_MAX_TMPDIR_BYTES} characters, too many for the names of "
+            "torch's sockets: set a shorter TMPDIR"
         )
     return ""
 
 
 def kernels_unsupported_reason(device: torch.device) -> str:
-    """Return why this process cannot use kernels on symmetric memory, or ""."""
+    """Return the reason why this process cannot run kernels on symmetric memory, or ""."""
     if reason := memory_unsupported_reason(device):
         return reason
     capability = torch.cuda.get_device_capability(device)
@@ -183,7 +233,7 @@ def kernels_unsupported_reason(device: torch.device) -> str:
 
 @functools.cache
 def triton_unavailable_reason() -> str:
-    """Return why Triton's kernels cannot run in this process, with the remedy, or ""."""
+    """Return the reason why Triton cannot run kernels here, with the remedy, or ""."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton, in the version that this torch names"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -193,31 +243,33 @@ def triton_unavailable_reason() -> str:
     return ""
 
 
-def _elsewhere(told: dict[str, str], first: dict[str, str]) -> str:
+def _explain_other_place(facts: dict[str, str], first: dict[str, str]) -> str:
     """Return the reason why a rank and rank 0 cannot share memory, or ""."""
-    if told["host"] != first["host"]:
+    if facts["host"] != first["host"]:
         return "it runs on another host than rank 0"
-    if told["place"] != first["place"]:
+    if facts["place"] != first["place"]:
         return "it runs in another container than rank 0, or with another TMPDIR"
-    differs = told["before"] != first["before"]
-    return "it has shared memory another number of times than rank 0, in other groups" if differs else ""
+    if facts["before"] != first["before"]:
+        return "it has shared memory another number of times than rank 0, in other groups"
+    return ""
 
 
-def _folder() -> str:
-    return next((os.environ[name] for name in _TEMPORARY if name in os.environ), "/tmp")
+def _find_tmpdir() -> str:
+    return next((os.environ[name] for name in _TMPDIR_VARIABLES if name in os.environ), "/tmp")
 
 
-def _place() -> str:
-    """Return an identifier of the place where torch's sockets are."""
-    folder = _folder()
+def _identify_socket_place() -> str:
+    """Return an identifier of the namespace of process ids and the directory of torch's sockets."""
+    folder = _find_tmpdir()
+    # Containers may have equal paths, so the inode identifies the directory.
     namespace = Path("/proc/self/ns/pid")
     found = os.stat(folder) if os.path.isdir(folder) else None
     inode = f"{found.st_dev}:{found.st_ino}" if found is not None else ""
     return f"{os.readlink(namespace) if namespace.exists() else ''} {folder} {inode}"
 
 
-def _shared(group: dist.ProcessGroup, uuids: list[str]) -> str:
-    """Return which ranks have one device together, or ""."""
+def _explain_shared_devices(group: dist.ProcessGroup, uuids: list[str]) -> str:
+    """Return the ranks that share a GPU, as a reason, or ""."""
     for uuid in dict.fromkeys(uuids):
         ranks = [str(dist.get_global_rank(group, rank)) for rank, own in enumerate(uuids) if own == uuid]
         if len(ranks) > 1 and uuid:
@@ -225,123 +277,175 @@ def _shared(group: dist.ProcessGroup, uuids: list[str]) -> str:
     return ""
 
 
-def _without_access(uuids: list[str]) -> str:
-    """Return which devices cannot reach each other, among those that this process sees."""
-    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    for one in uuids:
-        for other in uuids:
-            if one == other or one not in seen or other not in seen:
+def _explain_missing_access(uuids: list[str]) -> str:
+    """Return two visible devices that cannot reach each other, as a reason, or ""."""
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    for reader in uuids:
+        for owner in uuids:
+            # This process cannot query devices that it does not see.
+            if reader == owner or reader not in visible or owner not in visible:
                 continue
-            if not torch.cuda.can_device_access_peer(seen[one], seen[other]):
-                return f"GPU {one} cannot reach the memory of GPU {other}"
+            if not torch.cuda.can_device_access_peer(visible[reader], visible[owner]):
+                return f"GPU {reader} cannot reach the memory of GPU {owner}"
     return ""
 
 
-HEADER: Final = 1024  # bytes of signals in front of the halves
-_GRAIN: Final = 2 * 1024 * 1024  # bytes: the smallest unit that devices map
-_STATE: Final = 8
+#: Bytes of signals before the halves.
+HEADER: Final = 1024
+# The smallest number of bytes that devices map.
+_GRAIN: Final = 2 * 1024 * 1024
+# Numbers in `Workspace.state`.
+_STATE_NUMEL: Final = 8
 _MIN_COUNTS: Final = 16384
 
 
 class Scratch:
-    """Scratch memory for kernels of one device that never run at the same time; for ``triton.set_allocator``."""
+    """Scratch memory for kernels of one device that never run concurrently.
+
+    It is an allocator for ``triton.set_allocator``.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._made: list[Tensor] = []
+        # All allocations, the largest last. Streams or graphs may still use the smaller ones.
+        self._allocations: list[Tensor] = []
         self._size = 0
 
     def __call__(self, size: int, alignment: int, stream: int | None) -> Tensor:
-        """Return memory for a kernel on a stream; torch's allocations are aligned well enough for any alignment."""
+        """Return memory for a kernel on a stream.
+
+        The allocations of torch satisfy any alignment that Triton requests.
+        """
         if size <= self._size:
-            return self._made[-1]
+            return self._allocations[-1]
         with outside_modes():
-            made = torch.empty(size, dtype=torch.int8, device=self._device)
+            scratch = torch.empty(size, dtype=torch.int8, device=self._device)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return made  # it belongs to the graph
-        self._made.append(made)  # smaller ones may still be in use, by any stream or graph
+            # The memory belongs to the graph, so no other kernel may use it.
+            return scratch
+        self._allocations.append(scratch)
         self._size = size
-        return made
+        return scratch
 
 
 class Workspace:
-    """The symmetric memory of one group, which operators use in turn; see [Note: sequence numbers].
+    """The symmetric memory of one group, which operators use sequentially.
 
-    ``make_memory`` makes the memory, as :func:`allocate` does. ``peers`` are the addresses of all ranks' memory,
-    int64, ``[world]``. ``state`` is the number of the next operator and counts of programs, int64; only this rank's
-    kernels see it.
+    See [Note: sequence numbers].
+
+    Attributes:
+        group: The process group.
+        device: The device of the memory.
+        world: Number of ranks.
+        rank: The rank of this process in the group.
+        half_bytes: The bytes of a half of the buffer.
+        peers: The addresses of all ranks' memory, int64, ``[world]``.
+        state: The number of the next operator and counts of programs, int64. Only the kernels of
+            this rank see it.
+        counts: Counts of arrived tiles, int32. Only the kernels of this rank see them.
+        kept: Values of operators, by key, which are dropped if sizes or addresses change.
+        scratch: Allocates memory for the descriptors of kernels.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, make_memory: Allocate | None = None) -> None:
-        self.group, self.device, self.world, self.rank = group, device, group.size(), group.rank()
+        """Prepare a workspace without memory.
+
+        Args:
+            group: The process group.
+            device: The device of the memory.
+            make_memory: Allocates the memory. Default: :func:`allocate`.
+        """
+        self.group = group
+        self.device = device
+        self.world = group.size()
+        self.rank = group.rank()
         self._allocate = make_memory or allocate
         self.half_bytes = 0
         with outside_modes():
-            self.peers = self.state = torch.empty(0, dtype=torch.int64, device=device)
-            # Counts of arrived tiles, int32; only this rank's kernels see them.
+            self.peers = torch.empty(0, dtype=torch.int64, device=device)
+            self.state = self.peers
             self.counts = torch.empty(0, dtype=torch.int32, device=device)
-        self.kept: dict[Any, Any] = {}  # what operators keep, by key, while sizes and addresses stay the same
-        self.scratch = Scratch(device)  # makes memory for descriptors of its kernels
+        self.kept: dict[Any, Any] = {}
+        self.scratch = Scratch(device)
         self._memory: Memory | None = None
-        self._captured = False
+        # Whether a graph has captured the present memory.
+        self._is_captured = False
+        # Memory that was replaced after a graph had captured it.
         self._outgrown: list[tuple[Memory | None, Tensor, Tensor, Tensor]] = []
 
     def begin_operator(self, half_bytes: int, counts: int) -> bool:
         """Prepare for an operator on the current stream; all ranks call this with the same sizes.
 
-        Returns whether it can run: memory for all ranks cannot be made under graph capture.
+        Args:
+            half_bytes: The bytes of a half that the operator needs.
+            counts: The number of counts that it needs.
+
+        Returns:
+            Whether the operator can run. During the capture of a graph, memory for all ranks cannot
+            be allocated.
         """
         capturing = is_capturing(self.device)
         if half_bytes > self.half_bytes or counts > self.counts.numel():
             if capturing:
                 return False
             self._grow(half_bytes, counts)
-        self._captured |= capturing
+        self._is_captured |= capturing
         take_turn(self.device, capturing)
         return True
 
     def _grow(self, half_bytes: int, counts: int) -> None:
-        """Replace the memory on all ranks at once, after the operators in flight.
+        """Replace the memory on all ranks together, after the operators in flight.
 
-        Memory that a graph has captured stays, with signals of its own, for as long as the group lives.
+        Memory that a graph has captured remains, with its own signals, while the group exists.
         """
-        kept = (self._memory, self.peers, self.state, self.counts)
-        if self._captured:
-            self._outgrown.append(kept)
+        # The replaced memory exists until the end of this method at least.
+        old = (self._memory, self.peers, self.state, self.counts)
+        if self._is_captured:
+            self._outgrown.append(old)
         self.kept.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.half_bytes = max(-(-half_bytes // _GRAIN) * _GRAIN, self.half_bytes)
         size = HEADER + 2 * self.half_bytes
+        # Signals begin at zero, and no peer may write one before.
         self._memory = self._allocate(size, self.group, self.device, lambda own: own[:HEADER].zero_())
-        # They take few bytes, and too few mean that all memory is made again.
-        count = max(1 << (max(counts, self.counts.shape[0]) - 1).bit_length(), _MIN_COUNTS)
+        # Counts take few bytes, and too few counts would mean that all memory is replaced.
+        count = max(1 << (max(counts, len(self.counts)) - 1).bit_length(), _MIN_COUNTS)
         with outside_modes():
             self.peers = torch.tensor(self._memory.addresses, dtype=torch.int64, device=self.device)
-            self.state = torch.zeros(_STATE, dtype=torch.int64, device=self.device)
+            self.state = torch.zeros(_STATE_NUMEL, dtype=torch.int64, device=self.device)
+            # The signals of no operator are zero, so the first operator has number 1.
             self.state[0] = 1
             self.counts = torch.zeros(count, dtype=torch.int32, device=self.device)
-        self._captured = False
+        self._is_captured = False
 
 
+# The last stream that launched such kernels, with its handle, by device and whether it captures.
 _last: dict[tuple[int | None, bool], tuple[int, torch.cuda.Stream]] = {}
 
 
 def take_turn(device: torch.device, capturing: bool) -> None:
-    """Make the current stream wait for the kernels that were launched before on other streams.
+    """Let the current stream wait for the kernels that other streams have launched before.
 
-    [Note: one at a time] A kernel that fills a device and waits for its peers deadlocks if one of them is queued behind
-    another such kernel that waits in turn. Hosts launch these kernels in the same order on all ranks, so every device
-    runs them in launch order, whatever their streams and groups. Inside a CUDA graph they are ordered among themselves;
-    a replay is ordered against other streams by the script, as for any graph.
+    [Note: one at a time] A kernel that fills a device and waits for its peers deadlocks if one of
+    them is queued after another such kernel, which waits in turn. So every device runs these
+    kernels in launch order, whatever their streams and groups, and hosts launch them in the same
+    order on all ranks. Inside a CUDA graph they are ordered among themselves. The script orders a
+    replay against other streams, as for any graph.
+
+    Args:
+        device: The device.
+        capturing: Whether the current stream is being captured.
     """
     if device.type != "cuda":
         return
-    handle = torch._C._cuda_getCurrentRawStream(device.index)  # much faster than making a stream object
+    # This call is much faster than the creation of a stream object.
+    handle = torch._C._cuda_getCurrentRawStream(device.index)
     before = _last.get((device.index, capturing))
     if before is not None and before[0] == handle:
         return
     current = torch.cuda.current_stream(device)
+    # A stream that is being captured cannot wait for a stream outside of the capture.
     if before is not None and (not capturing or _is_capturing(before[1])):
         current.wait_stream(before[1])
     _last[device.index, capturing] = handle, current
@@ -353,5 +457,8 @@ def _is_capturing(stream: torch.cuda.Stream) -> bool:
 
 
 def get_workspace(group: dist.ProcessGroup, device: torch.device) -> Workspace:
-    """Return the workspace of a group on a device; made once, and dropped when the group is destroyed."""
+    """Return the workspace of a group on a device, created by the first call.
+
+    It is dropped when the group is destroyed.
+    """
     return group_state(group).get_or_create((Workspace, device), lambda: Workspace(group, device), keeps_group=True)

@@ -1,1 +1,1 @@
-"""Shards, lazy tensors, pending parameters, and the use of a tensor's memory."""
+"""Shards, lazy tensors, pending parameters, and the users of a tensor's memory."""

@@ -1,16 +1,17 @@
-"""Tensors whose content is elsewhere until they are read: full shape, no memory.
+"""Tensors of full shape without memory, whose content is fetched when they are read.
 
-Functions that ask a tensor for its metadata, not for its elements, are in :data:`METADATA`.
+:data:`METADATA` holds the functions that read a tensor's metadata and none of its elements.
 """
 
 from __future__ import annotations
 
+import abc
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,86 +20,97 @@ from ovpatch.overlap.comm.lifetimes import outside_modes, outside_user_modes, re
 from ovpatch.overlap.tensors.shard import compute_contiguous_strides
 from ovpatch.overlap.tensors.tensor_memory import is_dense
 
-_READ: Final = """
-    shape ndim dtype device layout names name is_leaf grad_fn output_nr itemsize nbytes retains_grad _version _cdata
-    is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr
-    is_vulkan is_xla is_xpu
+# Attributes of Tensor that scripts only read.
+_READ_ATTRIBUTES: Final = """
+    shape ndim dtype device layout names name is_leaf grad_fn output_nr itemsize nbytes retains_grad
+    _version _cdata is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested
+    is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu
 """
 
-_READ_AND_WRITTEN: Final = "grad requires_grad grad_dtype _backward_hooks _post_accumulate_grad_hooks"
+# Attributes that scripts also set or delete.
+_WRITTEN_ATTRIBUTES: Final = """
+    grad requires_grad grad_dtype _backward_hooks _post_accumulate_grad_hooks
+"""
 
 _METHODS: Final = """
-    size dim ndimension numel nelement element_size stride storage_offset get_device is_contiguous dim_order __len__
-    __hash__ is_floating_point is_complex is_signed is_inference is_conj is_neg is_same_size has_names _is_view
-    requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad
+    size dim ndimension numel nelement element_size stride storage_offset get_device is_contiguous
+    dim_order __len__ __hash__ is_floating_point is_complex is_signed is_inference is_conj is_neg
+    is_same_size has_names _is_view requires_grad_ register_hook
+    register_post_accumulate_grad_hook retain_grad
 """
 
-_FUNCTIONS: Final = "is_floating_point is_complex is_signed is_inference is_conj is_neg numel is_same_size get_device"
+_FUNCTIONS: Final = """
+    is_floating_point is_complex is_signed is_inference is_conj is_neg numel is_same_size get_device
+"""
 
 
-def _metadata() -> frozenset[Any]:
-    written = _existing(Tensor, _READ_AND_WRITTEN)
-    found = [attribute.__get__ for attribute in (*_existing(Tensor, _READ), *written)]
-    found += [getattr(attribute, how) for attribute in written for how in ("__set__", "__delete__")]
-    return frozenset([*found, *_existing(Tensor, _METHODS), *_existing(torch, _FUNCTIONS)])
+def _collect_metadata_functions() -> frozenset[Any]:
+    written = _get_existing(Tensor, _WRITTEN_ATTRIBUTES)
+    read = _get_existing(Tensor, _READ_ATTRIBUTES)
+    found = [attribute.__get__ for attribute in (*read, *written)]
+    found += [getattr(attribute, access) for attribute in written for access in ("__set__", "__delete__")]
+    return frozenset([*found, *_get_existing(Tensor, _METHODS), *_get_existing(torch, _FUNCTIONS)])
 
 
-def _existing(owner: Any, names: str) -> list[Any]:
+def _get_existing(owner: Any, names: str) -> list[Any]:
     """Return the attributes that this version of torch has."""
     return [getattr(owner, name) for name in names.split() if hasattr(owner, name)]
 
 
-#: The functions that may be called on a parameter whose values are not there yet.
-METADATA: Final = _metadata()
+#: The functions that may run on a tensor whose content has not arrived.
+METADATA: Final = _collect_metadata_functions()
 
 
-def leaves(values: Any) -> Iterator[Any]:
-    """Yield what is in tuples, lists and the values of mappings, at any depth; ``values`` itself if it is none."""
+def iterate_leaves(values: Any) -> Iterator[Any]:
+    """Yield the values in nested tuples, lists and mappings, or ``values`` if it is none."""
     if isinstance(values, (tuple, list)):
         for value in values:
-            yield from leaves(value)
+            yield from iterate_leaves(value)
     elif isinstance(values, Mapping):
         for value in values.values():
-            yield from leaves(value)
+            yield from iterate_leaves(value)
     else:
         yield values
 
 
-class LazySource(Protocol):
-    """Where the content of lazy tensors comes from."""
+class LazySource(abc.ABC):
+    """The origin of the content of lazy tensors."""
 
-    def fetch(self, tensors: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
-        """Return the contents: of the lazy tensors' shapes, dtypes and devices, in new memory.
+    def reading(self) -> AbstractContextManager[None]:
+        """Return the context in which :meth:`fetch` runs; none by default.
+
+        A source that needs a lock while it fetches returns it here, because it must be acquired
+        before the lock of all lazy tensors.
+        """
+        return nullcontext()
+
+    @abc.abstractmethod
+    def fetch(self, tensors: Sequence[LazyTensor], *, counts_as_read: bool) -> list[Tensor]:
+        """Return the contents, in new memory, with the shapes, dtypes and devices of ``tensors``.
 
         Args:
             tensors: The lazy tensors.
-            noticed: Whether the source is to take this for a read by the script.
+            counts_as_read: Whether the script reads the tensors. If false, an observer does, and
+                the source must not change its behavior because of it.
         """
 
 
-@runtime_checkable
-class GuardedLazySource(LazySource, Protocol):
-    """A source that needs other locks while it fetches, which are taken before that of lazy tensors."""
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Return a context to fetch in."""
-
-
-class LostSource:
-    """The source of lazy tensors whose content is gone: every read is an error."""
+class LostSource(LazySource):
+    """The source of lazy tensors whose content no longer exists: each read is an error."""
 
     def __init__(self, message: str, cause: Exception | None = None) -> None:
-        self._message, self._cause = message, cause
+        self._message = message
+        self._cause = cause
 
-    def fetch(self, tensors: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, tensors: Sequence[LazyTensor], *, counts_as_read: bool) -> list[Tensor]:
         """Raise the error."""
-        del tensors, noticed
+        del tensors, counts_as_read
         raise RuntimeError(self._message) from self._cause
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A dense tensor without its content."""
+    """The metadata of a dense tensor."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -107,33 +119,39 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
-        """Return a tensor's metadata; of one that is not dense, that of a contiguous copy."""
+        """Return the metadata of a tensor, or of its contiguous copy if it is not dense."""
         strides = tensor.stride() if is_dense(tensor) else compute_contiguous_strides(tensor.shape)
         return cls(tensor.shape, strides, tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
-        """Return such a tensor on the CPU, in new memory."""
+        """Return an uninitialized tensor like this on the CPU."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor without content; made by :func:`make_lazy_` and :func:`make_lazy`.
+    """A tensor without content, created by :func:`make_lazy_` or :func:`make_lazy`.
 
-    [Note: a tensor's life] A parameter and its gradient begin as the *original* tensors of the script. A reduce-scatter
-    leaves each rank its shard of the gradient (memory.py): it is *sharded*, ``p.grad`` is a *lazy gradient*, of this
-    class. ``optimizer.step`` works on the shards of parameter, gradient and state. The parameter's shard is then the
-    *all-gather input*, its own memory the *all-gather output*, and it is pending until the first read
-    (pending_param.py). After that it is *unsharded*: the original again. The tensors of the optimizer's state are lazy
-    between steps. A read of a lazy tensor materializes it from the shards of all ranks.
+    [Note: a tensor's life] A parameter and its gradient begin as the *original* tensors of the
+    script. A reduce-scatter leaves each rank its *shard* of the gradient, and ``p.grad`` becomes a
+    *lazy gradient* of this class. ``optimizer.step`` runs on the shards of parameter, gradient and
+    state. The parameter's shard is then the *all-gather input* and the memory of the parameter the
+    *all-gather output*. The parameter is *pending* (pending_param.py) until its first read, and is
+    then *unsharded*: the original again. Tensors of optimizer state are lazy between steps.
 
-    [Note: lazy by class] A lazy tensor is one zero, expanded to the full shape, whose class says that the content is
-    elsewhere. Functions that ask for shape or kind pass ``__torch_function__``; all others first put the content in
-    place (``tensor.data``) and the class back. The object stays the same wherever the script holds it. C++ code that
-    does not ask the class meets a tensor of stride 0, into which torch refuses to write.
+    [Note: lazy by class] The data of a lazy tensor is one zero, expanded to the full shape, and its
+    class shows that the content is elsewhere. Functions that read the shape or kind pass
+    ``__torch_function__``. Before any other function runs, the content is assigned to
+    ``tensor.data``, and the class becomes ``Tensor`` again. The object stays the same wherever the
+    script holds it. C++ code that ignores the class finds strides of 0, and torch refuses to write
+    into such a tensor.
+
+    Attributes:
+        source: Fetches the content.
+        key: Identifies the tensor to its source.
     """
 
-    source: LazySource  # where its content comes from
-    key: Any  # what the source knows it by
+    source: LazySource
+    key: Any
 
     @classmethod
     def __torch_function__(
@@ -143,14 +161,15 @@ class LazyTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Materialize the lazy tensors among the arguments, unless ``func`` asks for shape or kind; then call it."""
+        """Call ``func``. Materialize the lazy arguments first, unless it only reads their kind."""
         kwargs = kwargs or {}
-        if func in _ABOUT_KIND:
+        if func in _KIND_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        found = dict.fromkeys(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, LazyTensor))
+        found = dict.fromkeys(leaf for leaf in iterate_leaves((args, kwargs)) if isinstance(leaf, LazyTensor))
         # A dispatch mode decides whether its call writes: that of fake tensors does not.
-        if func in _ZEROING and not torch._C._len_torch_dispatch_stack():
+        if func in _ZEROING_FUNCTIONS and not torch._C._len_torch_dispatch_stack():
+            # No content has to be fetched for it.
             for tensor in found:
                 _fill_with_zeros(tensor)
         else:
@@ -158,134 +177,167 @@ class LazyTensor(torch.Tensor):
         return func(*args, **kwargs)
 
 
+# Held while any tensor changes between lazy and plain, so that no two threads fetch one content.
 _lock = threading.RLock()
 reset_after_fork(sys.modules[__name__], "_lock", threading.RLock)
 
 
 def materialize(tensors: Iterable[Tensor | None]) -> None:
-    """Put the content of all lazy tensors among these in place, fetched together where the source is the same."""
-    lazy_ones = [tensor for tensor in tensors if isinstance(tensor, LazyTensor)]
+    """Fetch the content of the lazy tensors among ``tensors``, by one call per source."""
+    lazy_tensors = [tensor for tensor in tensors if isinstance(tensor, LazyTensor)]
     with ExitStack() as guards:
-        for source in {id(source): source for source, _ in map(get_source, lazy_ones)}.values():
-            if isinstance(source, GuardedLazySource):
+        # Locks of sources come before the lock of lazy tensors on every path, so that two readers
+        # cannot wait for each other.
+        for source in {id(source): source for source, _ in map(get_source, lazy_tensors)}.values():
+            if source is not None:
                 guards.enter_context(source.reading())
-        _materialize(lazy_ones)
+        _materialize(lazy_tensors)
 
 
 def _materialize(tensors: Sequence[Tensor]) -> None:
     with _lock, outside_user_modes():
-        by_source: dict[int, list[LazyTensor]] = {}
+        tensors_by_source: dict[int, list[LazyTensor]] = {}
         for tensor in tensors:
-            if isinstance(tensor, LazyTensor):  # still, now that the lock is held
-                if "source" not in vars(tensor):  # this process was forked while another thread filled it
+            # Another thread may have filled the tensor before this one acquired the lock.
+            if isinstance(tensor, LazyTensor):
+                if "source" not in vars(tensor):
+                    # This process was forked while another thread filled the tensor. The content is
+                    # in place, and only the class has not changed yet.
                     tensor.__class__ = torch.Tensor  # type: ignore[assignment]
                     continue
-                by_source.setdefault(id(tensor.source), []).append(tensor)
-        for lazy in by_source.values():
-            for tensor, content in zip(lazy, lazy[0].source.fetch(lazy, noticed=True), strict=True):
+                tensors_by_source.setdefault(id(tensor.source), []).append(tensor)
+        for lazy in tensors_by_source.values():
+            contents = lazy[0].source.fetch(lazy, counts_as_read=True)
+            for tensor, content in zip(lazy, contents, strict=True):
                 fill(tensor, content)
 
 
 def peek(tensor: Tensor) -> Tensor:
-    """Return a tensor's content and change nothing: for observers, whose reads are not the script's."""
+    """Return a tensor's content and change nothing.
+
+    This is for observers, since their reads must not count as the script's.
+    """
     if not isinstance(tensor, LazyTensor):
         return tensor
     with _lock, outside_user_modes():
-        return tensor.source.fetch([tensor], noticed=False)[0] if isinstance(tensor, LazyTensor) else tensor
+        # Another thread may have filled the tensor before this one acquired the lock.
+        is_unread = isinstance(tensor, LazyTensor)
+        return tensor.source.fetch([tensor], counts_as_read=False)[0] if is_unread else tensor
 
 
 def make_lazy(like: Tensor | TensorMeta, source: LazySource, key: Any, *, own: bool = False) -> LazyTensor:
     """Return a new lazy tensor of the shape, dtype and device of ``like``.
 
     Args:
-        like: What it shows.
-        source: Where its content comes from.
-        key: The source's key of it.
-        own: Give it a storage of its own: compilers refuse tensors that share one and are written to.
+        like: A tensor, or its metadata.
+        source: Fetches the content.
+        key: Identifies the tensor to its source.
+        own: If true, the tensor gets its own storage. Compilers refuse tensors that share a storage
+            and are written to. Default: False.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        tensor = _expanded_zero(like.shape, like.dtype, like.device, own=own)
+        tensor = _make_expanded_zero(like.shape, like.dtype, like.device, own=own)
     return _mark_lazy(tensor, source, key)
 
 
 def make_lazy_(tensor: Tensor, source: LazySource, key: Any) -> LazyTensor:
-    """Make a plain tensor lazy, with a storage of its own, and free its memory; the object stays the same."""
-    tensor.data = _expanded_zero(tensor.shape, tensor.dtype, tensor.device, own=True)
+    """Make a plain tensor lazy in place, with its own storage, and free its memory."""
+    tensor.data = _make_expanded_zero(tensor.shape, tensor.dtype, tensor.device, own=True)
     return _mark_lazy(tensor, source, key)
 
 
 def make_lazy_from(tensor: Tensor, zero: Tensor, source: LazySource, key: Any) -> None:
-    """Make a plain tensor lazy and free its memory, with one of :func:`expand_zeros` in its place."""
-    tensor.data = zero  # its memory alone
+    """Make a plain tensor lazy in place, and free its memory.
+
+    Args:
+        tensor: The tensor. It keeps its attributes and its autograd state.
+        zero: A tensor of the same shape from :func:`expand_zeros`, whose memory it takes.
+        source: Fetches the content.
+        key: Identifies the tensor to its source.
+    """
+    tensor.data = zero
+    # The attributes come before the class, see `_mark_lazy`. Each gradient of a step passes here,
+    # so this function makes no further calls.
     attributes = tensor.__dict__
-    attributes["source"], attributes["key"] = source, key
+    attributes["source"] = source
+    attributes["key"] = key
     tensor.__class__ = LazyTensor
 
 
 def expand_zeros(likes: Iterable[Tensor]) -> list[Tensor]:
-    """Return a zero expanded to the shape of each of some tensors; one of the same kind is the same object."""
+    """Return a zero expanded to the shape of each tensor; equal kinds share one object."""
     kinds = [(like.shape, like.dtype, like.device) for like in likes]
-    made = {kind: _expanded_zero(*kind) for kind in dict.fromkeys(kinds)}
-    return [made[kind] for kind in kinds]
+    zeros_by_kind = {kind: _make_expanded_zero(*kind) for kind in dict.fromkeys(kinds)}
+    return [zeros_by_kind[kind] for kind in kinds]
 
 
 def get_source(tensor: Tensor | None) -> tuple[LazySource | None, Any]:
-    """Return a lazy tensor's source and key, without the lock; None for other tensors."""
+    """Return the source and key of a lazy tensor, without the lock. Both are None for others."""
     if not isinstance(tensor, LazyTensor):
         return None, None
-    known = vars(tensor)  # empty if another thread fills it in at this moment
-    return known.get("source"), known.get("key")
+    # The dictionary is empty if another thread fills the tensor at this moment.
+    attributes = vars(tensor)
+    return attributes.get("source"), attributes.get("key")
 
 
 def set_source(tensor: Tensor | None, source: LazySource, key: Any) -> TypeGuard[LazyTensor]:
-    """Let the content of a lazy tensor come from elsewhere; return false if it has been materialized by now."""
+    """Replace the source of a lazy tensor; return false if it has been materialized already."""
     with _lock:
-        unread = isinstance(tensor, LazyTensor)
-        if unread:
+        is_unread = isinstance(tensor, LazyTensor)
+        if is_unread:
             vars(tensor).update(source=source, key=key)
-        return unread
+        return is_unread
 
 
 def _mark_lazy(tensor: Tensor, source: LazySource, key: Any) -> LazyTensor:
-    vars(tensor).update(source=source, key=key)  # first: another thread looks at the class without the lock
+    # The attributes come first, since another thread reads the class without the lock.
+    vars(tensor).update(source=source, key=key)
     tensor.__class__ = LazyTensor
     assert isinstance(tensor, LazyTensor)
     return tensor
 
 
-def _expanded_zero(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, own: bool = False) -> Tensor:
-    # With gradients on: autograd refuses writes to views that were made without, if another input has a graph.
+def _make_expanded_zero(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, own: bool = False) -> Tensor:
+    # Gradients are enabled because autograd refuses writes to views that were created without, if
+    # another input of the write has a graph.
     with outside_modes(), torch.enable_grad():
         if own:
             return torch.zeros((), dtype=dtype, device=device).expand(shape).detach()
         kind = (dtype, device)
         if kind not in _zeros:
             _zeros[kind] = torch.zeros((), dtype=dtype, device=device)
-        return _zeros[kind].detach().expand(shape)  # a tensor of its own: what a graph does to it stays there
+        # Each caller gets its own tensor object. A graph that one of them joins affects no other.
+        return _zeros[kind].detach().expand(shape)
 
 
+# One zero per dtype and device, which the lazy tensors without own storage share.
 _zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def _fill_with_zeros(tensor: LazyTensor) -> None:
     with _lock, outside_modes():
-        if isinstance(tensor, LazyTensor):  # still, now that the lock is held
-            fill(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device))
+        # Another thread may have filled the tensor before this one acquired the lock.
+        if isinstance(tensor, LazyTensor):
+            content = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            fill(tensor, content)
 
 
 def fill(tensor: LazyTensor, content: Tensor) -> None:
-    """Put a lazy tensor's content in place; sources may call this for others while they fetch."""
+    """Give a lazy tensor its content. A source may call this for additional tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor.data = content
         del tensor.source, tensor.key
-        # Last: another thread looks at the class without the lock.
-        tensor.__class__ = torch.Tensor  # type: ignore[assignment]  # which is narrowed to LazyTensor here
+        # The class changes last, since another thread reads it without the lock. mypy has narrowed
+        # the type to LazyTensor here.
+        tensor.__class__ = torch.Tensor  # type: ignore[assignment]
 
 
-_ABOUT_MEMORY = frozenset(
+_MEMORY_FUNCTIONS = frozenset(
     getattr(torch.Tensor, name)
     for name in ("stride", "storage_offset", "is_contiguous", "dim_order", "_is_view")
     if hasattr(torch.Tensor, name)
 )
-_ABOUT_KIND = METADATA - _ABOUT_MEMORY  # a lazy tensor's memory is not that of its content
-_ZEROING: frozenset[Any] = frozenset([torch.Tensor.zero_, torch.zero_, torch._foreach_zero_])
+# The functions that may run on a lazy tensor. The layout of its memory is not that of its content,
+# so functions about memory must wait for the content.
+_KIND_FUNCTIONS = METADATA - _MEMORY_FUNCTIONS
+_ZEROING_FUNCTIONS: frozenset[Any] = frozenset([torch.Tensor.zero_, torch.zero_, torch._foreach_zero_])

@@ -1,4 +1,4 @@
-"""What several features ask of modules: the dtype of products, delayed weight gradients, streams of random numbers."""
+"""Facts about modules: the dtype of GEMMs, delayed weight gradients, streams of random numbers."""
 
 from __future__ import annotations
 
@@ -13,34 +13,38 @@ from torch import Tensor
 
 
 def autocast_dtype(kind: str, dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype in which a product is computed; None if autocast leaves it alone.
+    """Return the dtype in which a GEMM runs, or None if autocast does not change it.
 
     Args:
-        kind: Type of the device.
-        dtype: Of the input.
+        kind: The type of the device.
+        dtype: The dtype of the input.
     """
+    # torch's autocast does not cast float64 either.
     if not torch.is_autocast_enabled(kind) or dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(kind)
 
 
+#: Returns the gradient of a weight in the weight's class and dtype. Returns None if it has already
+#: added the gradient to ``weight.grad``.
 ComputeGrad: TypeAlias = Callable[[], Tensor | None]
-"""Returns a weight's gradient in its class and dtype, or None if it has been added to the one that is already there."""
 
+#: Name of an attribute that is true in classes of linears that offer their weight gradients to
+#: :data:`DELAYED_WGRAD`.
 DELAYS_WGRAD: Final = "_ovpatch_delays_wgrad"
-"""Attribute of classes of linears that ask; true."""
 
 
 @dataclass
 class DelayedWgrad:
-    """The slot for weight gradients that a linear's backward leaves to another feature, which computes them later.
+    """A slot for weight gradients that a linear's backward leaves to another feature.
 
-    A feature with linears of its own asks the slot for each weight gradient, and leaves out what is taken. A feature
-    that can compute later fills it. An empty slot costs the test for None.
+    A feature with its own linears offers each weight gradient to the slot, and omits the gradients
+    that the slot takes. A feature that can compute gradients later fills the slot. An empty slot
+    costs one test for None.
 
     Attributes:
-        take: Called inside a backward with a weight and what computes its gradient, which keeps its operands; tells
-            whether the caller leaves the gradient out.
+        take: Called inside a backward, with a weight and a function that computes its gradient and
+            holds the operands. Returns whether the caller must omit the gradient.
     """
 
     take: Callable[[Tensor, ComputeGrad], bool] | None = None

@@ -1,7 +1,7 @@
-"""Parameters whose all-gather is in flight: the first read waits for it.
+"""Parameters whose all-gather is in flight, and whose first reader waits for it.
 
-What a parameter's class can see is in [Note: pending by type]. Other readers are wrapped at the one function of torch
-through which they go: :data:`READ_HOOKS`, for a feature to register as patches.
+[Note: pending by type] explains which readers the class of a parameter detects. The functions of
+torch through which the remaining readers pass are in :mod:`.read_hooks`.
 """
 
 from __future__ import annotations
@@ -13,33 +13,36 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ovpatch.overlap.comm.lifetimes import weak_key
-from ovpatch.overlap.tensors.lazy_tensor import METADATA, leaves
-from ovpatch.overlap.tensors.tensor_memory import count_references_of_one, use_count
+from ovpatch.overlap.tensors.lazy_tensor import METADATA, iterate_leaves
+from ovpatch.overlap.tensors.tensor_memory import count_sole_references, use_count
 
-#: By ``id()`` of a pending parameter: a function that returns the tensor of an ``id()``, and the one that waits for its
-#: values. The entry keeps the tensor alive unless the values are lost.
+#: The pending parameters by ``id()``. Each value has a function that returns the parameter of an
+#: ``id()``, and the function that waits for its values. The first one keeps the parameter alive,
+#: unless the values are lost.
 PENDING: dict[int, tuple[Callable[[int], Any], Callable[[], None]]] = {}
 
-#: Owners of a parameter's tensor object without DDP: Python, and the AccumulateGrad node.
-OWNERS = 2
+#: Number of owners of a parameter's tensor object without DDP: Python, and the AccumulateGrad node.
+NUM_OWNERS: Final = 2
 
 
 class PendingParameter(Parameter):
-    """The class of a parameter while its all-gather is in flight.
+    """A parameter while its all-gather is in flight.
 
-    [Note: pending by type] While its memory is partly stale, a parameter has this class; once the values are there, it
-    is a ``torch.nn.Parameter`` again, as after ``UninitializedParameter.materialize``. torch calls
-    ``__torch_function__`` of this class for every function that gets the parameter, from Python or C++, also inside
-    of lists. Functions that ask for metadata only pass; all others wait first. Other tensors cost nothing.
-    :func:`mark_pending` writes the entry in :data:`PENDING` before the class, :func:`mark_ready` deletes it after the
-    class has changed. A reader that sees the class therefore finds the entry, or the parameter is ready by now.
+    [Note: pending by type] While the memory of a parameter is partly stale, the parameter has this
+    class. Once the values have arrived, it is a ``torch.nn.Parameter`` again, as after
+    ``UninitializedParameter.materialize``. torch calls ``__torch_function__`` of this class for
+    every function that receives the parameter, from Python or C++, also inside of lists. Functions
+    that only read metadata pass, and all others wait first. Other tensors cost nothing.
+    :func:`mark_pending` writes to :data:`PENDING` before it sets the class, and :func:`mark_ready`
+    deletes from it after it has reset the class. So a reader that sees the class finds the
+    parameter in :data:`PENDING`, or the parameter is ready by then.
     """
 
     @classmethod
@@ -50,12 +53,13 @@ class PendingParameter(Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Wait for the pending parameters among the arguments, unless ``func`` asks for metadata; then call it."""
+        """Call ``func``, after the pending arguments are ready unless it only reads metadata."""
         kwargs = kwargs or {}
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        # torch says that one of the arguments is pending. If none is found, it is in a container of an unknown type.
+        # torch has found a pending argument. If this search finds none, the parameter is inside of
+        # an unknown container.
         if not wait_for_args((args, kwargs)):
             wait_for_all()
         return func(*args, **kwargs)
@@ -71,54 +75,71 @@ class PendingParameter(Parameter):
         return Parameter.__reduce_ex__(self, protocol)
 
 
-def _reason_of_type(params: Iterable[Tensor]) -> str:
+def _explain_foreign_type(params: Iterable[Tensor]) -> str:
     foreign = {*map(type, params)} - {Parameter}
     return f"it is a {foreign.pop().__name__}" if foreign else ""
 
 
-def _reason_of_memory(params: Iterable[Tensor], aliases: int, owners: int) -> str:
-    references = count_references_of_one() + aliases
-    count_references, count, count_owners = torch._C._storage_Use_Count, sys.getrefcount, use_count
+def _explain_shared_memory(params: Iterable[Tensor], aliases: int, owners: int) -> str:
+    references = count_sole_references() + aliases
+    # One loop with local names, because there may be thousands of parameters.
+    count_references = torch._C._storage_Use_Count
+    count = sys.getrefcount
+    count_owners = use_count
     with torch._C.DisableTorchFunctionSubclass():
-        for param in params:  # one loop, since there may be thousands
+        for param in params:
             storage = param.untyped_storage()
             if count_references(storage._cdata) + count(storage) != references:
                 return "other tensors share its memory"
-            if param.is_cpu and storage.is_shared():  # on other devices this cannot be told
+            # Only storages on the CPU know whether other processes share them.
+            if param.is_cpu and storage.is_shared():
                 return "other processes share its memory"
             if count_owners(param) > owners:
                 return "a graph or a scripted module holds it"
     return ""
 
 
-def mark_pending(params: Sequence[Tensor], wait: Callable[[], None], *, aliases: int = 0, owners: int = OWNERS) -> str:
-    """Make readers of some parameters call ``wait`` first: of all of them, or of none.
+def mark_pending(
+    params: Sequence[Tensor],
+    wait: Callable[[], None],
+    *,
+    aliases: int = 0,
+    owners: int = NUM_OWNERS,
+) -> str:
+    """Make readers of the parameters call ``wait`` first: readers of all parameters, or of none.
 
-    A parameter cannot be pending where its memory can be read without a call that sees its class: through another
-    tensor (a ``detach()``, a view that a live graph keeps, weights that cuDNN flattened), by another process
-    (``share_memory_()``), or from C++ (a scripted module, a graph that is still to run backward).
+    A parameter cannot be pending if its memory can be read without a call that sees its class.
+    Another tensor may read it: a ``detach()``, a view that a live graph keeps, weights that cuDNN
+    flattened. Another process may (``share_memory_()``), or C++: a scripted module, a graph that
+    must still run backward.
 
     Args:
         params: The parameters.
-        wait: Waits for the values and calls :func:`mark_ready`. Several threads may call it, several times, in any
-            mode that a reader can be in.
-        aliases: How many other tensors over each parameter's memory the caller keeps.
-        owners: How many owners each tensor object may have; DDP's C++ reducer is three of them.
+        wait: Waits for the values and calls :func:`mark_ready`. Several threads may call it,
+            repeatedly, in any mode of their reader.
+        aliases: The number of other tensors over each parameter's memory that the caller keeps.
+            Default: 0.
+        owners: The number of owners that each tensor object may have. DDP's C++ reducer counts as
+            three. Default: :data:`NUM_OWNERS`.
 
     Returns:
-        "" if they are pending now, else the reason; then the caller has to wait at once. It is not to be asked a second
-        time: another thread may drop its alias meanwhile.
+        "" if the parameters are pending now, otherwise the reason. Then the caller must wait
+        immediately, and must not try again: another thread may drop its alias in between.
     """
-    _wait_before_forks()
-    if reason := _reason_of_type(params):
+    _register_fork_hook()
+    if reason := _explain_foreign_type(params):
         return reason
     try:
-        _add_entries(params, wait)  # first, see [Note: pending by type]
+        # Before the class, see [Note: pending by type].
+        _add_pending(params, wait)
         for param in params:
             param.__class__ = PendingParameter
-        # Once they are marked: an alias that another thread makes from now on waits.
-        reason = _reason_of_memory(params, aliases, owners)
-    except BaseException:  # a KeyboardInterrupt, too: nothing would wait for them
+        # Aliases are counted after the class is set. An alias that another thread creates later
+        # waits, so the count cannot miss one.
+        reason = _explain_shared_memory(params, aliases, owners)
+    except BaseException:
+        # The caller never learns that the parameters are pending, even after a KeyboardInterrupt,
+        # so no reader could wait for them.
         mark_ready(params)
         raise
     if reason:
@@ -126,43 +147,48 @@ def mark_pending(params: Sequence[Tensor], wait: Callable[[], None], *, aliases:
     return reason
 
 
-def _add_entries(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
-    held = {id(tensor): tensor for tensor in tensors}
-    PENDING.update(dict.fromkeys(held, (held.get, wait)))
+def _add_pending(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
+    tensors_by_id = {id(tensor): tensor for tensor in tensors}
+    PENDING.update(dict.fromkeys(tensors_by_id, (tensors_by_id.get, wait)))
 
 
 def mark_ready(params: Iterable[Tensor]) -> None:
-    """Make parameters plain ones again: their values are there."""
+    """Make the parameters plain again, once their values have arrived."""
     for param in params:
         if type(param) is PendingParameter:
-            param.__class__ = Parameter  # type: ignore[assignment]  # which is narrowed to PendingParameter here
+            # mypy has narrowed the type to PendingParameter here.
+            param.__class__ = Parameter  # type: ignore[assignment]
         PENDING.pop(id(param), None)
 
 
 def mark_lost(params: Iterable[Tensor], wait: Callable[[], None], error: Exception) -> None:
-    """Stop keeping pending parameters alive: their values did not arrive, and their readers get an error.
+    """Stop keeping pending parameters alive whose values did not arrive.
+
+    Their readers get an error.
 
     Args:
-        params: The parameters; those that are not pending are left alone.
-        wait: The bound method that was given to :func:`mark_pending`. It is tried again as long as its object exists.
-        error: Why the values did not arrive.
+        params: The parameters. Those that are not pending stay unchanged.
+        wait: The bound method that :func:`mark_pending` received. Readers call it again while its
+            object exists.
+        error: The reason why the values did not arrive.
     """
-    # Only the text: an error holds the frames that it went through, and they hold the model.
+    # Keep only the text. The error holds the frames that it passed, and they hold the model.
     message = f"ovpatch: the values of this parameter did not arrive after optimizer.step(): {error}"
     method = weakref.WeakMethod(wait)
 
     def wait_or_fail() -> None:
-        again = method()
-        if again is None:
+        retry = method()
+        if retry is None:
             raise RuntimeError(message)
-        again()
+        retry()
 
     for param in params:
         if type(param) is PendingParameter:
-            PENDING[id(param)] = (functools.partial(_find, weak_key(param, PENDING)), wait_or_fail)
+            find = functools.partial(_dereference, weak_key(param, PENDING))
+            PENDING[id(param)] = (find, wait_or_fail)
 
 
-def _find(reference: weakref.ref[Tensor], _key: int) -> Tensor | None:
+def _dereference(reference: weakref.ref[Tensor], _key: int) -> Tensor | None:
     return reference()
 
 
@@ -173,50 +199,61 @@ def is_pending(param: Tensor) -> bool:
 
 def wait_for_param(param: Tensor) -> None:
     """Wait for the values of a parameter if it is pending."""
-    entry = PENDING.get(id(param))
-    if entry is not None and entry[0](id(param)) is param:
-        entry[1]()
+    pending = PENDING.get(id(param))
+    # A lost parameter is referenced weakly, so its id may belong to another tensor by now.
+    if pending is not None and pending[0](id(param)) is param:
+        pending[1]()
 
 
 def wait_for_all() -> None:
-    """Wait for the values of everything that is pending in this process.
+    """Wait for the values of every pending parameter of this process.
 
     Raises:
-        RuntimeError: Some values did not arrive; all others did.
+        RuntimeError: The values of a parameter did not arrive; those of all others did.
     """
     failures = []
     for key, (find, wait) in list(PENDING.items()):
+        # One call waits for a bucket, so it may have made later parameters of this list ready.
         if find(key) is not None and key in PENDING:
             try:
                 wait()
-            except RuntimeError as error:  # of the collective
+            except RuntimeError as error:
+                # The collectives of other buckets must still be completed.
                 failures.append(error)
     if failures:
         raise failures[0]
 
 
 def wait_for_args(values: Any) -> bool:
-    """Wait for the pending parameters in nested tuples, lists and mappings; return whether there were any."""
-    found = [value for value in leaves(values) if type(value) is PendingParameter]
+    """Wait for the pending parameters in nested containers; return whether there were any.
+
+    Args:
+        values: Tuples, lists and mappings of any values.
+    """
+    found = [value for value in iterate_leaves(values) if type(value) is PendingParameter]
     for param in found:
         wait_for_param(param)
     return bool(found)
 
 
 @cache
-def _wait_before_forks() -> None:
-    """Wait before every fork: a child has neither the communicator's threads nor, perhaps, a lock that is free."""
+def _register_fork_hook() -> None:
+    """Wait for all parameters before every fork.
+
+    A child has none of the communicator's threads. A lock that another thread holds during the fork
+    is never released in the child.
+    """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=wait_for_all)
 
 
-def reduce_between_processes(param: Parameter) -> Any:
-    """Return how a parameter travels to another process: ready, as a plain one."""
+def reduce_for_other_process(param: Parameter) -> Any:
+    """Wait, then return the form in which torch sends a plain parameter to another process."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     wait_for_param(param)
     return reduce_tensor(param)
 
 
-# torch registers how tensors travel to other processes by exact type.
-ForkingPickler.register(PendingParameter, reduce_between_processes)
+# torch registers the reductions of tensors by exact type.
+ForkingPickler.register(PendingParameter, reduce_for_other_process)

@@ -1,10 +1,4 @@
-"""A tensor's memory: how it lies there, which of its elements a rank owns, and whether others know it.
-
-Reference counts tell whether others do. A parameter's elements are divided in memory order into equal shards, one per
-rank. A shard depends on the size of the tensor and the number of ranks alone: not on buckets, which are assigned again
-after the first backward, nor on other parameters. So a large gradient is reduced, and a parameter gathered, where it
-lies, without a flat buffer.
-"""
+"""The users of a tensor's memory, found by reference counts, and its layout."""
 
 from __future__ import annotations
 
@@ -18,54 +12,63 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.lifetimes import outside_modes
 
-#: Returns how many owners a tensor object has; all of Python is one.
-use_count: Final[Callable[[Any], int]] = torch.Tensor._use_count  # type: ignore[attr-defined]  # no stub
+#: Returns the number of owners of a tensor object. All references from Python count as one owner.
+use_count: Final[Callable[[Any], int]] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 def count_storage_references(tensor: Tensor) -> int:
-    """Return how many tensors and Python storage objects share this one's memory, plus a constant."""
+    """Return the number of tensors and Python storages over this memory, plus a constant."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 @functools.cache
-def count_references_of_one() -> int:
-    """Return :func:`count_storage_references` of memory that one tensor alone owns.
+def count_sole_references() -> int:
+    """Return :func:`count_storage_references` of memory that only one tensor uses.
 
-    Measured, because the counts that Python and torch add differ between their versions.
+    The number is measured, because the counts that Python and torch add differ between versions.
     """
     with outside_modes():
         return count_storage_references(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
 
-def is_shared(tensor: Tensor) -> bool:
-    """Return whether other processes may read the memory; on other devices than the CPU this cannot be told."""
+def is_in_shared_memory(tensor: Tensor) -> bool:
+    """Return whether other processes may read the memory.
+
+    Only storages on the CPU know it. The result is false for all others.
+    """
     return tensor.is_cpu and tensor.untyped_storage().is_shared()
 
 
-def is_sole_owner(grad: Tensor, given: Tensor | None = None) -> bool:
-    """Return whether the gradient's storage is referenced only through ``param.grad``, so that it may be overwritten.
+def is_sole_owner(grad: Tensor, node_grad: Tensor | None = None) -> bool:
+    """Return whether only ``param.grad`` refers to the gradient's memory, so it may be overwritten.
 
     Args:
-        grad: A parameter's ``grad``.
-        given: In a hook of an AccumulateGrad node, the gradient that the node was given. The node still holds it, which
-            does not count if ``grad`` was made of it.
+        grad: The ``grad`` of a parameter.
+        node_grad: In a hook of an AccumulateGrad node, the gradient that the node received. The
+            node still holds it. If ``grad`` was made of it, this does not count as use. Default:
+            None.
     """
+    # Two parameters have the same tensor, or a DLPack capsule holds it.
     if use_count(grad) != count_grad_owners():
-        return False  # two parameters have the same tensor, or a DLPack capsule holds it
-    held = 0
-    if given is not None and given.layout is torch.strided and given.data_ptr() == grad.data_ptr():
-        held = 1 + _holds_its_base(given)
-    return count_storage_references(grad) == count_references_of_one() + held
+        return False
+    node_references = 0
+    if node_grad is not None and node_grad.layout is torch.strided and node_grad.data_ptr() == grad.data_ptr():
+        # The node's tensor is one reference to the memory. If it is a view, its base is another.
+        node_references = 1 + _is_sole_owner_of_base(node_grad)
+    return count_storage_references(grad) == count_sole_references() + node_references
 
 
 def is_unshared(tensor: Tensor) -> bool:
-    """Return whether this is a plain tensor whose memory is referenced only through this Python object."""
-    return has_sole_object(tensor) and count_storage_references(tensor) == count_references_of_one()
+    """Return whether this is a plain tensor whose memory only this Python object uses."""
+    return has_sole_object(tensor) and count_storage_references(tensor) == count_sole_references()
 
 
 def has_sole_object(tensor: Tensor) -> bool:
-    """Return whether this is a plain tensor that C++ does not hold, so that it may get other memory."""
+    """Return whether this is a plain tensor that C++ does not hold.
+
+    The memory of such a tensor may be replaced.
+    """
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -74,19 +77,20 @@ def has_sole_object(tensor: Tensor) -> bool:
     )
 
 
-def _holds_its_base(view: Tensor) -> bool:
-    """Return whether this is a view, as the gradient of a Linear's weight is, and alone holds its base.
+def _is_sole_owner_of_base(view: Tensor) -> bool:
+    """Return whether this is a view that alone holds its base.
 
-    A base with more owners is the input of another node, which is still to make a gradient of it, or a Function written
-    in Python keeps it.
+    The gradient of a Linear's weight is such a view. A base with more owners has another use:
+    another node receives it and must still compute a gradient from it, or a Function written in
+    Python keeps it.
     """
     base = view._base
-    return base is not None and (use_count(base), sys.getrefcount(base)) == _counts_of_a_base()
+    return base is not None and (use_count(base), sys.getrefcount(base)) == _measure_sole_base()
 
 
 @functools.cache
 def count_grad_owners() -> int:
-    """Return :data:`use_count` of a gradient that only its parameter and one Python object know."""
+    """Return :data:`use_count` of a gradient that only its parameter and one Python object hold."""
     with outside_modes():
         param = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
         param.grad = torch.zeros(1, dtype=torch.float32, device="cpu")
@@ -94,7 +98,8 @@ def count_grad_owners() -> int:
 
 
 @functools.cache
-def _counts_of_a_base() -> tuple[int, int]:
+def _measure_sole_base() -> tuple[int, int]:
+    """Return the counts of a base that only one view holds, with the same references as above."""
     with outside_modes():
         view = torch.zeros(2, dtype=torch.float32, device="cpu").view(2)
         base = view._base
@@ -103,9 +108,12 @@ def _counts_of_a_base() -> tuple[int, int]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the tensor fills its memory range exactly once, in whatever order of dimensions."""
+    """Return whether the tensor fills its memory range exactly once, in any order of dimensions."""
+    # Sorted by stride, the stride of each dimension is the number of elements of all dimensions
+    # before it. Dimensions of size 1 have arbitrary strides.
     expected = 1
-    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dims if size != 1):
         if stride != expected:
             return False
         expected *= size

@@ -28,7 +28,7 @@ from ovpatch.overlap.comm.streams import (
     unwatched_stream,
 )
 from ovpatch.overlap.data_parallel.bucket_assignment import get_layer
-from ovpatch.overlap.data_parallel.grad_bucket import SMALL
+from ovpatch.overlap.data_parallel.grad_bucket import SMALL_NUMEL
 from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_ready
 from ovpatch.overlap.tensors.shard import shard_range, shard_view
 from ovpatch_plugins.dist_optimizer.options import OPTIONS
@@ -176,9 +176,9 @@ class AllGatherBucket:
 
         # - The parameters
         # Small parameters, which are gathered through `_buffer`.
-        self._coalesced = tuple([param for param in params if param.numel() < SMALL])
+        self._coalesced = tuple([param for param in params if param.numel() < SMALL_NUMEL])
         # Large parameters, each of which is gathered in its own memory.
-        self._separate = [param for param in params if param.numel() >= SMALL]
+        self._separate = [param for param in params if param.numel() >= SMALL_NUMEL]
         self._buffer: GatherBuffer | None = None
         # Whether the buffer has shards that are not gathered yet.
         self._is_packed = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -18,23 +18,17 @@ from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock, copy_to_host
 from ovpatch.overlap.tensors.shard import shard_range
 from ovpatch_plugins.dist_optimizer.sharded_bucket import shard_norms
 
-# --- what ranks ask each other for ---
-
-
-_PATIENCE_S = 600.0  # for a peer that is slower in its backward; the caller's own time-out comes first
+# The time in which this rank must reach the version that a faster peer reads. The peer's own
+# timeout is shorter, so it expires first.
+_VERSION_TIMEOUT_S: Final = 600.0
 
 
 class ShardReader:
-    """Sends this rank's shards to the other ranks and pulls theirs.
+    """The server of this rank's gradient shards, and the reader of those on peers.
 
-    [Note: one-sided] The peers' RPC threads reply. It takes no collective, so one rank may pull alone, at any time
-    until the next backward is reduced, which no peer can finish without this rank.
-
-    Args:
-        group: The process group.
-        versions: The versions of the shards.
-        shards: This rank's shards, padded to the same size on all ranks, by index of the parameter.
-        numels: Number of elements of each parameter.
+    [Note: one-sided] The RPC threads of the peers reply. A read is no collective, so one rank may
+    read alone, at any time until the next backward is reduced. No peer can finish that backward
+    without this rank, so the shards stay valid until then.
     """
 
     def __init__(
@@ -44,64 +38,85 @@ class ShardReader:
         shards: Mapping[int, Tensor],
         numels: Sequence[int],
     ) -> None:
-        self._group, self._versions, self._shards, self._numels = group, versions, shards, numels
-        self._keep_alive = FinalReads(group)
+        """Prepare reads; peers cannot call before :meth:`start_serving`.
+
+        Args:
+            group: The process group.
+            versions: The versions of the shards.
+            shards: This rank's shards by index of the parameter, padded to the same size on all
+                ranks. The caller updates this mapping.
+            numels: The number of elements of each parameter.
+        """
+        self._group = group
+        self._versions = versions
+        self._shards = shards
+        self._numels = numels
+        # Keeps the shards until peers have read them for the last time.
+        self._final_reads = FinalReads(group)
+        # The topic of the calls, or "" until this rank serves them.
         self._topic = ""
 
     @property
     def is_serving(self) -> bool:
-        """Whether peers may call."""
+        """True if peers may call."""
         return bool(self._topic)
 
     def start_serving(self, identity: str, examples: Sequence[Tensor]) -> None:
-        """Reply to calls from now on.
+        """Start to reply to calls.
 
         Args:
-            identity: Name of the model, the same on all ranks and no other's in the process group.
-            examples: One tensor for each dtype and device that shards may have.
+            identity: The name of the model. It is the same on all ranks and unique in the group.
+            examples: One tensor for each dtype and device of the shards.
         """
         for tensor in examples:
-            if tensor.is_cuda:  # a kernel that is loaded while a collective runs may have to wait for its end
+            if tensor.is_cuda:
+                # CUDA loads a kernel at its first launch. If a collective runs at that time, the
+                # load may have to wait for its end, so the kernels of norms are loaded here.
                 for order in (2.0, math.inf):
-                    shard_norms([torch.zeros(1, dtype=tensor.dtype, device=tensor.device)], order).tolist()
+                    zero = torch.zeros(1, dtype=tensor.dtype, device=tensor.device)
+                    shard_norms([zero], order).tolist()
         self._topic = f"gradients of {identity}"
         peers = PeerRpc.for_group(self._group)
-        weakref.finalize(self, peers.register(self._topic, weak_method(self._answer)))
+        # The server holds the handler weakly, and forgets the topic with this object.
+        weakref.finalize(self, peers.register(self._topic, weak_method(self._reply)))
 
     def pull_shards(self, indices: Sequence[int]) -> dict[int, list[Tensor]]:
-        """Return the other ranks' shards of some gradients, padded, on the CPU, by rank."""
-        call = self._keep_alive.mark_final({"version": self._versions.version, "indices": list(indices)})
-        answers = PeerRpc.for_group(self._group).call(self._topic, call)
-        return {rank: tensors for rank, (_, tensors) in answers.items()}
+        """Return the padded shards of some gradients from all peers, on the CPU, by rank."""
+        call = self._final_reads.mark_final({"version": self._versions.version, "indices": list(indices)})
+        replies = PeerRpc.for_group(self._group).call(self._topic, call)
+        return {rank: tensors for rank, (_, tensors) in replies.items()}
 
     def pull_norms(self, indices: Sequence[int], order: float) -> dict[int, list[float]]:
-        """Return the norm of each of the other ranks' shards, by rank; no peer takes part."""
+        """Return the norms of the shards of some gradients from all peers, by rank."""
         call = {"version": self._versions.version, "indices": list(indices), "norm": order}
-        answers = PeerRpc.for_group(self._group).call(self._topic, call)
-        return {rank: header["norms"] for rank, (header, _) in answers.items()}
+        replies = PeerRpc.for_group(self._group).call(self._topic, call)
+        return {rank: header["norms"] for rank, (header, _) in replies.items()}
 
     def start_final_calls(self) -> bool:
-        """Return whether there are still peers to call; this is the last time."""
-        there = self.is_serving and not PeerRpc.is_destroyed(self._group)
-        if there:
-            self._keep_alive.start_final_calls(self)
-        return there
+        """Mark the next calls as final; return whether there are still peers to call."""
+        has_peers = self.is_serving and not PeerRpc.is_destroyed(self._group)
+        if has_peers:
+            self._final_reads.start_final_calls(self)
+        return has_peers
 
-    def _answer(self, call: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
-        def copy() -> list[Tensor]:
+    def _reply(self, call: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:
+        def copy_shards() -> list[Tensor]:
             return [copy_to_host(self._shards[index]) for index in call["indices"]]
 
-        def norm() -> list[float]:
-            shards = [self._without_padding(index) for index in call["indices"]]
-            found: list[float] = shard_norms(shards, call["norm"]).tolist()
-            return found
+        def compute_norms() -> list[float]:
+            shards = [self._view_unpadded(index) for index in call["indices"]]
+            norms: list[float] = shard_norms(shards, call["norm"]).tolist()
+            return norms
 
+        # This rank may be slower in its backward than the caller, so it waits for the version.
+        version = call["version"]
         if "norm" in call:
-            return {"norms": self._versions.read_version(call["version"], norm, _PATIENCE_S)}, []
-        shards = self._versions.read_version(call["version"], copy, _PATIENCE_S)
-        self._keep_alive.record_call(call)
+            norms = self._versions.read_version(version, compute_norms, _VERSION_TIMEOUT_S)
+            return {"norms": norms}, []
+        shards = self._versions.read_version(version, copy_shards, _VERSION_TIMEOUT_S)
+        self._final_reads.record_call(call)
         return {}, shards
 
-    def _without_padding(self, index: int) -> Tensor:
+    def _view_unpadded(self, index: int) -> Tensor:
         own = shard_range(self._numels[index], self._group.size(), self._group.rank())
         return self._shards[index][: own.numel]

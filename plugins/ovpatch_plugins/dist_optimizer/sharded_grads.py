@@ -33,7 +33,7 @@ from ovpatch.overlap.comm.lifetimes import (
 from ovpatch.overlap.comm.step_flags import StepVotes
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import fp32_accumulation
-from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
+from ovpatch.overlap.data_parallel.fp32_accumulation import LOW_PRECISION_DTYPES
 from ovpatch.overlap.data_parallel.grad_bucket import GradBucket, get_grad
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
 from ovpatch.overlap.data_parallel.grad_sync import GradSync
@@ -44,7 +44,7 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, shard_view, unshard
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.shard_reader import ShardReader
-from ovpatch_plugins.dist_optimizer.sharded_bucket import GradShards, GradState, ShardedGradBucket
+from ovpatch_plugins.dist_optimizer.sharded_bucket import GradShards, GradSource, GradState, ShardedGradBucket
 from ovpatch_plugins.dist_optimizer.step_log import StepLog
 
 _STRICT_BACKWARDS: Final = 3  # of a model, in which its kernels are loaded
@@ -71,7 +71,7 @@ _TOO_EARLY: Final = (
 )
 
 
-class ShardedGrads(GradSharder):
+class ShardedGrads(GradSharder, GradSource):
     """This rank's shards of one model's gradients. Methods stand in the order of a gradient's life.
 
     [Note: sharded on request] An optimizer that updates shards requests sharded gradients; a script that looks at
@@ -146,7 +146,7 @@ class ShardedGrads(GradSharder):
         self._barrier: HostBarrier | None = None
         if self._world > 1 and host_barrier.is_needed(device):
             self._barrier = HostBarrier.for_group(group, device)
-        self._halves = [i for i, param in enumerate(params) if in_fp32 and param.dtype in HALVES]
+        self._halves = [i for i, param in enumerate(params) if in_fp32 and param.dtype in LOW_PRECISION_DTYPES]
         self._sums_in_fp32, self._must_send_fp32 = sums_in_fp32, False
         self._communicator = group
         self._order, self._voted = group_state(group).get_or_create(_VoteOrder, _VoteOrder), 0
@@ -260,7 +260,7 @@ class ShardedGrads(GradSharder):
         No collective of this backward has started, so no peer can have overwritten its shards.
         """
         if self._halves:
-            self._grads.send_half = False
+            self._grads.is_sent_in_low_precision = False
             self._must_send_fp32 = staged or self._any_sum(
                 lambda i, grad: grad is not None or (counts is not None and counts[i] > 1)
             )
@@ -287,7 +287,7 @@ class ShardedGrads(GradSharder):
             and reduce_scatter_transport(self._communicator, self.versions.device) is not None
         )
         in_fp32 = self._must_send_fp32 or self._any_sum(lambda _, grad: fp32_accumulation.has_sum(grad))
-        self._grads.send_half = not self._meet_hosts(in_fp32 if able else None) and able
+        self._grads.is_sent_in_low_precision = not self._meet_hosts(in_fp32 if able else None) and able
 
     def _any_sum(self, is_sum: Callable[[int, Tensor | None], bool]) -> bool:
         """Return whether a sharded gradient of half precision is a sum, which is added up in fp32."""
@@ -331,10 +331,14 @@ class ShardedGrads(GradSharder):
         """Wait for all reductions of a backward: a new version, which begins when peers have read the last."""
         self.backwards += 1
         states = self._grads.states
-        freed = [i for i, state in enumerate(states) if state is GradState.FREED] if GradState.FREED in states else ()
+        freed = (
+            [i for i, state in enumerate(states) if state is GradState.IN_FLIGHT]
+            if GradState.IN_FLIGHT in states
+            else ()
+        )
         states[:] = [GradState.FULL] * len(states)
         for index in freed:
-            states[index] = GradState.FREED
+            states[index] = GradState.IN_FLIGHT
         # Where only the device waits it may do so first: without this rank no shard can have been written.
         (sync.wait if self.versions.is_asynchronous else sync.wait_for_peers)()
         self.versions.begin_update()
@@ -351,9 +355,9 @@ class ShardedGrads(GradSharder):
 
     def fill_shared_grads(self) -> None:
         """Fill the gradients whose memory the script holds; all buckets have been unpacked."""
-        if GradState.HELD not in self._grads.states:
+        if GradState.ALIASED not in self._grads.states:
             return
-        held = [i for i, state in enumerate(self._grads.states) if state is GradState.HELD]
+        held = [i for i, state in enumerate(self._grads.states) if state is GradState.ALIASED]
         self._read.update(held)
         with torch.no_grad():
             for index, full in zip(held, self._pull(held), strict=True):
@@ -478,11 +482,11 @@ class ShardedGrads(GradSharder):
 
     # ---------------------------------------------------------------- reading
 
-    def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, wanted: Sequence[LazyTensor], *, counts_as_read: bool) -> list[Tensor]:
         """Return full gradients, put together from all ranks' shards."""
         indices = [one.key for one in wanted]
         self._refuse_freed(indices)
-        if noticed:
+        if counts_as_read:
             self._read.update(indices)
             COUNTERS.grads_read += len(indices)
         return self._pull(indices)
@@ -491,12 +495,12 @@ class ShardedGrads(GradSharder):
         """Materialize every lazy ``p.grad`` but those that the running backward reduces."""
         states = self._grads.states
         lazy_tensor.materialize(
-            p.grad for i, p in enumerate(self.params) if states[i] is not GradState.FREED and self.is_lazy(i)
+            p.grad for i, p in enumerate(self.params) if states[i] is not GradState.IN_FLIGHT and self.is_lazy(i)
         )
 
     def _refuse_freed(self, indices: Iterable[int]) -> None:
         for index in indices:
-            if self._grads.states[index] is GradState.FREED:
+            if self._grads.states[index] is GradState.IN_FLIGHT:
                 raise RuntimeError(_TOO_EARLY.format(self.names[index]))
 
     def _pull(self, indices: Sequence[int]) -> list[Tensor]:

@@ -20,7 +20,7 @@ from ovpatch.overlap.peer_rpc.retention import FinalReads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock, TornReadError, copy_to_host
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
+from ovpatch.overlap.tensors.lazy_tensor import LazySource, LazyTensor, TensorMeta
 from ovpatch.overlap.tensors.shard import Shard, shard_view, view_flat
 from ovpatch.overlap.tensors.tensor_memory import has_sole_object, is_dense, is_unshared
 from ovpatch_plugins.dist_optimizer.report import COUNTERS, note_shared_state
@@ -69,7 +69,7 @@ _ERROR_OVERWRITTEN: Final = (
 )
 
 
-class ShardedState(abc.ABC):
+class ShardedState(LazySource):
     """The source of the lazy tensors in one optimizer's state for the parameters of one model.
 
     Between steps ``optimizer.state[p]`` holds lazy tensors of full shape. A read gathers their
@@ -380,9 +380,9 @@ class ShardedState(abc.ABC):
 
     # ---------------------------------------------------------------- reading
 
-    def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, wanted: Sequence[LazyTensor], *, counts_as_read: bool) -> list[Tensor]:
         """Return full tensors on the devices of the lazy ones."""
-        del noticed
+        del counts_as_read
         full = self.fetch_to_host(wanted)
         return [tensor.to(lazy.device) for lazy, tensor in zip(wanted, full, strict=True)]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import gather_values, identify_host
-from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
+from ovpatch.overlap.data_parallel.fp32_accumulation import LOW_PRECISION_DTYPES
 from ovpatch.overlap.tensors.shard import can_be_sharded
 from ovpatch_plugins.dist_optimizer.report import note_choice
 
@@ -28,7 +28,7 @@ _REASON_NOT_TOGETHER: Final = "its ranks did not build it together, so they cann
 
 def is_low_precision(param: Tensor) -> bool:
     """Return whether a parameter is in bf16 or fp16."""
-    return param.dtype in HALVES
+    return param.dtype in LOW_PRECISION_DTYPES
 
 
 def get_min_sharded_numel(options: Mapping[str, Any], param: Tensor) -> int:

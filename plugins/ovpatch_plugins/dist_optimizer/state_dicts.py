@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ovpatch.overlap.peer_rpc import retention
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, LostSource, TensorMeta
+from ovpatch.overlap.tensors.lazy_tensor import LazySource, LazyTensor, LostSource, TensorMeta
 from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState
 
 # --- messages ---
@@ -112,7 +112,7 @@ _ERROR_UNREAD: Final = (
 )
 
 
-class StateDictSource:
+class StateDictSource(LazySource):
     """The source of the lazy tensors in one state dict.
 
     [Note: state dicts are lazy] In stock PyTorch, ``state_dict()`` references the live state. A
@@ -165,14 +165,14 @@ class StateDictSource:
         pause = self._pause_steps()
         return nullcontext() if pause is None else pause()
 
-    def fetch(self, wanted: Sequence[LazyTensor], *, noticed: bool) -> list[Tensor]:
+    def fetch(self, wanted: Sequence[LazyTensor], *, counts_as_read: bool) -> list[Tensor]:
         """Return full tensors on the CPU; the next ones may be filled as well."""
-        if noticed and not self._is_read:
+        if counts_as_read and not self._is_read:
             self._is_read = True
             self._freeze_scalars()
             self.complete_before_backward()
         keys = [lazy.key for lazy in wanted]
-        ahead = self._choose_ahead(keys) if noticed else []
+        ahead = self._choose_ahead(keys) if counts_as_read else []
         fetched = self._fetch([*keys, *(lazy.key for lazy in ahead)])
         for lazy, full in zip(ahead, fetched[len(keys) :], strict=True):
             lazy_tensor.fill(lazy, full)

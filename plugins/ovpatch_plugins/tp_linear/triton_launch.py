@@ -1,8 +1,8 @@
 """The kernels' launches, on plain tensors.
 
 A launch's key has everything that its numbers are computed from: shapes, dtypes, layouts of weights, tiles. The
-workspace's own numbers change only with its memory, and then it drops the launches that it keeps. See [Note: asked
-once].
+workspace's own numbers change only with its memory, and then it drops the launches that it keeps. See [Note:
+inspected once].
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def test_a_failing_rank_is_named_and_the_next_steps_are_right(ranks: Any) -> Non
 def _stay_away() -> list[str]:
     """Let rank 1 not come to the second step."""
     texts: list[str] = []
-    with copying() as made, mock.patch.object(point_to_point, "_LOOK_S", 0.02):
+    with copying() as made, mock.patch.object(point_to_point, "_WATCH_INTERVAL_S", 0.02):
         ovpatch.apply("pipeline", options={"pipeline": COPIES})
         schedule, _ = make_schedule(Case())
         rows = torch.randn(6 * ROWS, 2, WIDTH)
@@ -219,7 +219,7 @@ def _stay_away() -> list[str]:
 
 def test_a_rank_that_stays_away_is_not_waited_for_without_end(ranks: Any) -> None:
     (first, second), (told,) = ranks(2)(_stay_away)
-    assert "messages of a step have not come from other ranks" in first
+    assert "messages of a step have not come from peers" in first
     assert "within 0.2 s" in first
     assert "start the job again" in second
     assert told.startswith("rank 0 stopped: messages of a step"), "before rank 0 sends what is none"

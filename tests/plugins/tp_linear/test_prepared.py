@@ -88,7 +88,7 @@ def log(monkeypatch):
     found: list[Any] = []
     for name in KERNELS:
         monkeypatch.setattr(launch, name, Watched(getattr(launch, name), found))
-    monkeypatch.setattr(prepared, "_address", lambda tensor: tensor)  # whose type could not be seen
+    monkeypatch.setattr(prepared, "_get_address", lambda tensor: tensor)  # whose type could not be seen
     return found
 
 
