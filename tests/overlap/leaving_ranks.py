@@ -1,4 +1,4 @@
-"""Ranks that come to their ends in several ways, through the interpreter's real exit; prints how each went.
+"""Ranks that exit in several ways, by the real exit of the interpreter. Prints the exit code of each.
 
 Forked here, not by the pool: its workers never exit by themselves.
 """
@@ -33,17 +33,17 @@ def begin(rank: int, store: dist.Store) -> PeerRpc:
     return peers
 
 
-def ask(peers: PeerRpc) -> None:
+def call_peers(peers: PeerRpc) -> None:
     values = {rank: int(tensor) for rank, (_, (tensor,)) in peers.call("value", {}).items()}
     assert values == {rank: 10 * rank for rank in range(WORLD) if rank != peers._rank}, values
 
 
 def asks_last(last: int, rank: int, store: dist.Store) -> PeerRpc:
-    """Only one rank still wants something, when the others have come to their ends."""
+    """One rank alone still calls, after its peers have finished."""
     peers = begin(rank, store)
     if rank == last:
         time.sleep(LATE_S)
-        ask(peers)
+        call_peers(peers)
     return peers
 
 
@@ -61,7 +61,7 @@ def two_groups(rank: int, store: dist.Store) -> None:
         inner.register("inner", lambda question: ({"rank": rank}, []))
         if rank == 1:
             time.sleep(LATE_S)
-            ask(peers)
+            call_peers(peers)
             assert inner.call("inner", {}) == {1: ({"rank": 2}, [])}
 
 
@@ -69,16 +69,16 @@ def crash() -> None:
     raise RuntimeError("the one that crashes")
 
 
-def ends_late(one: int, end: Callable[[], object], rank: int, store: dist.Store) -> None:
-    """One rank ends in a way of its own. Rank 0 collects who has left, and hosts the store."""
+def ends_late(late: int, end: Callable[[], object], rank: int, store: dist.Store) -> None:
+    """One rank exits in its own way. Rank 0 collects the ranks that have finished, and hosts the store."""
     begin(rank, store)
-    if rank == one:
+    if rank == late:
         time.sleep(LATE_S)
         end()
 
 
 def never_meant_it(rank: int, store: dist.Store) -> None:
-    """Nobody has served or asked: nobody waits for the one that sleeps."""
+    """No rank has served or called, so no rank waits for the sleeping one."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     PeerRpc.for_group(dist.distributed_c10d._get_default_group())
     dist.barrier()
@@ -93,7 +93,7 @@ CASES: dict[str, Callable[[int, dist.Store], object]] = {
     "two_groups": two_groups,
     "one_raises": partial(ends_late, 1, crash),
     "one_is_killed": partial(ends_late, 1, lambda: os.kill(os.getpid(), signal.SIGKILL)),
-    "first_is_gone": partial(ends_late, 0, lambda: os._exit(0)),  # without a word
+    "first_is_gone": partial(ends_late, 0, lambda: os._exit(0)),  # silently
     "never_meant_it": never_meant_it,
 }
 

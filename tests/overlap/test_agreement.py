@@ -92,10 +92,10 @@ def test_subgroups_name_global_ranks(ranks):
 
 
 def in_other_orders() -> list[str]:
-    """Rank 0 agrees in two groups on two threads, rank 1 in one after the other."""
+    """Rank 0 agrees in two groups on two threads, rank 1 sequentially."""
     first, second = dist.new_group(), dist.new_group()
     if dist.get_rank() == 1:
-        return [check_consistent(one, "topic", {}, timeout_s=10) for one in (second, first)]
+        return [check_consistent(pair, "topic", {}, timeout_s=10) for pair in (second, first)]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(check_consistent, first, "topic", {}, timeout_s=10)
         time.sleep(0.1)

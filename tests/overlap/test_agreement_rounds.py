@@ -1,4 +1,4 @@
-"""What an attempt left in a store that outlives it does not confuse the next one, nor does a rank that comes late."""
+"""Keys of an earlier attempt in a store that outlives it, and ranks that come late, do not confuse a round."""
 
 from __future__ import annotations
 
@@ -84,16 +84,17 @@ def test_nobody_agrees_with_a_rank_that_has_run_out_of_time(stores, size):
 
     def late() -> str:
         try:
-            return ended(1, size, -4.5)  # half a second: another rank than 0 waits 5 s longer
+            # Half a second, because ranks other than 0 wait 5 s longer.
+            return ended(1, size, -4.5)
         finally:
             over.set()
 
     with ThreadPoolExecutor(size) as pool:
         last = pool.submit(late)
-        others = [pool.submit(ended, rank, size, 10) for rank in range(size) if rank != 1]
+        punctual = [pool.submit(ended, rank, size, 10) for rank in range(size) if rank != 1]
         assert "no reply from rank 0" in last.result()
-        for other in others:
-            assert "did not agree on feature 'topic': rank 1 had timed out" in other.result()
+        for result in punctual:
+            assert "did not agree on feature 'topic': rank 1 had timed out" in result.result()
 
 
 class Overtaken:

@@ -1,4 +1,4 @@
-"""Hosts meet at the barrier, as often as they come, and nobody goes on before the last is there."""
+"""Hosts meet at the barrier, as often as they arrive, and no rank continues before the last one has arrived."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from tests.support.gloo import destroy_group
 
 
 def meetings(late: int) -> list[tuple[float, float]]:
-    """One rank comes to some meetings when all others are at the door."""
-    one, found = HostBarrier.for_group(dist.group.WORLD), []
+    """One rank arrives at some barriers after all its peers."""
+    barrier, found = HostBarrier.for_group(dist.group.WORLD), []
     for number in range(6):
         if dist.get_rank() == late and number in (2, 4):
             signs.await_others(f"at the door {number}")
             time.sleep(0.05)
         arrived = time.time()
         signs.give(f"at the door {number}")
-        one.wait()
+        barrier.wait()
         found.append((arrived, time.time()))
     return found
 
 
 def check_together(meetings: Iterable[tuple[Any, ...]]) -> None:
-    """Demand of ``(came, ..., left)`` by rank, for each meeting, that nobody left before the last came."""
+    """Demand of ``(came, ..., left)`` by rank, for each meeting, that no rank left before the last one came."""
     for meeting in meetings:
-        assert min(one[-1] for one in meeting) >= max(one[0] for one in meeting)
+        assert min(times[-1] for times in meeting) >= max(times[0] for times in meeting)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -57,48 +57,49 @@ def test_nobody_leaves_before_the_last_has_come(ranks, world, late):
 
 def ahead() -> list[tuple[float, float]]:
     """Ranks say at once that they come. Rank 0 goes to some meetings when all others have left."""
-    one, found = HostBarrier.for_group(dist.group.WORLD), []
+    barrier, found = HostBarrier.for_group(dist.group.WORLD), []
     for number in range(6):
         came = time.time()
-        one.arrive()
-        one.arrive()
+        barrier.arrive()
+        barrier.arrive()
         if dist.get_rank() == 0 and number % 2:
             signs.await_others(f"left {number}")
-        one.wait()
+        barrier.wait()
         found.append((came, time.time()))
         signs.give(f"left {number}")
-        assert one.wait(number == 3) == (number == 3), "what was said before is of the meeting before"
+        assert barrier.wait(number == 3) == (number == 3), "a flag belongs to one barrier"
     return found
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_nobody_waits_for_who_has_said_that_it_comes(ranks, world):
+def test_no_rank_waits_for_a_rank_that_has_arrived(ranks, world):
     check_together(zip(*ranks(world)(ahead), strict=True))
 
 
 def deferred() -> list[tuple[float, float]]:
-    """Rank 0 comes to each barrier when the others have gone on; they wait as they finish, or come again."""
-    one, found = HostBarrier.for_group(dist.group.WORLD), []
-    one.wait()  # ranks agree on the barrier's name
+    """Rank 0 reaches each barrier after its peers have continued. They wait in finish(), or at the next barrier."""
+    barrier, found = HostBarrier.for_group(dist.group.WORLD), []
+    barrier.wait()  # ranks agree on the barrier's name
 
     def come(number: int) -> float:
         if dist.get_rank() == 0:
             signs.await_others(f"went on {number}")
             time.sleep(0.05)
         came = time.time()
-        one.defer_wait()
+        barrier.defer_wait()
         signs.give(f"went on {number}")
         return came
 
     for number in range(4):
         came = come(number)
-        one.finish() if number < 2 else one.wait()  # of this barrier; of this and one more
-        one.finish()
+        # finish() passes this barrier, and wait() passes this one and the next.
+        barrier.finish() if number < 2 else barrier.wait()
+        barrier.finish()
         found.append((came, time.time()))
     came = come(4)
-    one.defer_wait()  # the next one
+    barrier.defer_wait()  # the next one
     found.append((came, time.time()))
-    one.finish()
+    barrier.finish()
     return found
 
 
@@ -108,25 +109,25 @@ def test_a_deferred_wait_is_done_at_its_end_or_before_the_next_barrier(ranks, wo
 
 
 def signalled() -> bool:
-    """While rank 1 waits for rank 0, a signal handler reads what is waited for, as one that saves a checkpoint does."""
-    one, read = HostBarrier.for_group(dist.group.WORLD), []
+    """While rank 1 waits for rank 0, a signal handler waits as well, as if it saved a checkpoint."""
+    barrier, read = HostBarrier.for_group(dist.group.WORLD), []
 
     def handle(*_: Any) -> None:
         signs.give("interrupted")
-        one.finish()
+        barrier.finish()
         read.append(True)
 
     late = dist.get_rank() == 0
     before = signal.signal(signal.SIGALRM, handle)
     try:
-        one.wait()
+        barrier.wait()
         if late:
             signs.await_others("interrupted")
         else:
             signal.setitimer(signal.ITIMER_REAL, 0.2)
-        one.defer_wait()
-        one.finish()
-        one.wait()
+        barrier.defer_wait()
+        barrier.finish()
+        barrier.wait()
     finally:
         signal.signal(signal.SIGALRM, before)
     return late or read == [True]
@@ -136,45 +137,45 @@ def test_a_signal_handler_may_wait_as_well(ranks):
     assert ranks(2)(signalled) == [True, True]
 
 
-def staying_away(who: list[int]) -> tuple[str, float]:
-    """Some ranks stay away from the third barrier; all come to the fourth."""
-    one, begin = HostBarrier.for_group(dist.group.WORLD), time.monotonic()
+def aborting(who: list[int]) -> tuple[str, float]:
+    """Some ranks abort the third barrier; all reach the fourth."""
+    barrier, begin = HostBarrier.for_group(dist.group.WORLD), time.monotonic()
     try:
         for number in range(5):
             if number == 2 and dist.get_rank() in who:
-                one.abort()
+                barrier.abort()
                 if len(who) == 1:
                     break
             else:
-                one.wait()
+                barrier.wait()
     except RuntimeError as error:
         return str(error), time.monotonic() - begin
     return "", time.monotonic() - begin
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_are_told_that_one_stays_away(ranks, world):
-    _, *others = ranks(world)(staying_away, [0], timeout=60)
-    for text, waited in others:
+def test_peers_of_a_rank_that_aborts_get_an_error(ranks, world):
+    _, *peers = ranks(world)(aborting, [0], timeout=60)
+    for text, waited in peers:
         assert "with gradients that DistributedDataParallel had not reduced" in text
         assert "turn dist_optimizer off" in text
         assert waited < 30
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_all_stay_away_go_on(ranks, world):
-    assert [text for text, _ in ranks(world)(staying_away, list(range(world)), timeout=60)] == [""] * world
+def test_ranks_that_all_abort_continue(ranks, world):
+    assert [text for text, _ in ranks(world)(aborting, list(range(world)), timeout=60)] == [""] * world
 
 
 def aborting_first(peers_wait: bool) -> tuple[str, bool]:
     """Rank 0 aborts the first barrier of all. Its peers wait there, or use no barrier."""
-    one, text = HostBarrier.for_group(dist.group.WORLD), ""
+    barrier, text = HostBarrier.for_group(dist.group.WORLD), ""
     with mock.patch.object(host_barrier, "LATE_START_S", 60 if peers_wait else 1):
         if dist.get_rank() == 0:
-            one.abort()
+            barrier.abort()
         elif peers_wait:
             with pytest.raises(RuntimeError) as raised:
-                one.wait()
+                barrier.wait()
             text = str(raised.value)
     dist.barrier()
     return text, bool(group_values(PeerRpc, dist.group.WORLD))
@@ -190,19 +191,19 @@ def test_a_rank_may_abort_before_ranks_have_agreed_on_a_name(ranks, peers_wait):
         assert ("does not join this collective" in text) is peers_wait
 
 
-def told(flags: list[list[bool]]) -> list[bool]:
+def exchange(flags: list[list[bool]]) -> list[bool]:
     return [HostBarrier.for_group(dist.group.WORLD).wait(mine[dist.get_rank()]) for mine in flags]
 
 
-def test_all_ranks_hear_what_any_of_them_tells(ranks):
+def test_all_ranks_read_a_flag_of_any_rank(ranks):
     flags = [[False] * 3, [True, False, False], [False, False, True], [True] * 3, [False] * 3]
-    assert ranks(3)(told, flags) == 3 * [[False, True, True, True, False]]
+    assert ranks(3)(exchange, flags) == 3 * [[False, True, True, True, False]]
 
 
 def hurried(meetings: int) -> list[bool]:
-    """Nobody waits between meetings, so the fastest raises its next flag while others still look for the last."""
-    one, rank = HostBarrier.for_group(dist.group.WORLD), dist.get_rank()
-    return [one.wait(number % 4 == rank) for number in range(meetings)]
+    """No rank waits between barriers, so the fastest raises its next flag while peers still read the last."""
+    barrier, rank = HostBarrier.for_group(dist.group.WORLD), dist.get_rank()
+    return [barrier.wait(number % 4 == rank) for number in range(meetings)]
 
 
 def test_a_flag_is_of_its_meeting(ranks):
@@ -211,16 +212,16 @@ def test_a_flag_is_of_its_meeting(ranks):
 
 def interrupted_meetings() -> list[bool]:
     """Rank 0 is interrupted while it waits, and meets again; rank 1 raises its flag at the second meeting."""
-    one, rank = HostBarrier.for_group(dist.group.WORLD), dist.get_rank()
-    one.wait()
+    barrier, rank = HostBarrier.for_group(dist.group.WORLD), dist.get_rank()
+    barrier.wait()
     if rank == 0:
         with (
             mock.patch.object(HostBarrier, "_poll_store", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
-            one.wait(False)
+            barrier.wait(False)
     dist.barrier()
-    return [one.wait(rank == 1 and number == 1) for number in range(3)]
+    return [barrier.wait(rank == 1 and number == 1) for number in range(3)]
 
 
 def test_who_is_interrupted_comes_back_to_the_same_meeting(ranks):
@@ -229,12 +230,12 @@ def test_who_is_interrupted_comes_back_to_the_same_meeting(ranks):
 
 def keys_left() -> int:
     store = dist.distributed_c10d._get_default_store()
-    one = HostBarrier.for_group(dist.group.WORLD)
-    one.wait()
+    barrier = HostBarrier.for_group(dist.group.WORLD)
+    barrier.wait()
     before = store.num_keys()
     for number in range(50):
-        one.wait()
-        one.wait(number % 3 == dist.get_rank())
+        barrier.wait()
+        barrier.wait(number % 3 == dist.get_rank())
     dist.barrier()
     return store.num_keys() - before
 
@@ -245,16 +246,16 @@ def test_it_leaves_no_keys_behind(ranks):
 
 def in_a_file(path: str) -> int:
     """Return by how many bytes the file of a store grows while a rank waits."""
-    one = HostBarrier(dist.group.WORLD)
-    one._store = dist.PrefixStore("gate", dist.FileStore(path, dist.get_world_size()))
-    one._is_in_file = host_barrier._is_in_file(one._store)
-    told = [one.wait(number == dist.get_rank()) for number in range(3)]
-    assert told == [True, True, False]
+    barrier = HostBarrier(dist.group.WORLD)
+    barrier._store = dist.PrefixStore("gate", dist.FileStore(path, dist.get_world_size()))
+    barrier._is_in_file = host_barrier._is_in_file(barrier._store)
+    flags = [barrier.wait(number == dist.get_rank()) for number in range(3)]
+    assert flags == [True, True, False]
     size = os.path.getsize(path)
     if dist.get_rank() == 0:
         time.sleep(0.3)
-    one.arrive()
-    one.wait()
+    barrier.arrive()
+    barrier.wait()
     return os.path.getsize(path) - size
 
 
@@ -263,7 +264,7 @@ def test_a_store_in_a_file_does_not_grow_while_ranks_wait(ranks, tmp_path):
 
 
 def groups() -> None:
-    """Gates of several groups, and of one that is made anew, know nothing of each other."""
+    """Barriers of several groups are independent of each other."""
     pair = dist.new_group([0, 1])
     for _ in range(3):
         HostBarrier.for_group(dist.group.WORLD).wait()
@@ -276,18 +277,18 @@ def groups() -> None:
     PeerRpc.shutdown_all(dist.group.WORLD)
 
 
-def test_groups_have_gates_of_their_own(ranks):
+def test_each_group_has_its_own_barrier(ranks):
     ranks(3)(groups)
 
 
 def absent() -> str:
-    one = HostBarrier.for_group(dist.group.WORLD)
-    one.wait()
-    one._timeout_s = 0.3
+    barrier = HostBarrier.for_group(dist.group.WORLD)
+    barrier.wait()
+    barrier._timeout_s = 0.3
     text = ""
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError) as raised:
-            one.wait()
+            barrier.wait()
         text = str(raised.value)
     dist.barrier()
     return text
@@ -301,7 +302,7 @@ def test_a_rank_that_does_not_come_is_an_error(ranks):
 
 @contextlib.contextmanager
 def counted() -> Iterator[collections.Counter[str]]:
-    """Have gates on the CPU, too, and count who comes to them."""
+    """Have host barriers on the CPU as well, and count the calls of their methods."""
     calls: collections.Counter[str] = collections.Counter()
 
     def counting(name: str) -> Any:
@@ -496,14 +497,14 @@ def test_one_rank_alone_reads_where_hosts_wait_late(ranks, late):
     assert patched == stock
 
 
-def asked_ahead() -> list[str]:
-    """Return what is asked after hosts have said that they come, where a model's gradients and state are laid anew."""
-    topics, ask = [], PeerRpc.call
+def called_ahead() -> list[str]:
+    """Return the topics that hosts call after they have arrived, while gradients and state are laid out again."""
+    topics, call = [], PeerRpc.call
 
     def asking(self: PeerRpc, topic: str, *args: Any, **kwargs: Any) -> Any:
-        if any(one._has_arrived for _, one in group_values(HostBarrier)):
+        if any(barrier._has_arrived for _, barrier in group_values(HostBarrier)):
             topics.append(topic)
-        return ask(self, topic, *args, **kwargs)
+        return call(self, topic, *args, **kwargs)
 
     with counted() as calls, mock.patch.object(PeerRpc, "call", asking):
         both(test_models.wrapped_twice)
@@ -512,8 +513,8 @@ def asked_ahead() -> list[str]:
     return topics
 
 
-def test_who_has_said_that_it_comes_asks_nothing(ranks):
-    assert ranks(2)(asked_ahead) == [[], []]
+def test_a_rank_that_has_arrived_calls_no_peer(ranks):
+    assert ranks(2)(called_ahead) == [[], []]
 
 
 class Own(torch.optim.SGD):

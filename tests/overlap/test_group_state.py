@@ -1,4 +1,4 @@
-"""What is kept for a process group or another object ends with it, and a fork knows that it is no rank."""
+"""Values of a process group or another object are freed with it, and a fork is not a rank of its parent's group."""
 
 from __future__ import annotations
 

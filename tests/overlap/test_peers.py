@@ -1,4 +1,4 @@
-"""Questions to other ranks, which take no part in the answer."""
+"""Calls to peers, whose main threads take no part in the reply."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def meeting() -> PeerRpc:
     return peers
 
 
-def others() -> list[int]:
+def list_peers() -> list[int]:
     return [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
 
 
@@ -52,7 +52,7 @@ def raw(tensor: torch.Tensor) -> list[int]:
     return tensor.contiguous().flatten().view(torch.uint8).tolist()
 
 
-# --- what is asked comes back ---
+# --- replies arrive as they were sent ---
 
 
 def samples(rank: int) -> list[torch.Tensor]:
@@ -85,8 +85,8 @@ def bulk() -> None:
     peers = meeting()
     mine = torch.arange(1 << 24, dtype=torch.int32) * (dist.get_rank() + 1)
     peers.register("bulk", lambda question: ({}, [mine]))
-    ((other, (_, (theirs,))),) = peers.call("bulk", {}).items()
-    assert torch.equal(theirs, torch.arange(1 << 24, dtype=torch.int32) * (other + 1))
+    ((peer, (_, (received,))),) = peers.call("bulk", {}).items()
+    assert torch.equal(received, torch.arange(1 << 24, dtype=torch.int32) * (peer + 1))
     dist.barrier()
 
 
@@ -95,7 +95,7 @@ def test_64_megabytes_both_ways_at_once(ranks):
 
 
 def rendezvous_of_answers() -> list[int]:
-    """Rank 0 is answered only if all others have been asked before the first answers."""
+    """Rank 0 gets replies only if all peers have received the call before the first replies."""
     peers = meeting()
     store = dist.distributed_c10d._get_process_group_store(group())
 
@@ -168,7 +168,7 @@ def test_each_group_has_its_own_topics(ranks):
     assert ranks(3)(in_subgroups) == [[2], [], [0]]
 
 
-# --- answers that block, fail or are missing ---
+# --- replies that block, fail or are missing ---
 
 
 def blocked() -> None:
@@ -242,7 +242,7 @@ def failing_in_a_finally() -> BaseException | None:
         try:
             raise KeyError("of the script")
         finally:
-            peers.call("nobody serves this", {}, timeout_s=0.0)
+            peers.call("unserved", {}, timeout_s=0.0)
     except PeerError as error:
         shown = None if error.__suppress_context__ else error.__context__
     dist.barrier()
@@ -258,7 +258,7 @@ def unserved() -> tuple[str, float]:
     peers = meeting()
     begin, text = time.monotonic(), ""
     if dist.get_rank() == 0:
-        text, _ = error_of(peers, "nobody's", timeout_s=0.5)
+        text, _ = error_of(peers, "unknown", timeout_s=0.5)
     seconds = time.monotonic() - begin
     dist.barrier()
     return text, seconds
@@ -266,13 +266,13 @@ def unserved() -> tuple[str, float]:
 
 def test_an_unknown_topic_is_named(ranks):
     text, seconds = ranks(2)(unserved)[0]
-    assert "no reply to 'nobody's' within 0.5" in text
+    assert "no reply to 'unknown' within 0.5" in text
     assert "rank 1 does not serve this topic. Check the output of that rank" in text
     assert 0.5 <= seconds < 50
 
 
 def late_service() -> None:
-    """A topic that is served after it is asked for, then withdrawn, then served by another."""
+    """A topic that is served after it is called, then withdrawn, then served by another handler."""
     peers = meeting()
     for value in (1, 2):
         withdraw = None
@@ -296,7 +296,7 @@ def test_a_topic_may_come_later_and_again(ranks):
 
 
 def hanging() -> tuple[str, float]:
-    """Of three, rank 2 hangs in its answer, and rank 1 has never heard of PeerRpc."""
+    """Of three, rank 2 hangs in its handler, and rank 1 has never used PeerRpc."""
     text, gate = "", threading.Event()
     begin = time.monotonic()
 

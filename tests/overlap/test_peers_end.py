@@ -1,4 +1,4 @@
-"""Ranks that come to their ends at different times, or badly."""
+"""Ranks that exit at different times, or by an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is let in, what is told from a stale address, and what a fork may do."""
+"""Callers that a server admits, stale addresses, and forks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def server():
 
 
 class Group:
-    """A process group as far as a directory looks at it."""
+    """The part of a process group that a directory of endpoints reads."""
 
     def size(self) -> int:
         return 2
@@ -83,7 +83,7 @@ def test_no_more_are_called_at_once_than_may_be(directory, at_once):
         if rank % 3:
             directory.publish(rank, server.endpoint)
     late = [(rank, server.endpoint) for rank, server in enumerate(servers) if rank % 3 == 0]
-    timer = threading.Timer(0.1, lambda: [directory.publish(*one) for one in late])
+    timer = threading.Timer(0.1, lambda: [directory.publish(*server) for server in late])
     question = {"topic": "echo", "arguments": {"a": 1}}
     inquiry = Request(directory, range(count), question, time.monotonic() + 20, max_connections=at_once)
     timer.start()
@@ -219,7 +219,8 @@ def in_a_fork() -> str:
     group = dist.distributed_c10d._get_default_group()
     peers = PeerRpc.for_group(group)
     peers.register("value", lambda question: ({"rank": dist.get_rank()}, []))
-    dist.barrier()  # as a step: by now all ranks can be found
+    # All ranks have published their addresses, as after a step.
+    dist.barrier()
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
