@@ -78,7 +78,8 @@ class BackwardReducer(abc.ABC):
 
     def _join_backward(self) -> bool:
         """Reduce the running backward, if the reducer is armed; return whether it is reduced."""
-        if self.state is ReducerState.IDLE and not self._arm_late():
+        if self.state is ReducerState.IDLE:
+            self._note_local_grad()
             return False
         if self.state is ReducerState.ARMED:
             self._task.queue_callback(self._backward_ended, self._backward_died)
@@ -88,9 +89,8 @@ class BackwardReducer(abc.ABC):
             self._task.queue_callback(self._backward_ended, self._backward_died)
         return True
 
-    def _arm_late(self) -> bool:
-        """Arm the reducer for a backward that no forward has armed; return whether that was done."""
-        return False
+    def _note_local_grad(self) -> None:  # noqa: B027
+        """Note that a gradient came in a backward that no forward has armed; it stays local."""
 
     def _on_backward_start(self) -> None:  # noqa: B027
         """Called when a backward begins that is reduced; no gradient is complete."""

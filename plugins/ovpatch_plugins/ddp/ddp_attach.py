@@ -178,7 +178,7 @@ class DDPAttachment:
                 # Stock queues the callback of the first backward once, also if that backward raises.
                 self._static_graph_delay_allreduce_enqueued = False
             output = original(self, output)
-            reducer.watch_output(output, synchronised=self.require_backward_grad_sync)
+            reducer.watch_output(output)
             return output
 
         return post_forward
@@ -233,7 +233,6 @@ class DDPAttachment:
             sums_in_fp32=options["grad_accumulate_in_fp32"],
             average=averages(ddp.process_group, ddp.device, options["average_in_collective"], summed),
             max_ctas=options["max_ctas"],
-            late=options["reduce_late_gradients"],
         )
 
 
@@ -344,14 +343,14 @@ def get_model_name(ddp: Wrapper) -> str:
 
 def _install(ddp: Wrapper, parameters: Sequence[torch.nn.Parameter], config: DDPConfig) -> None:
     from ovpatch_plugins.ddp.grad_reducer import GradReducer
-    from ovpatch_plugins.ddp.reducer_stub import ReducerLogger
+    from ovpatch_plugins.ddp.reducer_stub import LoggerStub
 
     by_id = {id(param): name for name, param in ddp.module.named_parameters()}
     names = [by_id[id(param)] for param in parameters]
     reducer = GradReducer(ddp.process_group, parameters, names, config)
     reducer.foreign_hooks.watch(ddp)
     ddp.reducer = reducer
-    ddp.logger = ReducerLogger(ddp, reducer)
+    ddp.logger = LoggerStub(ddp, reducer)
     reducer.set_logger(ddp.logger)
     ddp.logger.set_construction_data_and_log(
         type(ddp.module).__name__,
@@ -429,7 +428,6 @@ def _terms(parameters: Sequence[torch.nn.Parameter], config: DDPConfig, static_g
         "grad_reduce_in_fp32": config.in_fp32,
         "average_in_collective": config.average,
         "max_ctas": config.max_ctas,
-        "reduce_late_gradients": config.late,
         "static_graph": bool(static_graph),
         **{f"dist_optimizer.{name}": value for name, value in get_registered_terms().items()},
     }

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.consensus import check_consistent
-from ovpatch.overlap.comm.lifetimes import group_timeout_s
 from ovpatch.overlap.comm.step_flags import StepFlags
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.data_parallel.backward_reducer import BackwardReducer, ReducerState
@@ -29,34 +27,14 @@ from ovpatch.overlap.data_parallel.usage_map import UsageMap
 from ovpatch_plugins.ddp import report
 from ovpatch_plugins.ddp.nccl_budget import get_budgeted_group
 from ovpatch_plugins.ddp.options import DDPConfig
-from ovpatch_plugins.ddp.reducer_stub import ReducerLogger, StepTimes, StockOnly
+from ovpatch_plugins.ddp.reducer_stub import CppReducerMethods, LoggerStub
 from ovpatch_plugins.ddp.report import COUNTERS, warn_of_create_graph
-
-
-def wait_for_late_backward(group: dist.ProcessGroup, model: str, number: int, timeout_s: float) -> None:
-    """Wait until every rank runs a further backward through a forward of the same model that was reduced before.
-
-    Args:
-        group: The process group.
-        model: Name of the model, the same on all ranks and no other's.
-        number: How many of its backwards have been reduced.
-        timeout_s: How long to wait for the others, in seconds.
-
-    Raises:
-        RankMismatchError: Some ranks run no such backward, or one of another model.
-    """
-    terms = {"model": model, "backward number": number}
-    check_consistent(group, "ddp, second backward", terms, timeout_s=timeout_s, remedy=report.LATE_ON_SOME_RANKS)
-
-
-# --- the reducer ---
-
 
 _SEARCH_LABEL = "torch.distributed.ddp.reducer::search_unused_parameters"  # stock's name
 _RECOVER_LABEL = profiler_label("ddp", "recover")
 
 
-class GradReducer(BackwardReducer, StockOnly):
+class GradReducer(BackwardReducer, CppReducerMethods):
     """Averages the gradients of one model over the ranks of a process group.
 
     The methods stand in the order of a step. ``prepare_for_backward`` arms the reducer at the end of a forward that is
@@ -64,12 +42,6 @@ class GradReducer(BackwardReducer, StockOnly):
     as they fill. The engine's callback at the end of the backward waits for the collectives and makes ``p.grad`` the
     average. ``torch.compile`` of the wrapper breaks its graph where the wrapper calls the C++ reducer; methods that are
     hidden from Dynamo make it break in the same places.
-
-    [Note: late backward] Stock DDP reduces one backward per forward. A second one through the same outputs
-    (retain_graph, or two forwards and then two backwards) adds gradients that stay local, and ranks drift apart in
-    silence. Here it is a step of its own: ``p.grad`` holds the average already, which averaging once more leaves as it
-    is, plus this rank's part, which gets averaged. Ranks meet in the store first, because a backward on some ranks only
-    would pair its collectives with others.
 
     Args:
         group: The process group.
@@ -81,9 +53,6 @@ class GradReducer(BackwardReducer, StockOnly):
         on_first_use: Called once, when the first backward that will be reduced begins.
         foreign_hooks: The script's hooks, which gradients must reach unchanged.
         name: Of the model, the same on all ranks and no other's in the process group.
-        times: When the phases of this step began and ended.
-        unused: Parameters that the last backward left out, where that is searched.
-        buckets_reduced: How many buckets the last backward reduced.
         learns_graph: Whether the next backward, the first of a static graph, shows how often each parameter is used.
     """
 
@@ -105,12 +74,13 @@ class GradReducer(BackwardReducer, StockOnly):
         self.name, self._attached, self._steps, self._has_reduced = "", 0, 0, False
         self._group = group
         self._thread: Callable[[], threading.Thread | None] = _no_thread
-        self.times, self.unused, self.buckets_reduced = StepTimes(), list[int](), 0
-        self._graph_changed, self._futures = False, list[torch.futures.Future[Any]]()
-        self._logger: Callable[[], ReducerLogger | None] = _no_logger
+        self._futures: list[torch.futures.Future[Any]] = []
+        self._unused: list[int] = []
+        self._has_graph_changed = False
+        self._logger: Callable[[], LoggerStub | None] = _no_logger
         self._static_counts: list[int] | None = None
         self._static_unused: frozenset[int] = frozenset()
-        self._flags_raised = self._is_late = False
+        self._flags_raised = False
         register_reducer(self.params, self)
         self._attach()
 
@@ -119,7 +89,6 @@ class GradReducer(BackwardReducer, StockOnly):
     @torch._disable_dynamo
     def prepare_for_forward(self) -> None:
         """Called before a forward that will be synchronised."""
-        self.times.begin_forward()
         self._finish_previous()
         if self._device.type == "cuda":  # elsewhere the backward has looked
             self._flags.raise_for_failures(report.say_peer_lost_backward)
@@ -164,70 +133,52 @@ class GradReducer(BackwardReducer, StockOnly):
 
     def _arm(self, expected: Sequence[int] | None = None) -> None:
         self._flags_raised = self._only_counts = False
-        if not self._is_late:  # a late backward is armed by a thread of the engine, maybe
-            self._thread = weakref.ref(threading.current_thread())
+        self._thread = weakref.ref(threading.current_thread())
         self._choose_mode()
         super()._arm(expected)
 
     def _choose_mode(self) -> None:
         """Set what every hook of the next backward would ask."""
-        searches = self._is_late or (self.config.find_unused_parameters and not self.static_graph)
+        searches = self.config.find_unused_parameters and not self.static_graph
         self._searches = searches  # which parameters it leaves out is found when it begins
         self._tracks_usage = searches or self.learns_graph  # ranks tell each other which parameters they used
-        waits = self.learns_graph or self._is_late or (searches and not self._has_reduced)
+        waits = self.learns_graph or (searches and not self._has_reduced)
         self._starts_early = self.config.overlap and not waits  # buckets are reduced while it computes
 
     @torch._disable_dynamo
-    def watch_output(self, output: Any, *, synchronised: bool = True) -> None:
+    def watch_output(self, output: Any) -> None:
         """Begin the step when the backward reaches one of the tensors in the forward's output.
 
         That is in the outermost graph task and before any parameter's hook, so a backward that raises before the
         first gradient still takes part in the step's collectives.
         """
-        if self.state is not ReducerState.IDLE:  # maybe by an earlier forward; one under no_sync is never reduced late
-            watch_outputs(output, self._output_reached if synchronised else self._local_output_reached)
+        if self.state is not ReducerState.IDLE:  # maybe by an earlier forward
+            watch_outputs(output, self._output_reached)
 
     # ---------------------------------------------------------------- the start of a backward
 
     def _output_reached(self) -> None:
         with self._lock:
-            if self.state is ReducerState.FAILED or (self.state is ReducerState.REDUCING and self._task.queued):
+            if self.state is ReducerState.IDLE or self.state is ReducerState.FAILED:
                 return
-            if self.state is ReducerState.IDLE:
-                if not self.config.late:
-                    return
-                self._is_revisited, self.quiet = True, False
-            self._task.queue_callback(self._backward_ended, self._backward_died)
+            if self.state is ReducerState.REDUCING and self._task.queued:
+                return
             if will_accumulate(self._hooks.nodes):
                 self._join_backward()
 
-    def _local_output_reached(self) -> None:
-        if self.armed:
-            self._output_reached()
-
-    def _arm_late(self) -> bool:
-        """Reduce a further backward through a forward that was reduced before; see [Note: late backward]."""
-        if not (self._is_revisited and self._task.is_alive()):
-            self.sharder.local, self.quiet = True, not (self._is_revisited or self._tracks_usage)
-            return False
-        wait_for_late_backward(self._group, self.identity, self._steps, group_timeout_s(self._group, self._device))
-        self._is_late = True
-        self._arm(self._static_counts)
-        COUNTERS.late_backwards += 1
-        return True
+    def _note_local_grad(self) -> None:
+        self.sharder.local, self.quiet = True, not self._tracks_usage
 
     def _on_backward_start(self) -> None:
         if is_compiled_autograd_on():
             raise self._log_error(report.COMPILED_AUTOGRAD)
         self._agree_at_first()
-        if self.times.sampled:
-            self.times.record("backward_compute_time_start")
         if torch.is_grad_enabled():
             warn_of_create_graph()
         self._stages = self.foreign_hooks.has_any() or self._hooks.has_foreign()
         if self.sharder.is_active:
             self.sharder.on_backward_start(staged=self._stages, counts=self._static_counts)
-        self._records_order = not (self.has_rebuilt_buckets or self._is_late)
+        self._records_order = not self.has_rebuilt_buckets
         # A gradient that comes has only to be counted.
         self._only_counts = not (self._stages or self._records_order or self._tracks_usage)
         if self._records_order:
@@ -255,9 +206,8 @@ class GradReducer(BackwardReducer, StockOnly):
         unused = [i for i, comes in enumerate(will_come) if not comes and i not in self._nested]
         for index in unused:
             self._sync.skip_param(index)
-        if self.config.find_unused_parameters:  # not for late backwards, which always search
-            self._graph_changed |= self._has_reduced and unused != self.unused
-            self.unused = unused
+        self._has_graph_changed |= self._has_reduced and unused != self._unused
+        self._unused = unused
 
     # ---------------------------------------------------------------- one gradient
 
@@ -303,14 +253,12 @@ class GradReducer(BackwardReducer, StockOnly):
 
     def _start_ready_buckets(self, node_grad: Tensor | None) -> None:
         if self._starts_early:
-            if self.times.sampled and not self._sync.launched:
-                self.times.record("backward_comm_time_start")
             self._sync.start_ready_buckets(node_grad)
 
     # ---------------------------------------------------------------- the end of a backward
 
     def _backward_ended(self) -> None:
-        self._is_revisited = self._only_counts = False
+        self._only_counts = False
         super()._backward_ended()
         if self.state is ReducerState.REDUCING:  # gradients are missing, and what came is local until they come
             self.sharder.local = True
@@ -332,12 +280,8 @@ class GradReducer(BackwardReducer, StockOnly):
             self._static_counts, self.learns_graph = counts, False
 
     def _finish(self, counts: Sequence[int] = ()) -> None:
-        if self.times.sampled:
-            self.times.record("backward_compute_time_end")
         self._counts = counts
         super()._finish()
-        if self.times.sampled:
-            self.times.record("backward_comm_time_end")
         if self._futures:
             futures, self._futures = self._futures, []
             torch.futures.wait_all(futures)
@@ -347,8 +291,6 @@ class GradReducer(BackwardReducer, StockOnly):
 
     def _reduce_rest(self) -> None:
         sync, sharder = self._sync, self.sharder
-        if self.times.sampled and not sync.launched:
-            self.times.record("backward_comm_time_start")
         sync.start_grad_sync()
         if self._tracks_usage:
             self._usage.start_all_reduce(self._counts)
@@ -373,14 +315,10 @@ class GradReducer(BackwardReducer, StockOnly):
     def _go_idle(self) -> None:
         super()._go_idle()
         sync = self._sync
-        self.buckets_reduced = sync.reduced
         COUNTERS.collectives += sync.reduced
         COUNTERS.collectives_in_backward += sync.reduced_early
         COUNTERS.bytes_reduced += sync.nbytes
         self._has_order, self._steps = not self.learns_graph, self._steps + 1
-        if self._is_late:
-            self._is_late = False
-            self._choose_mode()
 
     # ---------------------------------------------------------------- what can go wrong
 
@@ -422,7 +360,7 @@ class GradReducer(BackwardReducer, StockOnly):
         self._flags = StepFlags(self._group, self._device, "ddp")
         self._nested: set[int] = set()  # parameters whose gradients a backward inside the backward makes
         self.state = ReducerState.IDLE
-        self._task.queued = self._has_order = self._is_late = self._is_revisited = self.quiet = False
+        self._task.queued = self._has_order = self.quiet = False
         self._stages = self._records_order = self._only_counts = False
         self.has_rebuilt_buckets = False
         self._choose_mode()
@@ -529,10 +467,10 @@ class GradReducer(BackwardReducer, StockOnly):
         self._group = group
         self._reset_state()
 
-    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        self.times.rate = rate
+    def _set_ddp_runtime_logging_sample_rate(self, _rate: int) -> None:
+        """Accept the rate; the logger takes no samples."""
 
-    def set_logger(self, logger: ReducerLogger) -> None:
+    def set_logger(self, logger: LoggerStub) -> None:
         """Tell the logger of errors from now on; it holds this reducer, so it is held weakly."""
         self._logger = weakref.ref(logger)
 
@@ -547,7 +485,7 @@ class GradReducer(BackwardReducer, StockOnly):
 
     def _ddp_graph_static(self) -> bool:
         """Return whether all backwards so far left the same parameters out."""
-        return not self._graph_changed
+        return not self._has_graph_changed
 
 
 def _no_logger() -> None:

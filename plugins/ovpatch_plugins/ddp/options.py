@@ -25,7 +25,6 @@ class DDPConfig:
         sums_in_fp32: Whether they are added up in float32 over several backwards.
         average: Whether the collective divides by the number of ranks.
         max_ctas: How many thread blocks the collectives may take; ``None`` for as many as the script's communicator.
-        late: Whether a further backward through a synchronised forward is reduced, too.
         sharded: Whether gradients may be sharded, where a feature does that.
     """
 
@@ -39,7 +38,6 @@ class DDPConfig:
     sums_in_fp32: bool = False
     average: bool = False
     max_ctas: int | None = None
-    late: bool = True
     sharded: bool = True
 
 
@@ -136,14 +134,18 @@ OPTIONS: Final = (
         parse=_or_none(make_count_parser("a number of thread blocks, 1 or more, or none", least=1)),
     ),
     Option(
-        "reduce_late_gradients",
-        True,
-        "Average the gradients of a second backward through one forward, too. false: they stay local, as under stock.",
-    ),
-    Option(
         "agreement_timeout_s",
         20.0,
         "How many seconds a rank waits for the settings of the others when a model is wrapped.",
         parse=_seconds,
+    ),
+)
+
+REMOVED_OPTIONS: Final = (
+    (
+        "reduce_late_gradients",
+        "the gradients of a second backward through one forward always stay local, as in stock PyTorch, since their "
+        "reduction made ranks wait for a backward that only some of them may run. Add the losses up and run one "
+        "backward.",
     ),
 )

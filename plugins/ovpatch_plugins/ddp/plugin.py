@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ovpatch.hookspecs import Feature, Registrar, hookimpl, list_failures, make_counters_hook
-from ovpatch_plugins.ddp.options import OPTIONS
+from ovpatch_plugins.ddp.options import OPTIONS, REMOVED_OPTIONS
 
 _DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
 
@@ -32,6 +32,7 @@ def ovpatch_feature() -> Feature:
         name="ddp",
         summary="DistributedDataParallel reduces gradients where they are, while backward computes.",
         options=OPTIONS,
+        removed_options=REMOVED_OPTIONS,
         distributed=True,
         work=("backwards",),
     )

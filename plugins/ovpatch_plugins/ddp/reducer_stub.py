@@ -1,68 +1,30 @@
-"""Stands in for torch's C++ ``Logger``, which accepts a C++ reducer only."""
+"""The faces of torch's C++ ``Reducer`` and ``Logger`` inside ``DistributedDataParallel``.
+
+The wrapper calls both objects, and torch's logger accepts a C++ reducer only.
+"""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
-from ovpatch.overlap.data_parallel.grad_bucket import Bucket
 from ovpatch_plugins.ddp import report
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-
-_SAMPLED_AT_FIRST = 10  # steps; later one of so many as the sample rate says
-_SAMPLE_RATE = 100
-
-
-class StepTimes:
-    """Host clock readings of one step, in nanoseconds; taken in the same steps in which stock takes them.
-
-    Attributes:
-        forwards: How many forwards were to be synchronised.
-        rate: In which steps times are taken, from the eleventh on.
-        sampled: Whether they are taken in this one.
-        at: The readings of this step, by stock's names of the fields.
-    """
-
-    def __init__(self) -> None:
-        self.forwards, self.rate, self.sampled = 0, _SAMPLE_RATE, False
-        self.at: dict[str, int] = {}
-
-    def begin_forward(self) -> None:
-        """Count a forward."""
-        self.forwards += 1
-        self.sampled = self.forwards <= _SAMPLED_AT_FIRST or self.forwards % self.rate == 0
-        if self.sampled:
-            self.at = {"forward_compute_time_start": time.time_ns()}
-
-    def record(self, phase: str) -> None:
-        """Record that a phase begins or ends now; called only in steps that are sampled."""
-        self.at[phase] = time.time_ns()
-
-    def durations(self) -> dict[str, int]:
-        """Return how long the phases took, without those that did not come in this order."""
-        spans = {
-            "forward_compute_time": ("forward_compute_time_start", "backward_compute_time_start"),
-            "backward_compute_time": ("backward_compute_time_start", "backward_compute_time_end"),
-            "backward_comm_time": ("backward_comm_time_start", "backward_comm_time_end"),
-            "backward_compute_comm_overlap_time": ("backward_comm_time_start", "backward_compute_time_end"),
-        }
-        known = {name: self.at[end] - self.at[begin] for name, (begin, end) in spans.items() if self._has(begin, end)}
-        return {name: nanoseconds for name, nanoseconds in known.items() if nanoseconds >= 0}
-
-    def _has(self, *phases: str) -> bool:
-        return all(phase in self.at for phase in phases)
+    from ovpatch_plugins.ddp.grad_reducer import GradReducer
 
 
 def refuse_method(name: str) -> Callable[..., NoReturn]:
-    """Return a method for which ``DistributedDataParallel`` brings the stock reducer back first; its error says so."""
+    """Return a method that only the C++ object has, and that raises an error with the remedy.
+
+    ``DistributedDataParallel`` never calls it: its own method restores the stock reducer first.
+    """
 
     def method(_self: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise RuntimeError(report.say_needs_stock(name))
@@ -71,16 +33,17 @@ def refuse_method(name: str) -> Callable[..., NoReturn]:
     return method
 
 
-class StockFace:
-    """Base of what stands in for torch's C++ objects: names what a later version of torch asks for."""
+class CppStub:
+    """Base of the stubs, which names attributes that a later version of torch may read."""
 
+    # The type checker must still find misspelled attributes.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(report.say_unknown_to_reducer(name))
 
 
-class StockOnly(StockFace):
+class CppReducerMethods(CppStub):
     """The methods that only torch's C++ reducer has."""
 
     _autograd_hook = refuse_method("_autograd_hook")
@@ -97,11 +60,15 @@ class StockOnly(StockFace):
     get_backward_stats = refuse_method("get_backward_stats")
 
     def _set_manual_finalization_required(self, _required: bool) -> None:
-        """Stay with backwards that finalize themselves: before others, the wrapper brings the C++ reducer back."""
+        """Accept the value.
+
+        Backwards that the script finalizes never come here, because the wrapper restores the
+        stock reducer before them.
+        """
 
 
-# As C++ names what has another name in Python.
-_DTYPES = {
+# C++ names these dtypes in its own way.
+_DTYPE_NAMES: Final = {
     torch.float16: "c10::Half",
     torch.bfloat16: "c10::BFloat16",
     torch.float32: "float",
@@ -110,8 +77,13 @@ _DTYPES = {
     torch.complex128: "c10::complex<double>",
 }
 
-_ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
-_ENVIRONMENT_OF = {
+_VARIABLES: Final = (
+    "MASTER_PORT",
+    "MASTER_ADDR",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "CUDA_VISIBLE_DEVICES",
+)
+_BACKEND_VARIABLES: Final = {
     "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
     "nccl": (
         "NCCL_SOCKET_IFNAME",
@@ -123,66 +95,45 @@ _ENVIRONMENT_OF = {
     ),
 }
 
-_AVERAGED = (
-    "forward_compute_time",
-    "backward_compute_time",
-    "backward_comm_time",
-    "backward_compute_comm_overlap_time",
-)
 
+class LoggerStub(CppStub):
+    """The face of torch's C++ ``Logger``: construction fields, buckets and the last error.
 
-class LoggedReducer(Protocol):
-    """What the logger asks of :class:`ovpatch_plugins.ddp.grad_reducer.GradReducer`, which describes the attributes."""
-
-    params: list[torch.nn.Parameter]
-    times: StepTimes
-    unused: list[int]
-    buckets_reduced: int
-    static_graph: bool
-    has_rebuilt_buckets: bool
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets, in the order in which they are reduced."""
-
-    @property
-    def ready_order(self) -> list[int]:
-        """The parameters in the order in which their gradients became ready."""
-
-    def _ddp_graph_static(self) -> bool: ...
-
-
-class ReducerLogger(StockFace):
-    """What ``DistributedDataParallel`` asks of its logger.
-
-    Times are of the host's clock, and taken where gradients are on the CPU: a device is not waited for to know them.
+    The fields that stock PyTorch samples in some steps (times, iterations) are absent, because to
+    sample them costs each step some calls, and nobody but torch's own tests reads them.
 
     Args:
         ddp: The model's wrapper.
         reducer: Its reducer.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, reducer: LoggedReducer) -> None:
+    def __init__(self, ddp: DistributedDataParallel, reducer: GradReducer) -> None:
         group = ddp.process_group
+        params = reducer.params
+        backend = str(group.name()) if hasattr(group, "name") else ""
         self._reducer = reducer
-        self._samples = 0
-        self._strings = {"backend_name": str(group.name()) if hasattr(group, "name") else "", "reducer": "ovpatch"}
+        self._strings = {
+            "backend_name": backend,
+            "reducer": "ovpatch",
+            "dtypes": ", ".join(sorted({_get_dtype_name(param.dtype) for param in params})),
+            "bucket_sizes": self._list_bucket_sizes(),
+        }
         self._numbers = {
             "world_size": group.size(),
             "rank": group.rank(),
-            "iteration": 0,
-            "is_multi_device_module": int(len({param.device for param in reducer.params}) > 1),
+            "is_multi_device_module": int(len({param.device for param in params}) > 1),
             "find_unused_parameters": int(ddp.find_unused_parameters),
             "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
             "bucket_cap_bytes": int(ddp.bucket_bytes_cap),
-            "num_parameter_tensors": len(reducer.params),
-            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in reducer.params),
+            "num_parameter_tensors": len(params),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in params),
         }
-        self._strings["dtypes"] = ", ".join(sorted({_name_of(param.dtype) for param in reducer.params}))
-        self._strings["bucket_sizes"] = self._bucket_sizes()
-        names = (*_ENVIRONMENT, *_ENVIRONMENT_OF.get(self._strings["backend_name"], ()))
-        self._strings |= {name.replace("TORCH_NCCL", "NCCL").lower(): os.environ.get(name, "N/A") for name in names}
-        threads = getattr(getattr(group._get_backend(ddp.device), "options", None), "_threads", None)
+        for name in (*_VARIABLES, *_BACKEND_VARIABLES.get(backend, ())):
+            # torch dropped the prefix in the names of the fields when it renamed the variables.
+            field = name.replace("TORCH_NCCL", "NCCL").lower()
+            self._strings[field] = os.environ.get(name, "N/A")
+        options = getattr(group._get_backend(ddp.device), "options", None)
+        threads = getattr(options, "_threads", None)
         if threads is not None:
             self._numbers["gloo_num_threads"] = int(threads)
 
@@ -195,44 +146,24 @@ class ReducerLogger(StockFace):
         has_sync_bn: bool,
         static_graph: bool,
     ) -> None:
-        """Keep what is known when the wrapper is constructed."""
+        """Keep the fields that are known when the wrapper is constructed."""
         self._strings["module_name"] = module_name
-        self._strings["device_ids"] = ", ".join(str(_index(device)) for device in device_ids)
-        self._numbers["output_device"] = _index(output_device)
+        self._strings["device_ids"] = ", ".join(str(_get_index(device)) for device in device_ids)
+        self._numbers["output_device"] = _get_index(output_device)
         self._numbers["broadcast_buffers"] = int(broadcast_buffers)
         self._numbers["has_sync_bn"] = int(has_sync_bn)
         if static_graph:
             self._numbers["static_graph"] = 1
 
+    # Dynamo must break the graph here, as it does at the method of the C++ object.
     @torch._disable_dynamo
     def set_runtime_stats_and_log(self) -> None:
-        """Take over the times of the step before, if it was sampled; called at the beginning of each forward."""
-        times = self._reducer.times
-        if not times.sampled or not times.forwards:
-            return
-        reducer, numbers = self._reducer, self._numbers
-        numbers["iteration"] = times.forwards
-        numbers["unused_parameter_size"] = sum(
-            reducer.params[i].numel() * reducer.params[i].element_size() for i in reducer.unused
-        )
-        order = reducer.ready_order
-        if order:
-            self._strings["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order))
-        if "forward_compute_time_start" not in times.at or reducer.params[0].device.type != "cpu":
-            return
-        self._samples += 1
-        durations = times.durations()
-        for name in _AVERAGED:
-            numbers[name] = durations.get(name, 0)
-            if name in durations:
-                before = numbers.get(f"avg_{name}", 0) * (self._samples - 1)
-                numbers[f"avg_{name}"] = (before + durations[name]) // self._samples
-        numbers.update(times.at)
+        """Do nothing; the wrapper calls this at the beginning of each forward."""
 
     def set_error_and_log(self, error: str) -> None:
-        """Keep the text of an error that the wrapper or the reducer is about to raise, and in which step that is."""
+        """Keep the text of an error that the wrapper or the reducer is about to raise."""
         self._strings["error"] = error
-        self._numbers |= {"has_error": 1, "iteration": self._reducer.times.forwards}
+        self._numbers["has_error"] = 1
 
     def _set_static_graph(self) -> None:
         self._numbers["static_graph"] = int(self._reducer.static_graph)
@@ -241,31 +172,30 @@ class ReducerLogger(StockFace):
         self._strings["comm_hook"] = name
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
-        reducer, strings, numbers = self._reducer, dict(self._strings), dict(self._numbers)
-        numbers["has_rebuilt_buckets"] = int(reducer.has_rebuilt_buckets)
-        if reducer.times.forwards:
-            numbers["num_buckets_reduced"] = reducer.buckets_reduced
+        reducer = self._reducer
+        strings = dict(self._strings)
+        numbers = {**self._numbers, "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets)}
         if not reducer.static_graph:
             numbers["can_set_static_graph"] = int(reducer._ddp_graph_static())
         if reducer.has_rebuilt_buckets:
-            strings["rebuilt_bucket_sizes"] = self._bucket_sizes()
+            strings["rebuilt_bucket_sizes"] = self._list_bucket_sizes()
             indices = (" ".join(map(str, bucket.indices)) for bucket in reducer.buckets)
             strings["rebuilt_per_bucket_param_indices"] = ", ".join(indices)
         return SimpleNamespace(strs_map=strings, ints_map=numbers)
 
-    def _bucket_sizes(self) -> str:
+    def _list_bucket_sizes(self) -> str:
         params = self._reducer.params
-        sizes = (sum(params[i].numel() * params[i].element_size() for i in b.indices) for b in self._reducer.buckets)
-        return ", ".join(map(str, sizes))
+        nbytes = [param.numel() * param.element_size() for param in params]
+        return ", ".join(str(sum(nbytes[i] for i in b.indices)) for b in self._reducer.buckets)
 
     _set_uneven_input_join = refuse_method("_set_uneven_input_join")
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+def _get_dtype_name(dtype: torch.dtype) -> str:
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _index(device: int | torch.device) -> int:
+def _get_index(device: int | torch.device) -> int:
     if isinstance(device, torch.device):
         return device.index if device.index is not None else -1
     return device

@@ -152,12 +152,6 @@ def say_peer_lost_backward(steps: range) -> str:
     )
 
 
-LATE_ON_SOME_RANKS = (
-    "A second backward through the outputs of one forward is reduced, too, and that takes all ranks in the same order. "
-    "If only some are to run it, call the wrapped module itself (model.module(...)) there, or leave such gradients "
-    "local on every rank, as stock DistributedDataParallel does, with OVPATCH_DDP_REDUCE_LATE_GRADIENTS=0."
-)
-
 STATIC_GRAPH_TOO_LATE = (
     "set_static_graph() should be called before training loop starts and after DistributedDataParallel is constructed."
 )
@@ -199,7 +193,6 @@ class Counters(FeatureCounters):
         collectives: Gradient buckets that were all-reduced.
         collectives_in_backward: Those of them that were launched while backward was still computing.
         bytes_reduced: Size of all reduced buckets, in bytes.
-        late_backwards: Further backward passes through a forward whose first one had been reduced; reduced as well.
         recovered: Backward passes that an exception cut short and whose collectives were completed later.
     """
 
@@ -209,7 +202,6 @@ class Counters(FeatureCounters):
     collectives: int = 0
     collectives_in_backward: int = 0
     bytes_reduced: int = 0
-    late_backwards: int = 0
     recovered: int = 0
 
 

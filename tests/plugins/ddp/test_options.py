@@ -54,7 +54,6 @@ VARIABLES = {
     "GRAD_ACCUMULATE_IN_FP32": ("1", True),
     "AVERAGE_IN_COLLECTIVE": ("0", False),
     "MAX_CTAS": ("8", 8),
-    "REDUCE_LATE_GRADIENTS": ("0", False),
     "AGREEMENT_TIMEOUT_S": ("3", 3.0),
 }
 

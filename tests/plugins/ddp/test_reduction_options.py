@@ -52,7 +52,6 @@ OPTIONS = [
     {"bucket_granularity": "module"},
     {"average_in_collective": False},
     {"grad_reduce_in_fp32": True},  # the gradients are float32 already
-    {"reduce_late_gradients": False},
     {"bucket_cap_mb": TINY},
 ]
 
@@ -172,7 +171,6 @@ def on_this_rank_only(name: str, value: Any, other: Any) -> str:
         ("overlap_grad_reduce", False, True),
         ("bucket_granularity", "layer", "size"),
         ("grad_reduce_in_fp32", True, False),
-        ("reduce_late_gradients", False, True),
         ("bucket_cap_mb", 7, 9),
     ],
 )
