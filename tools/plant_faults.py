@@ -82,8 +82,8 @@ FAULTS: Final = (
     Fault(
         "the last bucket is skipped",
         _REDUCTION + "grad_sync.py",
-        "while self.launched < len(self.buckets):",
-        "while self.launched < len(self.buckets) - 1:",
+        "while self.started < len(self.buckets):",
+        "while self.started < len(self.buckets) - 1:",
         (_DDP_TESTS + "test_loops.py",),
     ),
     Fault(
@@ -138,8 +138,8 @@ FAULTS: Final = (
     Fault(
         "the hook of the first parameter does not fire",
         _REDUCTION + "grad_hooks.py",
-        "if listener is not None and not listener.quiet:",
-        "if index and listener is not None and not listener.quiet:",
+        "if reducer is not None and not reducer.is_muted:",
+        "if index and reducer is not None and not reducer.is_muted:",
         (_DDP_TESTS + "test_loops.py",),
     ),
     Fault(
@@ -179,9 +179,9 @@ FAULTS: Final = (
     ),
     Fault(
         "one contribution more is expected than declared",
-        _REDUCTION + "grad_sync.py",
-        "self._expected[index] = before + count",
-        "self._expected[index] = before + count + 1",
+        _REDUCTION + "grad_readiness.py",
+        "self.expected[index] = before + count",
+        "self.expected[index] = before + count + 1",
         (_DDP_TESTS + "test_declared.py",),
     ),
     Fault(
@@ -295,8 +295,8 @@ FAULTS: Final = (
     Fault(
         "modules that come later are not seen",
         _REDUCTION + "grad_hooks.py",
-        "(any(self._leaves) or self._list_children(model) != self._children)",
-        "not self._children",
+        "any(self._leaf_tables) or self._list_children(model) != self._children\n",
+        "not self._children\n",
         (_DDP_TESTS + "test_foreign_hands.py",),
     ),
     Fault(

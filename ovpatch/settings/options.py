@@ -210,7 +210,9 @@ def list_verified_variables(feature: Feature, environment: Mapping[str, str]) ->
     }
 
 
-def check_variables(environment: Mapping[str, str], features: Collection[Feature], unread: Collection[str] = ()) -> None:
+def check_variables(
+    environment: Mapping[str, str], features: Collection[Feature], unread: Collection[str] = ()
+) -> None:
     """Raise a SettingsError for an unknown variable, except of an ``unread`` feature, which is not imported."""
     known = {name for feature in features for name in list_variables(feature)}
     # `resolve_options` refuses the removed ones with their reason.

@@ -131,7 +131,7 @@ def ovpatch_remarks() -> Sequence[str]:
 
 
 def _has_stock_reducer(ddp: Any) -> bool:
-    ours = sys.modules.get("ovpatch_plugins.ddp.grad_reducer")  # imported with the first model that got one
+    ours = sys.modules.get("ovpatch_plugins.ddp.reducer_stub")  # imported with the first model that got one
     reducer = vars(ddp).get("reducer")
-    is_stock = reducer is not None and (ours is None or not isinstance(reducer, ours.GradReducer))
+    is_stock = reducer is not None and (ours is None or not isinstance(reducer, ours.ReducerStub))
     return is_stock and ddp.process_group.size() > 1

@@ -6,18 +6,26 @@ The wrapper calls both objects, and torch's logger accepts a C++ reducer only.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from ovpatch.overlap.data_parallel.backward_plan import PlanFacts
+from ovpatch.overlap.data_parallel.grad_hooks import watch_outputs
+from ovpatch.overlap.data_parallel.grad_reducer import GradReducer, ReducerOwner
+from ovpatch.overlap.data_parallel.grad_sync import GradSync
 from ovpatch_plugins.ddp import report
+from ovpatch_plugins.ddp.nccl_budget import get_budgeted_group
+from ovpatch_plugins.ddp.report import COUNTERS
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
-
-    from ovpatch_plugins.ddp.grad_reducer import GradReducer
 
 
 def refuse_method(name: str) -> Callable[..., NoReturn]:
@@ -43,8 +51,16 @@ class CppStub:
             raise AttributeError(report.say_unknown_to_reducer(name))
 
 
-class CppReducerMethods(CppStub):
-    """The methods that only torch's C++ reducer has."""
+class ReducerStub(CppStub):
+    """The face of torch's C++ ``Reducer``, which ``DistributedDataParallel`` calls.
+
+    ``torch.compile`` of the wrapper breaks its graph where the wrapper calls the C++ object.
+    Methods that are hidden from Dynamo break it in the same places.
+
+    Args:
+        reducer: The reducer that does the work.
+        calls: The calls by which it involves this wrapper.
+    """
 
     _autograd_hook = refuse_method("_autograd_hook")
     _finalize_backward_manual = refuse_method("_finalize_backward_manual")
@@ -59,12 +75,158 @@ class CppReducerMethods(CppStub):
     _should_finalize_after_backward = refuse_method("_should_finalize_after_backward")
     get_backward_stats = refuse_method("get_backward_stats")
 
+    def __init__(self, reducer: GradReducer, calls: WrapperCalls) -> None:
+        self.grad_reducer = reducer
+        self._calls = calls
+        # The thread of the last forward. The collectives of the model come in that thread's order.
+        self._get_thread: Callable[[], threading.Thread | None] = _get_no_thread
+
+    # ---------------------------------------------------------------- a step
+
+    @torch._disable_dynamo
+    def prepare_for_forward(self) -> None:
+        """Complete the last backward if it failed; comes before a forward that is synchronized."""
+        self.grad_reducer.prepare_for_forward()
+
+    @torch._disable_dynamo
+    def _rebuild_buckets(self) -> bool:
+        return self.grad_reducer.rebuild_buckets()
+
+    @torch._disable_dynamo
+    def prepare_for_backward(self, _outputs: Sequence[Tensor]) -> None:
+        """Reduce the next backward. The patched wrapper reports the outputs itself."""
+        self._get_thread = weakref.ref(threading.current_thread())
+        self.grad_reducer.arm()
+
+    @torch._disable_dynamo
+    def watch_output(self, output: Any) -> None:
+        """Begin the armed backward when it reaches one of the tensors in ``output``."""
+        # An earlier forward may have armed the reducer, and this one ran under `no_sync`.
+        if self.grad_reducer.is_armed:
+            watch_outputs(output, self.grad_reducer)
+
+    def _delay_all_reduce(self) -> None:
+        if not self.grad_reducer.is_armed:
+            raise self.grad_reducer.make_error(report.STATIC_GRAPH_UNSYNCHRONISED)
+        self.grad_reducer.finish_static_first()
+
+    def is_of_another_thread(self) -> bool:
+        """Return whether another thread that lives runs the model's steps."""
+        thread = self._get_thread()
+        return (
+            thread is not None and thread is not threading.current_thread() and thread.is_alive()
+        )
+
+    # ---------------------------------------------------------------- rare calls
+
+    def set_logger(self, logger: LoggerStub) -> None:
+        """Report errors to a logger, which holds the reducer and is therefore held weakly."""
+        self._calls.get_logger = weakref.ref(logger)
+
+    def _set_static_graph(self) -> None:
+        reducer = self.grad_reducer
+        if reducer.steps or reducer.is_armed:
+            raise reducer.make_error(report.STATIC_GRAPH_TOO_LATE)
+        reducer.facts = reducer.facts._replace(is_static=True)
+
+    def _check_reducer_finalized(self) -> None:
+        self.grad_reducer.raise_for_missing()
+
+    def _remove_autograd_hooks(self) -> None:
+        self.grad_reducer.hooks.remove()
+
+    def _reset_state(self) -> None:
+        self.grad_reducer.change_group(self.grad_reducer.group)
+
+    def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        self.grad_reducer.change_group(group)
+
+    @torch._disable_dynamo
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        self._calls.futures += futures
+
+    def _set_ddp_runtime_logging_sample_rate(self, _rate: int) -> None:
+        """Accept the rate; the logger takes no samples."""
+
     def _set_manual_finalization_required(self, _required: bool) -> None:
         """Accept the value.
 
-        Backwards that the script finalizes never come here, because the wrapper restores the
-        stock reducer before them.
+        Backwards that the script finalizes never come here, because the wrapper restores the stock
+        reducer before them.
         """
+
+    def _get_local_used_map(self) -> Tensor:
+        """Return by how many ranks each parameter was used in the last step that shared usage."""
+        assert self.grad_reducer.usage is not None
+        return self.grad_reducer.usage.last
+
+    def _ddp_graph_static(self) -> bool:
+        """Return whether all backwards so far left the same parameters out."""
+        assert self.grad_reducer.usage is not None
+        return not self.grad_reducer.usage.has_changed
+
+
+class WrapperCalls(ReducerOwner):
+    """The calls by which a reducer involves ``DistributedDataParallel`` and the counters.
+
+    Args:
+        max_ctas: Limit of the collectives' thread blocks; None for the script's own communicator.
+
+    Attributes:
+        before_first_backward: Called once, in the first backward that is reduced.
+        get_logger: Returns the logger, if it still exists.
+        futures: Futures for which the next reduced backward waits.
+    """
+
+    def __init__(self, max_ctas: int | None) -> None:
+        self.before_first_backward: Callable[[], None] | None = None
+        self.get_logger: Callable[[], LoggerStub | None] = _get_no_logger
+        self.futures: list[torch.futures.Future[Any]] = []
+        self._max_ctas = max_ctas
+
+    def meet(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Compare settings once, and return the communicator with the limit of thread blocks."""
+        if self.before_first_backward is not None:
+            self.before_first_backward()
+            self.before_first_backward = None
+        return get_budgeted_group(group, self._max_ctas)
+
+    def warn_of_create_graph(self) -> None:
+        """Log once that gradients of gradients are not reduced."""
+        report.warn_of_create_graph()
+
+    def describe_missing(self, missing: Mapping[int, str], facts: PlanFacts, rank: int) -> str:
+        """Return stock PyTorch's error, with the names and a remedy."""
+        if facts.is_static:
+            return report.say_static_graph_lacks(missing, rank)
+        return report.say_unfinished(missing, rank, searched=facts.finds_unused)
+
+    def after_backward(self, sync: GradSync, *, has_failed: bool) -> None:
+        """Count the collectives, and wait for the futures that a buffer hook returned."""
+        COUNTERS.collectives += sync.reduced
+        COUNTERS.collectives_in_backward += sync.reduced_early
+        COUNTERS.bytes_reduced += sync.nbytes
+        if has_failed:
+            COUNTERS.recovered += 1
+            return
+        if self.futures:
+            futures, self.futures = self.futures, []
+            torch.futures.wait_all(futures)
+        COUNTERS.backwards += 1
+
+    def note_error(self, text: str) -> None:
+        """Have the logger keep the text."""
+        logger = self.get_logger()
+        if logger is not None:
+            logger.set_error_and_log(text)
+
+
+def _get_no_logger() -> None:
+    return None
+
+
+def _get_no_thread() -> None:
+    return None
 
 
 # C++ names these dtypes in its own way.
@@ -100,7 +262,7 @@ class LoggerStub(CppStub):
     """The face of torch's C++ ``Logger``: construction fields, buckets and the last error.
 
     The fields that stock PyTorch samples in some steps (times, iterations) are absent, because to
-    sample them costs each step some calls, and nobody but torch's own tests reads them.
+    sample them costs each step some calls, and only torch's own tests read them.
 
     Args:
         ddp: The model's wrapper.
@@ -166,7 +328,7 @@ class LoggerStub(CppStub):
         self._numbers["has_error"] = 1
 
     def _set_static_graph(self) -> None:
-        self._numbers["static_graph"] = int(self._reducer.static_graph)
+        self._numbers["static_graph"] = int(self._reducer.facts.is_static)
 
     def _set_comm_hook_name(self, name: str) -> None:
         self._strings["comm_hook"] = name
@@ -174,19 +336,20 @@ class LoggerStub(CppStub):
     def _get_ddp_logging_data(self) -> SimpleNamespace:
         reducer = self._reducer
         strings = dict(self._strings)
-        numbers = {**self._numbers, "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets)}
-        if not reducer.static_graph:
-            numbers["can_set_static_graph"] = int(reducer._ddp_graph_static())
-        if reducer.has_rebuilt_buckets:
+        has_rebuilt = reducer.facts.has_order
+        numbers = {**self._numbers, "has_rebuilt_buckets": int(has_rebuilt)}
+        if not reducer.facts.is_static and reducer.usage is not None:
+            numbers["can_set_static_graph"] = int(not reducer.usage.has_changed)
+        if has_rebuilt:
             strings["rebuilt_bucket_sizes"] = self._list_bucket_sizes()
-            indices = (" ".join(map(str, bucket.indices)) for bucket in reducer.buckets)
+            indices = (" ".join(map(str, bucket.indices)) for bucket in reducer.sync.buckets)
             strings["rebuilt_per_bucket_param_indices"] = ", ".join(indices)
         return SimpleNamespace(strs_map=strings, ints_map=numbers)
 
     def _list_bucket_sizes(self) -> str:
         params = self._reducer.params
         nbytes = [param.numel() * param.element_size() for param in params]
-        return ", ".join(str(sum(nbytes[i] for i in b.indices)) for b in self._reducer.buckets)
+        return ", ".join(str(sum(nbytes[i] for i in b.indices)) for b in self._reducer.sync.buckets)
 
     _set_uneven_input_join = refuse_method("_set_uneven_input_join")
 

@@ -123,35 +123,6 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def say_late(name: str) -> str:
-    """Say that a parameter's gradient came after its bucket was reduced."""
-    return (
-        f"ovpatch: parameter '{name}' got a gradient after its bucket had been reduced: it is used only inside a "
-        "reentrant checkpoint, where find_unused_parameters=True cannot see it. Use "
-        "checkpoint(..., use_reentrant=False), or turn the feature off with OVPATCH_DDP=0."
-    )
-
-
-def say_late_declaration(name: str) -> str:
-    """Say that contributions were declared for a parameter whose bucket was reduced without waiting for them."""
-    return (
-        f"ovpatch: contributions to parameter '{name}' were declared after its bucket had been reduced: it takes part "
-        "in this backward for the first time, inside a module that works in chunks, where find_unused_parameters=True "
-        "and static_graph=True cannot see it. Use all such modules in the first step, or set "
-        "OVPATCH_DDP_OVERLAP_GRAD_REDUCE=0."
-    )
-
-
-def say_peer_lost_backward(steps: range) -> str:
-    """Say that another rank's part is missing in this rank's gradients."""
-    when = f"step {steps[0]}" if len(steps) == 1 else f"a step from {steps[0]} to {steps[-1]}"
-    return (
-        f"ovpatch: an exception ended the backward of {when} on another rank while this rank's went well, so the "
-        "averaged gradients of that step lack a part. Restart from the last checkpoint, and let the script either "
-        "skip a failed step on all ranks or end with the exception."
-    )
-
-
 STATIC_GRAPH_TOO_LATE = (
     "set_static_graph() should be called before training loop starts and after DistributedDataParallel is constructed."
 )
@@ -160,12 +131,6 @@ STATIC_GRAPH_UNSYNCHRONISED = (
     "ovpatch: static_graph=True learns the graph from the first backward, which ran without gradient synchronisation. "
     "Run the first backward outside of no_sync(), or pass no static_graph=True."
 )
-
-COMPILED_AUTOGRAD = (
-    "ovpatch: a backward under compiled autograd cannot reduce gradients, because compiled code calls no reducer. Set "
-    'torch._dynamo.config.optimize_ddp = "python_reducer" before DistributedDataParallel(...) is constructed.'
-)
-
 
 def say_inside_backward(model: str) -> str:
     """Say that the stock reducer was asked for while gradients are being reduced."""

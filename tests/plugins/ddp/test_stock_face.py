@@ -58,10 +58,9 @@ def asked_of(owner: str, source: str) -> set[str]:
 
 
 def test_the_reducer_and_the_logger_have_all_that_the_wrapper_of_the_installed_torch_asks_for():
-    from ovpatch_plugins.ddp.grad_reducer import GradReducer
-    from ovpatch_plugins.ddp.reducer_stub import LoggerStub
+    from ovpatch_plugins.ddp.reducer_stub import LoggerStub, ReducerStub
 
-    ours = {"reducer": GradReducer, "logger": LoggerStub}
+    ours = {"reducer": ReducerStub, "logger": LoggerStub}
     for owner, names in ASKED.items():
         installed = asked_of(owner, inspect.getsource(distributed))
         later = ASKED_SINCE_2_15 if owner == "reducer" else set()
@@ -69,14 +68,14 @@ def test_the_reducer_and_the_logger_have_all_that_the_wrapper_of_the_installed_t
             expected = set(names.split()) | (later if hasattr(DDP, "finalize_backward") else set())
             assert installed == expected, "the table above is right for the installed version"
         assert {name for name in installed | set(names.split()) | later if not hasattr(ours[owner], name)} == set()
-    for cls, mine in ((dist.Reducer, GradReducer), (dist.Logger, LoggerStub)):
+    for cls, mine in ((dist.Reducer, ReducerStub), (dist.Logger, LoggerStub)):
         assert {
             name for name in vars(cls) if not name.startswith(("__", "_pybind")) and not hasattr(mine, name)
         } == set()
 
 
 def test_so_has_the_reducer_what_other_modules_of_torch_ask_for():
-    from ovpatch_plugins.ddp.grad_reducer import GradReducer
+    from ovpatch_plugins.ddp.reducer_stub import ReducerStub
 
     root = Path(torch.__file__).parent
     files = [file for folder in ELSEWHERE for file in sorted((root / folder).rglob("*.py"))]
@@ -84,14 +83,14 @@ def test_so_has_the_reducer_what_other_modules_of_torch_ask_for():
     found = {name for text in texts for name in asked_of("reducer", text)}
     if torch.__version__.startswith(VERSIONS):
         assert found == ASKED_ELSEWHERE
-    assert {name for name in found | ASKED_ELSEWHERE if not hasattr(GradReducer, name)} == set()
+    assert {name for name in found | ASKED_ELSEWHERE if not hasattr(ReducerStub, name)} == set()
 
 
 def test_what_a_later_torch_asks_for_is_named_with_a_remedy():
-    from ovpatch_plugins.ddp.reducer_stub import CppReducerMethods
+    from ovpatch_plugins.ddp.reducer_stub import CppStub
 
     with pytest.raises(AttributeError, match=r"^ovpatch: .* new_method .*OVPATCH_DDP=0\.$"):
-        CppReducerMethods().new_method()
+        CppStub().new_method()
 
 
 def test_a_method_for_the_stock_reducer_alone_says_so(ranks):
@@ -373,7 +372,7 @@ def setting_sparse_metadata() -> list[str]:
 
 
 def test_sparse_metadata_brings_the_stock_reducer_back(ranks):
-    assert ranks(2)(setting_sparse_metadata) == [["GradReducer", "Reducer"]] * 2
+    assert ranks(2)(setting_sparse_metadata) == [["ReducerStub", "Reducer"]] * 2
 
 
 def warnings_of_a_model():
