@@ -224,6 +224,7 @@ class GradReducer:
     """
 
     # Set by `_attach`, and again when a cast or a move gave the parameters new nodes.
+    _device: torch.device
     sharder: GradSharder
     assignment: BucketAssignment
     # `pipe_experts` sums no usage and no flags: its ranks have different tokens, and no sharded
@@ -284,11 +285,10 @@ class GradReducer:
             # buckets.
             if self.state is ReducerState.REDUCING:
                 return
-        flags = self.flags
         # On CUDA the host learns only now of peers whose backward failed. Elsewhere it has raised
         # at the end of the backward.
-        if flags is not None and self.readiness.cuda_devices:
-            flags.raise_for_failures(say_peer_lost_backward)
+        if self.flags is not None and self._device.type == "cuda":
+            self.flags.raise_for_failures(say_peer_lost_backward)
         if self.hooks.have_moved():
             self.reattach()
         sharder = self.sharder
@@ -572,7 +572,7 @@ class GradReducer:
         if not self.facts.has_reduced:
             self.facts = self.facts._replace(has_reduced=True)
         self._go_idle(has_failed=False)
-        if self.flags is not None and not self.readiness.cuda_devices:
+        if self.flags is not None and self._device.type != "cuda":
             self.flags.raise_for_failures(say_peer_lost_backward)
         return unused
 
@@ -648,6 +648,7 @@ class GradReducer:
     def _attach(self) -> None:
         config = self.config
         device = self.params[0].device
+        self._device = device
         has_experts = self.facts.has_experts
         self.usage = None if has_experts else UsageMap(len(self.params), self.group, device)
         self.flags = None if has_experts else StepFlags(self.group, device, config.feature)

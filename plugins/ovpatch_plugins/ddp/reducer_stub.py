@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ovpatch.overlap.data_parallel.backward_plan import PlanFacts
 from ovpatch.overlap.data_parallel.grad_hooks import watch_outputs
-from ovpatch.overlap.data_parallel.grad_reducer import GradReducer, ReducerOwner
+from ovpatch.overlap.data_parallel.grad_reducer import GradReducer, ReducerOwner, ReducerState
 from ovpatch.overlap.data_parallel.grad_sync import GradSync
 from ovpatch_plugins.ddp import report
 from ovpatch_plugins.ddp.nccl_budget import get_budgeted_group
@@ -37,7 +37,8 @@ def refuse_method(name: str) -> Callable[..., NoReturn]:
     def method(_self: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise RuntimeError(report.say_needs_stock(name))
 
-    method.__name__ = method.__qualname__ = name
+    method.__name__ = name
+    method.__qualname__ = name
     return method
 
 
@@ -95,8 +96,10 @@ class ReducerStub(CppStub):
     @torch._disable_dynamo
     def prepare_for_backward(self, _outputs: Sequence[Tensor]) -> None:
         """Reduce the next backward. The patched wrapper reports the outputs itself."""
-        self._get_thread = weakref.ref(threading.current_thread())
         self.grad_reducer.arm()
+        # A checkpoint may recompute the forward on a thread of the engine, which arms nothing.
+        if self.grad_reducer.state is ReducerState.ARMED:
+            self._get_thread = weakref.ref(threading.current_thread())
 
     @torch._disable_dynamo
     def watch_output(self, output: Any) -> None:
