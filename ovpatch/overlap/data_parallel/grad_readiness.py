@@ -225,7 +225,9 @@ class GradReadiness:
             return
         before = self.expected[index] if index in self._marked else 0
         if self.seen[index] >= max(before, 1):
-            raise self._make_surplus_error(index, "declared after other contributions", before + count)
+            raise self._make_surplus_error(
+                index, "declared after other contributions", before + count
+            )
         self.is_simple = False
         self._marked.add(index)
         self.expected[index] = before + count

@@ -634,9 +634,7 @@ class GradReducer:
 
     def is_in_backward(self) -> bool:
         """Return whether a backward that will still end, perhaps on another thread, is reduced."""
-        return (
-            self.state is ReducerState.REDUCING and self._task.queued and self._task.is_running()
-        )
+        return self.state is ReducerState.REDUCING and self._task.queued and self._task.is_running()
 
     def make_error(self, text: str) -> RuntimeError:
         """Return an error that the owner has noted."""

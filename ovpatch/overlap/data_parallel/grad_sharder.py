@@ -247,6 +247,4 @@ def make_grad_sharder(
     factory = _Registration.factory
     if factory is None:
         return GradSharder()
-    return factory(
-        params, names, group, sparse=sparse, in_fp32=in_fp32, sums_in_fp32=sums_in_fp32
-    )
+    return factory(params, names, group, sparse=sparse, in_fp32=in_fp32, sums_in_fp32=sums_in_fp32)

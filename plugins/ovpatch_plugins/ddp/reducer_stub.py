@@ -116,9 +116,7 @@ class ReducerStub(CppStub):
     def is_of_another_thread(self) -> bool:
         """Return whether another thread that lives runs the model's steps."""
         thread = self._get_thread()
-        return (
-            thread is not None and thread is not threading.current_thread() and thread.is_alive()
-        )
+        return thread is not None and thread is not threading.current_thread() and thread.is_alive()
 
     # ---------------------------------------------------------------- rare calls
 
