@@ -404,7 +404,7 @@ def _install(
     reducer = GradReducer(parameters, names, ddp.process_group, config, calls)
     reducer.hooks.watch_modules(ddp)
     ddp.reducer = ReducerStub(reducer, calls)
-    ddp.logger = LoggerStub(ddp, reducer)
+    ddp.logger = LoggerStub(ddp, reducer, calls)
     ddp.reducer.set_logger(ddp.logger)
     ddp.logger.set_construction_data_and_log(
         type(ddp.module).__name__,

@@ -177,12 +177,14 @@ class WrapperCalls(ReducerOwner):
         before_first_backward: Called once, in the first backward that is reduced.
         get_logger: Returns the logger, if it still exists.
         futures: Futures for which the next reduced backward waits.
+        buckets_reduced: How many buckets the last backward reduced; None before the first one.
     """
 
     def __init__(self, max_ctas: int | None) -> None:
         self.before_first_backward: Callable[[], None] | None = None
         self.get_logger: Callable[[], LoggerStub | None] = _get_no_logger
         self.futures: list[torch.futures.Future[Any]] = []
+        self.buckets_reduced: int | None = None
         self._max_ctas = max_ctas
 
     def meet(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -204,6 +206,8 @@ class WrapperCalls(ReducerOwner):
 
     def after_backward(self, sync: GradSync, *, has_failed: bool) -> None:
         """Count the collectives, and wait for the futures that a buffer hook returned."""
+        # The logger reads it after the next forward, which may have other buckets.
+        self.buckets_reduced = sync.reduced
         COUNTERS.collectives += sync.reduced
         COUNTERS.collectives_in_backward += sync.reduced_early
         COUNTERS.bytes_reduced += sync.nbytes
@@ -268,13 +272,17 @@ class LoggerStub(CppStub):
     Args:
         ddp: The model's wrapper.
         reducer: Its reducer.
+        calls: The calls by which the reducer involves the wrapper.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, reducer: GradReducer) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, reducer: GradReducer, calls: WrapperCalls
+    ) -> None:
         group = ddp.process_group
         params = reducer.params
         backend = str(group.name()) if hasattr(group, "name") else ""
         self._reducer = reducer
+        self._calls = calls
         self._strings = {
             "backend_name": backend,
             "reducer": "ovpatch",
@@ -327,6 +335,7 @@ class LoggerStub(CppStub):
         """Keep the text of an error that the wrapper or the reducer is about to raise."""
         self._strings["error"] = error
         self._numbers["has_error"] = 1
+        self._numbers["iteration"] = self._reducer.steps
 
     def _set_static_graph(self) -> None:
         self._numbers["static_graph"] = int(self._reducer.facts.is_static)
@@ -341,6 +350,8 @@ class LoggerStub(CppStub):
         numbers = {**self._numbers, "has_rebuilt_buckets": int(has_rebuilt)}
         if not reducer.facts.is_static and reducer.usage is not None:
             numbers["can_set_static_graph"] = int(not reducer.usage.has_changed)
+        if self._calls.buckets_reduced is not None:
+            numbers["num_buckets_reduced"] = self._calls.buckets_reduced
         if has_rebuilt:
             strings["rebuilt_bucket_sizes"] = self._list_bucket_sizes()
             indices = (" ".join(map(str, bucket.indices)) for bucket in reducer.sync.buckets)

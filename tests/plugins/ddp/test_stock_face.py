@@ -237,7 +237,6 @@ def test_errors_say_what_stock_says_and_then_the_remedy_and_the_logger_knows_the
 
 SAMPLED = {
     "iteration",
-    "num_buckets_reduced",
     "prev_iteration_grad_ready_order_indices",
     "unused_parameter_size",
 }
