@@ -152,6 +152,8 @@ class Feature:
         distributed: Whether it needs ``torch.distributed``, which some builds of torch lack; there it is skipped.
         packages: Packages that it patches. If one is not installed, the feature is skipped, and the user who named it
             gets a :class:`ovpatch.FeatureError`.
+        removed_options: Names of options that no longer exist, each with the reason and the remedy. A setting of one
+            raises :class:`OptionError` with that text.
         work: Counters of real work, such as ``("steps",)``, without those that count objects taken over. By default all
             but ``stock_…``.
     """
@@ -166,6 +168,7 @@ class Feature:
     reorders_products: bool = False
     distributed: bool = False
     packages: tuple[Package, ...] = ()
+    removed_options: tuple[tuple[str, str], ...] = ()
     work: tuple[str, ...] = ()
 
 

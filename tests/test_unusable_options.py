@@ -73,7 +73,7 @@ UNUSABLE: dict[tuple[str, str], tuple[Any, Callable[[], None], str]] = {
 # Options that need nothing but their feature. A new option belongs here, or into the table above.
 USABLE = {
     "ddp": "overlap_grad_reduce bucket_cap_mb bucket_granularity grad_reduce_in_fp32 grad_accumulate_in_fp32 "
-    "reduce_late_gradients agreement_timeout_s",
+    "agreement_timeout_s",
     "dist_optimizer": "shard overlap_param_gather gather_granularity gather_bucket_mb grads_in_flight_mb "
     "min_param_numel main_params_in_fp32 element_wise per_parameter",
     "megatron": "linears min_linear_gflop chunks regather ordered_grad_reduce early_param_gather pipeline_schedule",

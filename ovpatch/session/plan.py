@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any, Final
 
 from ovpatch.exit_codes import ExitCode
-from ovpatch.hookspecs import Feature
+from ovpatch.hookspecs import Feature, OptionError
 from ovpatch.session.plugins import FoundPlugin, PluginError, Plugins, describe_error
 from ovpatch.settings import options as opts
 from ovpatch.settings import settings
@@ -255,7 +255,7 @@ def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]]) -> N
                 record.options = opts.resolve_options(
                     feature, arguments.get(name, {}), variables, named=record.is_named
                 )
-            except settings.SettingsError:
+            except (settings.SettingsError, OptionError):
                 raise
             except Exception as error:  # noqa: BLE001  # of a plugin's parse=, although only ValueError is allowed
                 record.stand_down("failed", f"parsing its options raised {describe_error(error)}")

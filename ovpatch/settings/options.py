@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple
 
-from ovpatch.hookspecs import Feature, Option, Package
+from ovpatch.hookspecs import Feature, Option, OptionError, Package
 from ovpatch.settings.settings import (
     NAME,
     RESERVED,
@@ -60,6 +60,7 @@ def _check_shape(feature: Feature) -> None:
     """Refuse values of the wrong type, such as a text in place of a tuple of texts."""
     _check_all("options", feature.options, Option)
     _check_all("packages", feature.packages, Package)
+    _check_all("removed_options", feature.removed_options, tuple)
     for name in ("requires", "conflicts", "work"):
         _check_all(name, getattr(feature, name), str)
     for option in feature.options:
@@ -93,8 +94,9 @@ def resolve_options(
 
     Arguments are by name or alias; the environment has the variables of features, as text. ``named`` says whether the
     settings name the feature, or it is on by default. Raises SettingsError if an argument is unknown, a value cannot be
-    parsed, or a name and its alias disagree.
+    parsed, or a name and its alias disagree; raises OptionError if an option was removed.
     """
+    _refuse_removed(feature, {normalise_name(name) for name in arguments}, environment)
     known = {name for option in feature.options for name in (option.name, *option.aliases)}
     given = {normalise_name(name): value for name, value in arguments.items()}
     for name in given:
@@ -104,6 +106,18 @@ def resolve_options(
                 f"Feature {feature.name!r} has no option {name!r}{near}. Choose one of {', '.join(sorted(known))}."
             )
     return {option.name: _resolve_one(feature.name, option, given, environment, named) for option in feature.options}
+
+
+def _refuse_removed(
+    feature: Feature, arguments: Collection[str], environment: Mapping[str, str]
+) -> None:
+    for name, reason in feature.removed_options:
+        variable = make_variable_name(feature.name, name)
+        if name in arguments or variable in environment:
+            raise OptionError(
+                f"ovpatch: option {name} of feature {feature.name!r} no longer exists: {reason} "
+                f"Remove {variable} and the argument of that name."
+            )
 
 
 def _resolve_one(
@@ -197,9 +211,13 @@ def list_verified_variables(feature: Feature, environment: Mapping[str, str]) ->
     }
 
 
-def check_variables(environment: Mapping[str, str], features: Iterable[Feature], unread: Collection[str] = ()) -> None:
+def check_variables(
+    environment: Mapping[str, str], features: Collection[Feature], unread: Collection[str] = ()
+) -> None:
     """Raise a SettingsError for an unknown variable, except of an ``unread`` feature, which is not imported."""
     known = {name for feature in features for name in list_variables(feature)}
+    # `resolve_options` refuses the removed ones with their reason.
+    known |= {make_variable_name(f.name, name) for f in features for name, _ in f.removed_options}
     known |= {make_variable_name(name) for name in unread}
     passed = tuple(make_variable_name(name) + "_" for name in unread)
     for name in environment:

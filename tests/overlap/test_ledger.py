@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gc
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from ovpatch.overlap.data_parallel import grad_sync
-from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
-from ovpatch.overlap.data_parallel.grad_sync import (
+from ovpatch.overlap.data_parallel.backward_plan import PlanFacts, plan_backward
+from ovpatch.overlap.data_parallel.grad_readiness import (
     HOOK,
-    GradSync,
+    GradReadiness,
     SurplusGradientError,
     expect_gradients,
     mark_gradient,
@@ -27,18 +25,20 @@ class Owner:
     def __init__(self, count: int = 3, params: list[nn.Parameter] | None = None) -> None:
         self.params = params or [nn.Parameter(torch.zeros(2)) for _ in range(count)]
         self.complete: list[int] = []
-        buckets = [GradBucket([i], [param]) for i, param in enumerate(self.params)]
         names = [f"p{i}" for i in range(count)]
-        with mock.patch.object(grad_sync, "Collectives"):
-            self.sync = GradSync(buckets, mock.Mock(), feature="test", average=True, names=names)
+        self.readiness = GradReadiness(self.params, [[i] for i in range(len(self.params))], names=names)
         register_reducer(self.params, self)
 
+    def begin(self, counts: list[int] | None = None) -> None:
+        facts = PlanFacts(has_order=True, is_static=counts is not None, has_learned=counts is not None)
+        self.readiness.begin(plan_backward(facts, False), counts or ())
+
     def fire(self, index: int, *, adds: bool = True, key: str = HOOK) -> None:
-        if self.sync.count_grad(index, key, adds=adds):
+        if self.readiness.count(index, key, adds=adds):
             self.complete.append(index)
 
     def expect_contributions(self, index: int, count: int) -> None:
-        self.sync.expect_marks(index, count)
+        self.readiness.expect_marks(index, count)
 
     def mark_contribution(self, index: int, key: str) -> None:
         self.fire(index, key=key)
@@ -46,40 +46,42 @@ class Owner:
 
 def opened() -> Owner:
     owner = Owner()
-    owner.sync.start_backward()
+    owner.begin()
     return owner
 
 
 def test_one_mark_completes_a_parameter_and_open_starts_anew():
     owner = Owner()
     for _ in range(2):
-        owner.sync.start_backward()
+        owner.begin()
         owner.fire(1)
-        assert owner.sync.missing_params() == [0, 2]
+        assert owner.readiness.list_missing() == [0, 2]
         owner.fire(0)
         owner.fire(2)
-        assert owner.sync.missing_params() == []
+        assert owner.readiness.list_missing() == []
     assert owner.complete == [1, 0, 2] * 2
 
 
-def test_a_single_contribution_is_counted_in_one_call_and_anything_else_is_not():
+def test_gradients_have_only_to_be_counted_if_each_gets_one_contribution():
     owner = Owner()
-    assert owner.sync.count_once(0) is None, "no backward has begun"
-    owner.sync.start_backward()
-    assert owner.sync.count_once(0) == 0, "its bucket lacks none"
-    assert owner.sync.missing_params() == [1, 2]
-    assert owner.sync.count_once(0) is None, "which leaves the error to count_grad()"
+    readiness = owner.readiness
+    assert not readiness.is_simple, "no backward has begun"
+    owner.begin()
+    assert readiness.is_simple
+    expect_gradients(owner.params[1], 1)
+    assert not readiness.is_simple
+    owner.begin()
+    readiness.skip(2)
+    assert not readiness.is_simple
+    for counts in ([1, 2, 1], [1, 0, 1]):
+        owner.begin(counts)
+        assert not readiness.is_simple
+    owner.begin()
+    owner.fire(0)
     with pytest.raises(SurplusGradientError, match="'p0'"):
         owner.fire(0)
-    expect_gradients(owner.params[1], 1)
-    assert owner.sync.count_once(1) is None
-    for counts in ([1, 2, 1], [1, 0, 1]):
-        owner.sync.start_backward(counts)
-        assert owner.sync.count_once(1) is None
-    owner.sync.start_backward()
-    owner.sync.skip_param(2)
-    assert owner.sync.count_once(1) is None
-    assert owner.sync.missing_params() == [0, 1, 2], "nothing was counted"
+    readiness.end()
+    assert not readiness.is_simple
 
 
 def test_a_declared_parameter_may_get_nothing_more_from_autograd_once_it_is_complete():

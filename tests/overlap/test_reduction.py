@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ovpatch.overlap.data_parallel.backward_plan import PlanFacts, plan_backward
 from ovpatch.overlap.data_parallel.grad_bucket import Bucket, GradBucket
+from ovpatch.overlap.data_parallel.grad_readiness import GradReadiness
 from ovpatch.overlap.data_parallel.grad_sync import GradSync
 from tests.overlap.gradients import backward, params
 
@@ -24,7 +26,8 @@ class Setup:
         self.world, self.rank = group.size(), group.rank()
         self.params = params(*[(i + 2, 3) for i in range(6)])
         self.buckets: list[Bucket] = [GradBucket(part, [self.params[i] for i in part]) for part in LAYOUT]
-        self.reduction = GradSync(self.buckets, group, feature="test", **options)
+        self.readiness = GradReadiness(self.params, LAYOUT)
+        self.reduction = GradSync(self.buckets, self.readiness, group, feature="test", **options)
         self.launched: list[int] = []
         for number, bucket in enumerate(self.buckets):
             bucket.pack = partial(self._note_and_pack, number, bucket.pack)
@@ -33,11 +36,15 @@ class Setup:
         self.launched.append(number)
         return pack(*args, **kwargs)
 
+    def begin(self) -> None:
+        self.readiness.begin(plan_backward(PlanFacts(has_order=True), False))
+        self.reduction.begin()
+
     def arrive(self, *indices: int) -> list[bool]:
         in_time = []
         for index in indices:
-            self.reduction.count_grad(index)
-            in_time.append(self.reduction.register_grad_ready(index))
+            assert self.readiness.count(index)
+            in_time.append(self.readiness.bucket_of[index] >= self.reduction.started)
             self.reduction.start_ready_buckets()
         return in_time
 
@@ -55,13 +62,13 @@ def in_order(arrivals: list[int], log: list[list[int]]) -> None:
     setup = Setup()
     for _ in range(2):
         expected = setup.fill()
-        setup.reduction.start_backward()
+        setup.begin()
         for index, launched in zip(arrivals, log, strict=True):
             assert setup.arrive(index) == [True]
             assert setup.launched == launched, index
-        setup.reduction.start_grad_sync()
+        setup.reduction.start_remaining()
         setup.reduction.wait()
-        setup.reduction.finish_grad_sync(())
+        setup.reduction.write_grads(())
         assert setup.launched == [0, 1, 2]
         torch.testing.assert_close([param.grad for param in setup.params], expected)
         setup.launched.clear()
@@ -85,13 +92,13 @@ def cut_short() -> list[int]:
     setup = Setup()
     found: list[int] = []
     (collectives,) = setup.reduction._collectives.values()
-    collectives.end_reduction = lambda: found.append(setup.reduction.launched)  # type: ignore[method-assign]
+    collectives.end_reduction = lambda: found.append(setup.reduction.started)  # type: ignore[method-assign]
     for arrived in ((5, 4), (5, 4, 3, 2, 1, 0)):
         setup.fill()
-        setup.reduction.start_backward()
+        setup.begin()
         setup.arrive(*arrived)
         if len(arrived) == 6:
-            setup.reduction.start_grad_sync()
+            setup.reduction.start_remaining()
         setup.reduction.start_zeros()
         setup.reduction.wait()
         setup.reduction.drop_inputs()
@@ -105,12 +112,12 @@ def test_a_backward_is_attended_once_behind_all_that_was_launched(ranks):
 def without_some() -> list[int]:
     setup = Setup()
     setup.fill()
-    setup.reduction.start_backward()
+    setup.begin()
     for index in (3, 1, 3):  # to say it twice changes nothing
-        setup.reduction.skip_param(index)
+        setup.readiness.skip(index)
     assert setup.arrive(4, 5, 2, 0) == [True] * 4
     launched = list(setup.launched)
-    setup.reduction.start_grad_sync()
+    setup.reduction.start_remaining()
     setup.reduction.wait()
     return launched
 
@@ -122,15 +129,15 @@ def test_parameters_that_are_left_out_are_not_waited_for(ranks):
 def came_after_all() -> None:
     setup = Setup()
     setup.fill()
-    setup.reduction.start_backward()
+    setup.begin()
     for index in (3, 4):
-        setup.reduction.skip_param(index)
+        setup.readiness.skip(index)
     assert setup.arrive(3) == [True]  # its bucket is still there, and does not wait for it twice
-    assert setup.reduction.absent == {4}
+    assert setup.readiness.absent == {4}
     assert setup.arrive(5, 2) == [True, True]
     assert setup.launched == [0, 1]
     assert setup.arrive(4) == [False]
-    setup.reduction.start_grad_sync()
+    setup.reduction.start_remaining()
     setup.reduction.wait()
 
 
@@ -145,9 +152,9 @@ def failing_after_the_first(skip_absent: bool) -> list[int]:
     for number, bucket in enumerate(setup.buckets):
         made = bucket.make_zeros()
         bucket.make_zeros = lambda number=number, made=made: zeros.append(number) or made
-    setup.reduction.start_backward()
+    setup.begin()
     for index in (2, 3):
-        setup.reduction.skip_param(index)
+        setup.readiness.skip(index)
     setup.reduction.start_zeros()
     setup.reduction.wait()
     return zeros
@@ -165,8 +172,8 @@ def divisors(average: bool) -> list[int]:
     for bucket in setup.buckets:
         bucket.pack = lambda divisor, **_: said.append(divisor) or []
         bucket.stage_grad = lambda _index, divisor: said.append(divisor)
-    setup.reduction.stage_grad(0)
-    setup.reduction.start_grad_sync()
+    setup.reduction.copy_grad(0)
+    setup.reduction.start_remaining()
     return said
 
 

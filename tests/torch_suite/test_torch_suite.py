@@ -10,7 +10,6 @@ from tests.torch_suite.exceptions import REASONS
 from tests.torch_suite.suite import names
 
 ONES = [
-    ("test_ddp_logging_data_cpu", "as it is"),
     ("test_static_graph_api_cpu", "as it is"),
     ("test_ddp_create_graph", "as it is"),
     ("test_ddp_buffer_hook_allreduce_return_future", "cpu"),

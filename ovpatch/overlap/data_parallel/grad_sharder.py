@@ -1,7 +1,7 @@
-"""How a gradient reducer lets another feature shard gradients: an interface, and its registration.
+"""The interface by which another feature shards the gradients of a reducer, and its registration.
 
-A reducer makes one :class:`GradSharder` per model. The base class shards nothing; ``dist_optimizer`` registers a
-factory for one that reduce-scatters gradients into shards.
+A reducer makes one :class:`GradSharder` per model. The base class shards nothing;
+``dist_optimizer`` registers a factory of sharders that reduce-scatter gradients into shards.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ if TYPE_CHECKING:
 
 
 class GradSharder:
-    """Shards the gradients of one model; this one shards none.
+    """Shards the gradients of one model; the base class shards none.
 
-    The methods stand in the order in which a step calls them. A reducer skips those from :meth:`update_sharded` to
-    :meth:`get_flags` where :attr:`is_active` is false.
+    The methods follow the order in which a step calls them. A reducer skips those from
+    :meth:`update_sharded` to :meth:`get_flags` unless :attr:`is_active` is true.
 
     Attributes:
         is_active: Whether gradients may be sharded at all.
-        sharded: The parameters, by index, whose gradients are reduce-scattered now. The same on all ranks.
-        max_inflight_bytes: How many bytes of full gradients may be under reduction at a time.
-        identity: Name of the model, the same on all ranks and unique in the process group.
-        local: Whether gradients were added that are not reduced, as under ``no_sync()``.
         has_lazy_grads: Whether a ``p.grad`` may be lazy.
+        sharded: The parameters, by index, whose gradients are reduce-scattered now. The same on all
+            ranks.
+        max_inflight_bytes: Limit of the bytes of full gradients that are in reduction at one time.
+        identity: Name of the model, the same on all ranks and unique in the process group.
+        local: Whether gradients were added that no collective has reduced, as under ``no_sync()``.
     """
 
-    is_active = has_lazy_grads = False
+    is_active = False
+    has_lazy_grads = False
     sharded: frozenset[int] = frozenset()
     max_inflight_bytes = math.inf
 
@@ -55,52 +57,61 @@ class GradSharder:
         """Let the flags of all ranks take effect; return whether :attr:`sharded` has changed.
 
         Args:
-            sums: The flags of :meth:`get_flags`, summed over the ranks; empty if there are none to take effect.
+            sums: The flags of :meth:`get_flags`, summed over the ranks; empty if no sum takes
+                effect.
         """
         del sums
         return False
 
     def make_bucket(
-        self, indices: Sequence[int], params: Sequence[torch.nn.Parameter], dtype: torch.dtype | None
+        self,
+        indices: Sequence[int],
+        params: Sequence[torch.nn.Parameter],
+        dtype: torch.dtype | None,
     ) -> GradBucket | None:
-        """Return the bucket for parameters if one or more of them are sharded; None for an ordinary bucket.
+        """Return the bucket of parameters some of which are sharded; None for an ordinary bucket.
 
         Args:
-            indices: Index of each parameter in the order of the whole model.
+            indices: Index of each parameter in the order of the full model.
             params: The parameters, in the same order.
-            dtype: What the sum is computed in; the parameters' own dtype by default.
+            dtype: The dtype of the sum. Default: that of the parameters.
         """
         del indices, params, dtype
         return None
 
     def watched_params(self) -> list[int]:
-        """Return the parameters for which :meth:`before_accumulate` is to be called."""
+        """Return the parameters for which the reducer must call :meth:`before_accumulate`."""
         return []
 
     # ---------------------------------------------------------------- in a backward
 
     def on_backward_start(self, *, staged: bool, counts: Sequence[int] | None) -> None:
-        """A backward that is reduced begins; no gradient is complete, and no collective has been started.
+        """Prepare for a backward that is reduced.
+
+        No gradient is complete, and no collective of the backward has started.
 
         Args:
             staged: Whether each gradient is copied when it is complete.
-            counts: How often a static graph adds to each parameter; None if that is not known.
+            counts: How often a static graph adds to each parameter; None if that is unknown.
         """
 
     def before_accumulate(self, index: int) -> None:
-        """The engine is about to add to the gradient of a parameter; called while :attr:`has_lazy_grads`."""
+        """Prepare a gradient to which the engine is about to add.
+
+        Called only while :attr:`has_lazy_grads` is true.
+        """
 
     def before_first_collective(self) -> None:
-        """The backward is about to start its first collective."""
+        """Prepare for the first collective of the backward."""
 
     def finish_host_barrier(self) -> None:
-        """A stream, or the host, is about to wait for a collective; called before each wait."""
+        """Let the hosts meet before a stream, or the host, waits for a collective."""
 
     def wait_for_hosts(self) -> None:
-        """Have the host wait for those of the other ranks before a collective that blocks it."""
+        """Have the host wait for its peers before a collective that blocks it."""
 
     def get_flags(self) -> list[int]:
-        """Return what this rank tells the others; the same number of flags on all ranks."""
+        """Return the flags of this rank; their number is the same on all ranks."""
         return []
 
     # ---------------------------------------------------------------- at the end of a backward
@@ -110,19 +121,22 @@ class GradSharder:
         sync.wait()
 
     def fill_shared_grads(self) -> None:
-        """Write full gradients into memory that other tensors share; all buckets have been unpacked."""
+        """Write full gradients into memory that other tensors share.
+
+        The reducer calls this when it has written all other gradients.
+        """
 
     # ---------------------------------------------------------------- the end
 
     def retire(self) -> None:
-        """Stop sharding, since another sharder takes the model over."""
+        """Stop sharding, because the model gets another sharder."""
 
     def restore_grads(self) -> None:
-        """Make every ``p.grad`` a full gradient, and stop sharding for good; all ranks call this."""
+        """Make every ``p.grad`` full, and stop sharding for good; all ranks call this."""
 
 
 class GradSharderFactory(Protocol):
-    """Makes the sharder of a model."""
+    """A function that makes the sharder of a model."""
 
     def __call__(
         self,
@@ -141,13 +155,13 @@ class GradSharderFactory(Protocol):
             names: Their fully qualified names.
             group: The process group over which gradients are reduced.
             sparse: The parameters, by index, whose gradients are sparse.
-            in_fp32: Whether gradients of half precision are averaged in fp32.
+            in_fp32: Whether low-precision gradients are averaged in fp32.
             sums_in_fp32: Whether they are added up in fp32 over several microbatches.
         """
 
 
 class ShardingChoice(Protocol):
-    """Chooses which models get a sharder that shards."""
+    """A function that chooses the models with a sharder that shards."""
 
     def __call__(
         self,
@@ -158,7 +172,7 @@ class ShardingChoice(Protocol):
         sparse: Collection[int],
         together: bool,
     ) -> bool:
-        """Return whether a model that is being wrapped is to be sharded, the same on all ranks.
+        """Return whether to shard a model that is being wrapped, the same on all ranks.
 
         Args:
             module: The model.
@@ -170,7 +184,7 @@ class ShardingChoice(Protocol):
 
 
 class _Registration:
-    """The factory in use, which models it is for, and the terms of its feature, which are the same on all ranks."""
+    """The factory in use, the choice of its models, and terms that are the same on all ranks."""
 
     factory: GradSharderFactory | None = None
     choice: ShardingChoice | None = None
@@ -180,23 +194,27 @@ class _Registration:
 def register_grad_sharder(
     factory: GradSharderFactory, terms: Mapping[str, Any], choice: ShardingChoice | None = None
 ) -> None:
-    """Have models that are wrapped from now on use the sharders of a factory.
+    """Use the sharders of a factory for the models that are wrapped afterwards.
 
     Args:
-        factory: Makes them.
-        terms: What has to be the same on all ranks, JSON values by name.
-        choice: Chooses the models; all of them by default.
+        factory: Makes the sharders.
+        terms: The settings that must be the same on all ranks, JSON values by name.
+        choice: Chooses the models. Default: all models.
     """
-    _Registration.factory, _Registration.choice, _Registration.terms = factory, choice, terms
+    _Registration.factory = factory
+    _Registration.choice = choice
+    _Registration.terms = terms
 
 
 def unregister_grad_sharder() -> None:
-    """Have models that are wrapped from now on keep full gradients."""
-    _Registration.factory, _Registration.choice, _Registration.terms = None, None, {}
+    """Keep full gradients in the models that are wrapped afterwards."""
+    _Registration.factory = None
+    _Registration.choice = None
+    _Registration.terms = {}
 
 
 def get_registered_terms() -> Mapping[str, Any]:
-    """Return the terms of the registered factory; empty if there is none."""
+    """Return the terms of the registered factory; empty without a factory."""
     return _Registration.terms
 
 
@@ -208,7 +226,7 @@ def is_chosen(
     sparse: Collection[int],
     together: bool,
 ) -> bool:
-    """Return whether a model that is being wrapped may have a sharder that shards; see :class:`ShardingChoice`."""
+    """Return whether a model that is being wrapped may be sharded; see :class:`ShardingChoice`."""
     choice = _Registration.choice
     return choice is None or choice(module, params, group, sparse=sparse, together=together)
 
@@ -222,7 +240,10 @@ def make_grad_sharder(
     in_fp32: bool,
     sums_in_fp32: bool,
 ) -> GradSharder:
-    """Return a new sharder of the registered factory, else one that shards nothing; see :class:`GradSharderFactory`."""
+    """Return a new sharder of the registered factory, or without one a sharder that shards nothing.
+
+    :class:`GradSharderFactory` describes the arguments.
+    """
     factory = _Registration.factory
     if factory is None:
         return GradSharder()

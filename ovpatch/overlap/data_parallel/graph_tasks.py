@@ -1,4 +1,4 @@
-"""What autograd offers about the running backward: its graph task, and gradients that we hand to it ourselves."""
+"""Graph tasks: the running backward of autograd, and gradients that we hand to autograd."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,49 +16,66 @@ from torch.autograd.graph import Node
 #: Leaves, and a function that returns a gradient for each.
 DeferredGrads: TypeAlias = "tuple[Sequence[Tensor], Callable[[], Sequence[Tensor | None]]]"
 
+# A thread of a device may drop the graph task a moment after the caller of `backward()` has the
+# exception.
+_DROP_TIMEOUT_S: Final = 0.2
+
 
 def will_execute(node: Any) -> bool:
     """Return whether the running backward will execute a node."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad() returns this very gradient
+    except RuntimeError:
+        # `torch.autograd.grad` returns this very gradient.
         return True
 
 
 def find_executed(nodes: Sequence[Node]) -> list[bool]:
-    """Return for each AccumulateGrad node whether the running backward will execute it. Only valid inside a backward.
+    """Return for each AccumulateGrad node whether the running backward will execute it.
 
-    Nodes inside reentrant checkpoints belong to a backward of their own and count as not executed.
+    Only valid inside a backward. Nodes inside reentrant checkpoints belong to another backward and
+    count as not executed.
     """
     return [torch._C._will_engine_execute_node(node) for node in nodes]
 
 
 def will_accumulate(nodes: Iterable[Node]) -> bool:
-    """Return whether the running backward adds to any parameter's ``grad``; ``torch.autograd.grad`` does not.
+    """Return whether the running backward adds to any parameter's ``grad``.
 
-    Only valid inside a backward.
+    ``torch.autograd.grad`` adds to none. Only valid inside a backward.
     """
     try:
         return any(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError as error:
+        # torch raises for a parameter whose gradient `torch.autograd.grad` returns.
         if "autograd.grad()" not in str(error):
             raise
-        return False  # torch refuses to answer for a parameter whose gradient is asked for
+        return False
 
 
 def is_compiled_autograd_on() -> bool:
-    """Return whether this backward is compiled: its hooks are traced, and collectives among them are not."""
+    """Return whether this backward is compiled.
+
+    A compiled backward traces its hooks, and cannot trace the collectives among them.
+    """
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     return compiled_autograd is not None and bool(compiled_autograd.in_compiled_autograd_region)
 
 
 def accumulate_grads(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Give gradients to leaves, or to what is computed of them, through the engine, with all hooks.
-
-    Not by ``torch.autograd.backward``: what watches that function would take the tensors for losses.
-    """
+    """Give gradients to leaves, or to tensors computed from leaves, through all hooks."""
     engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(tuple(tensors), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    # This bypasses `torch.autograd.backward`, because code that wraps that function would mistake
+    # the tensors for losses.
+    engine.run_backward(
+        tuple(tensors),
+        tuple(grads),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 class _DeferredGradNode(torch.autograd.Function):
@@ -76,27 +93,30 @@ class _DeferredGradNode(torch.autograd.Function):
 
 
 def accumulate_deferred(due: list[DeferredGrads]) -> None:
-    """Give leaves the gradients that functions return, as :func:`accumulate_grads` does, but not copies of them.
+    """Give leaves the gradients that functions return, without copies of these.
 
-    Each function is called when the leaves before have their gradients. They share one call of the engine:
-    each call hands over to one of its threads, which on a GPU takes the host longer than to launch a product.
+    Each function is called when the leaves before it have their gradients. All functions share one
+    call of the engine, because each call hands over to one of the engine's threads. On a GPU that
+    takes the host longer than the launch of a GEMM.
 
     Args:
-        due: Leaves on one device each, with their functions. The list is emptied, so that what a function keeps is
-            freed when it was called.
+        due: Leaves on one device each, with their functions. The list is emptied, so that the
+            tensors of a function are freed after its call.
     """
     roots = []
     with torch.enable_grad():
-        while due:  # from the end, as the engine begins with the newest node
+        # The engine begins with the newest node, so the last function gets the oldest one.
+        while due:
             leaves, compute = due.pop()
             roots.append(apply_function(_DeferredGradNode, compute, *leaves))
+            # The node alone holds the function from here on.
             del compute
     if roots:
         accumulate_grads(roots, [root.detach() for root in roots])
 
 
 def apply_function(function: Any, *args: Any) -> Any:
-    """Apply a ``torch.autograd.Function``, whose own ``apply`` has no types.
+    """Apply a ``torch.autograd.Function``, whose ``apply`` has no types.
 
     Args:
         function: The class.
@@ -105,20 +125,16 @@ def apply_function(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
 
-# A device's thread may let go of the graph task a moment after the caller of backward() has the exception.
-_PATIENCE_S = 0.2
-
-
 class GraphTask:
-    """The graph task with which the grad sync ends.
+    """The graph task with whose end a backward is over.
 
-    The engine runs its callbacks only if the backward succeeds, and drops them with the graph
-    task otherwise. A callback that has neither run nor died belongs to a backward that goes on: in another thread, or
-    around a forward that a checkpoint recomputes.
+    The engine runs its callbacks only if the backward succeeds; otherwise it drops them with the
+    graph task. A callback that has neither run nor died belongs to a backward that is still
+    running: on another thread, or around a forward that a checkpoint recomputes.
 
     Attributes:
-        queued: Whether a callback was queued that has not run. It stays so if the backward dies.
-        callback: That callback; the engine alone holds it.
+        queued: Whether a callback was queued that has not run. It stays true if the backward dies.
+        callback: That callback, which the engine alone holds.
     """
 
     def __init__(self) -> None:
@@ -126,10 +142,11 @@ class GraphTask:
         self.callback: weakref.ref[_TaskCallback] | None = None
 
     def queue_callback(self, ended: Callable[[], None], died: Callable[[], None]) -> None:
-        """Have a method called at the end of the running backward; a second call for it does nothing.
+        """Call a method at the end of the running backward; a second call for it does nothing.
 
         Args:
-            ended: Called if the backward succeeds; by then :meth:`is_running` and :attr:`queued` are false.
+            ended: Called if the backward succeeds; by then :meth:`is_running` and :attr:`queued`
+                are false.
             died: Called when the engine drops a backward that an exception ended.
         """
         if self.queued and self.is_alive():
@@ -140,24 +157,30 @@ class GraphTask:
         self.queued = True
 
     def is_running(self) -> bool:
-        """Return whether the backward goes on."""
-        inside = torch._C._current_graph_task_id() != -1
-        deadline = time.monotonic() + (0 if inside else _PATIENCE_S)
+        """Return whether the backward will continue."""
+        is_inside = torch._C._current_graph_task_id() != -1
+        # A caller inside of a backward would wait for itself.
+        deadline = time.monotonic() + (0 if is_inside else _DROP_TIMEOUT_S)
         while self.is_alive() and time.monotonic() < deadline:
             time.sleep(0.001)
         return self.is_alive()
 
     def is_alive(self) -> bool:
-        """Return whether the callback is still to run, as far as the engine has dropped dead backwards."""
-        callback = self.callback  # once: another thread's backward may end in between
+        """Return whether the callback must still run, or the engine has not yet dropped it."""
+        # Read once, because another thread's backward may end between two reads.
+        callback = self.callback
         return callback is not None and callback() is not None
 
 
 class _TaskCallback:
-    # Held by the engine alone: no frame that an exception's traceback may keep has it as a local variable.
+    # The engine alone holds the callback. A frame that an exception's traceback keeps must not
+    # have it as a local variable, or the callback would outlive a dead backward.
     __slots__ = ("__weakref__", "_died", "_ended", "_task")
 
-    def __init__(self, task: GraphTask, ended: Callable[[], None], died: Callable[[], None]) -> None:
+    def __init__(
+        self, task: GraphTask, ended: Callable[[], None], died: Callable[[], None]
+    ) -> None:
+        # None once the callback has run.
         self._task: GraphTask | None = task
         self._ended = ended
         self._died = died
@@ -165,7 +188,8 @@ class _TaskCallback:
     def __call__(self) -> None:
         task, self._task = self._task, None
         if task is not None:
-            task.queued, task.callback = False, None
+            task.queued = False
+            task.callback = None
             self._ended()
 
     def __del__(self) -> None:

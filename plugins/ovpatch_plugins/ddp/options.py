@@ -4,44 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from ovpatch.hookspecs import Option, make_count_parser, parse_flag
-
-
-@dataclass(frozen=True)
-class DDPConfig:
-    """What the reducer is told by the ``DistributedDataParallel`` object and by the feature's options.
-
-    Attributes:
-        bucket_limits: Capacity of the first, second, … bucket in bytes; the last holds for all that follow.
-        granularity: What a bucket holds: ``size``, ``layer`` or ``module``.
-        sparse: Whether each parameter's gradient will be sparse.
-        find_unused_parameters: Whether a backward may leave parameters out.
-        skip_unused: Launch nothing for buckets whose parameters are all left out.
-        overlap: Whether buckets are reduced while backward still computes.
-        in_fp32: Whether half-precision gradients are reduced in float32.
-        sums_in_fp32: Whether they are added up in float32 over several backwards.
-        average: Whether the collective divides by the number of ranks.
-        max_ctas: How many thread blocks the collectives may take; ``None`` for as many as the script's communicator.
-        late: Whether a further backward through a synchronised forward is reduced, too.
-        sharded: Whether gradients may be sharded, where a feature does that.
-    """
-
-    bucket_limits: tuple[int, ...]
-    granularity: str = "size"
-    sparse: tuple[bool, ...] = ()
-    find_unused_parameters: bool = False
-    skip_unused: bool = False
-    overlap: bool = True
-    in_fp32: bool = False
-    sums_in_fp32: bool = False
-    average: bool = False
-    max_ctas: int | None = None
-    late: bool = True
-    sharded: bool = True
-
 
 _T = TypeVar("_T")
 
@@ -49,7 +14,7 @@ GRANULARITIES: Final = ("size", "layer", "module")
 
 
 def _or_none(parse: Callable[[str], _T]) -> Callable[[str], _T | None]:
-    """Accept ``none`` and nothing at all, too."""
+    """Return a parser that accepts ``none`` and the empty string as well."""
 
     def parsed(text: str) -> _T | None:
         return None if text.strip().lower() in ("", "none") else parse(text)
@@ -79,7 +44,7 @@ def _flag(text: str) -> bool:
 
 
 def _number(text: str) -> float:
-    """Return the number in ``text``, or one that no option accepts, so that its own message is shown."""
+    """Return the number in ``text``, or NaN, which no option accepts, so that its message is shown."""
     try:
         return float(text)
     except ValueError:
@@ -90,60 +55,66 @@ OPTIONS: Final = (
     Option(
         "overlap_grad_reduce",
         True,
-        "Reduce gradient buckets while backward still computes. false: reduce all of them after backward.",
+        "Reduce gradient buckets while backward still computes. false: reduce all of them after "
+        "backward.",
         aliases=("overlap_grad_sync",),
     ),
     Option(
         "bucket_cap_mb",
         None,
-        "Capacity of a gradient bucket in MiB, where the script sets none. none: on CUDA a 16th of all gradients, "
-        "between 25 and 400; elsewhere DistributedDataParallel's own 25.",
+        "Capacity of a gradient bucket in MiB, where the script sets none. none: on CUDA a 16th "
+        "of all gradients, between 25 and 400; elsewhere DistributedDataParallel's own 25.",
         parse=_or_none(_capacity),
     ),
     Option(
         "bucket_granularity",
         "size",
-        "What a bucket holds. size: gradients up to its capacity. layer: one layer of the model (parameters whose "
-        "names are alike up to the first number). module: the whole DistributedDataParallel module, such as one "
-        "virtual-pipeline chunk.",
+        "What a bucket holds. size: gradients up to its capacity. layer: one layer of the model "
+        "(parameters whose names are equal up to the first number). module: the whole "
+        "DistributedDataParallel module, such as one virtual-pipeline chunk.",
         choices=GRANULARITIES,
     ),
     Option(
         "grad_reduce_in_fp32",
         False,
-        "Average fp16 and bf16 gradients in float32. This is more precise with many ranks. It doubles the traffic, "
-        "except where copy engines carry it.",
+        "Average fp16 and bf16 gradients in float32. This is more precise with many ranks. It "
+        "doubles the traffic, except where copy engines carry it.",
     ),
     Option(
         "grad_accumulate_in_fp32",
         False,
-        "Add fp16 and bf16 gradients up in float32 over the microbatches of a step. p.grad is the rounded sum; "
-        "grad_reduce_in_fp32 averages the float32 sum. This takes 4 bytes a parameter until the gradient is reduced.",
+        "Add fp16 and bf16 gradients up in float32 over the microbatches of a step. p.grad is "
+        "the rounded sum; grad_reduce_in_fp32 averages the float32 sum. This takes 4 bytes a "
+        "parameter until the gradient is reduced.",
     ),
     Option(
         "average_in_collective",
         None,
-        "Let the collective divide by the number of ranks, which saves a pass over the gradients. false: divide "
-        "before it. none: only where the backend can (NCCL) and rounds as stock does (not float16, and bfloat16 only "
-        "on 2, 4, 8, ... ranks).",
+        "Let the collective divide by the number of ranks, which saves a pass over the "
+        "gradients. false: divide before it. none: only where the backend can (NCCL) and rounds "
+        "as stock PyTorch does (not float16, and bfloat16 only on 2, 4, 8, ... ranks).",
         parse=_or_none(_flag),
     ),
     Option(
         "max_ctas",
         None,
-        "SM budget: reduce on a communicator that takes at most this many thread blocks (NCCL). none: the script's "
-        "communicator.",
+        "SM budget: reduce on a communicator that takes at most this many thread blocks (NCCL). "
+        "none: the script's communicator.",
         parse=_or_none(make_count_parser("a number of thread blocks, 1 or more, or none", least=1)),
-    ),
-    Option(
-        "reduce_late_gradients",
-        True,
-        "Average the gradients of a second backward through one forward, too. false: they stay local, as under stock.",
     ),
     Option(
         "agreement_timeout_s",
         20.0,
-        "How many seconds a rank waits for the settings of the others when a model is wrapped.",
+        "How many seconds a rank waits for the settings of its peers when a model is wrapped.",
         parse=_seconds,
+    ),
+)
+
+REMOVED_OPTIONS: Final = (
+    (
+        "reduce_late_gradients",
+        "the gradients of a second backward through one forward always stay local, as in stock "
+        "PyTorch, since their reduction made ranks wait for a backward that only some of them "
+        "may run. Add the losses up and run one backward.",
     ),
 )

@@ -1,4 +1,4 @@
-"""What is patched for feature ``ddp``, and why there."""
+"""The patches of feature ``ddp``, with the reason for each place."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ovpatch.hookspecs import Feature, Registrar, hookimpl, list_failures, make_counters_hook
-from ovpatch_plugins.ddp.options import OPTIONS
+from ovpatch_plugins.ddp.options import OPTIONS, REMOVED_OPTIONS
 
 _DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
 
-_FINALIZES = "_check_manual_backward_finalization_supported"  # since torch 2.15
+# This method exists since torch 2.15.
+_FINALIZES = "_check_manual_backward_finalization_supported"
+
+# Methods that need the C++ reducer, each with the reason that the report shows.
 _NEEDS_STOCK = {
     "register_comm_hook": "a communication hook is registered, which reduces buckets of the C++ reducer",
     "_register_builtin_comm_hook": "a communication hook is registered, which reduces buckets of the C++ reducer",
@@ -32,6 +35,7 @@ def ovpatch_feature() -> Feature:
         name="ddp",
         summary="DistributedDataParallel reduces gradients where they are, while backward computes.",
         options=OPTIONS,
+        removed_options=REMOVED_OPTIONS,
         distributed=True,
         work=("backwards",),
     )
@@ -48,20 +52,20 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     patches.register_patch(
         f"{_DDP}.__init__",
         wrap=attachment.wrap_init,
-        why="tells construction, where all ranks are present, from unpickling and copying, where they are not",
+        why="distinguishes construction, in which all ranks take part, from unpickling and copying",
     )
     patches.register_patch(
         f"{_DDP}._ddp_init_helper",
         wrap=attachment.wrap_init_helper,
         why="builds the reducer for the constructor and for unpickling; keeps its name and signature in torch 2.11 to "
-        "2.15, while the arguments of dist.Reducer differ in each. register_comm_hook, the official way, offers one "
-        "slot that scripts use themselves.",
+        "2.15, while the arguments of dist.Reducer differ in each. register_comm_hook, the "
+        "official way, offers one slot that scripts use themselves.",
     )
     patches.register_patch(
         f"{_DDP}._post_forward",
         wrap=attachment.wrap_post_forward,
-        why="is where the outputs are known that every backward passes first; the stock class shows them to its "
-        "reducer only when it searches unused parameters",
+        why="knows the outputs, which every backward passes first; the stock class shows them to its reducer only "
+        "if it searches unused parameters",
     )
     patches.register_patch(
         "torch.distributed.autograd.context.__enter__",
@@ -77,35 +81,37 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             f"{_DDP}.{name}",
             wrap=functools.partial(attachment.wrap_needs_stock, reason=reason),
             optional=name.startswith("_"),
-            why="accepts or uses a C++ reducer only, so that one is brought back first",
+            why="accepts or uses a C++ reducer only, so the stock reducer is restored before",
         )
 
 
 @hookimpl
 def ovpatch_activate() -> Sequence[str]:
-    """Say which models were wrapped too early."""
+    """Return the models that were wrapped too early."""
     distributed = sys.modules.get("torch.nn.parallel.distributed")
     torch = sys.modules.get("torch")
     if distributed is None or torch is None or not torch.distributed.is_available():
         return []
+    # Without a process group no model can have been wrapped, and the walk over all objects is not
+    # needed.
     if not torch.distributed.is_initialized():
-        return []  # no process group, so no model can have been wrapped; spares walking all objects
+        return []
     early = [
         type(ddp.module).__name__
         for ddp in gc.get_objects()
-        # Not isinstance, which asks objects for their __class__ and so runs foreign code.
+        # isinstance() would read the `__class__` of foreign objects, which may run their code.
         if issubclass(type(ddp), distributed.DistributedDataParallel) and _has_stock_reducer(ddp)
     ]
     return [
-        f"{name} was wrapped in DistributedDataParallel before ovpatch.apply() and stays stock: move the line "
-        "ovpatch.apply() above the line that wraps it"
+        f"{name} was wrapped in DistributedDataParallel before ovpatch.apply() and keeps the "
+        "stock reducer: move the line ovpatch.apply() above the line that wraps it"
         for name in early
     ]
 
 
 @hookimpl
 def ovpatch_deactivate() -> None:
-    """Give all models their stock reducer back."""
+    """Restore the stock reducers of all models."""
     attachment = sys.modules.get("ovpatch_plugins.ddp.ddp_attach")
     if attachment is not None:
         attachment.restore_all()
@@ -116,7 +122,7 @@ ovpatch_counters = make_counters_hook("ovpatch_plugins.ddp.report")
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
-    """Return which models were left to the stock reducer, or why there was none, and what else was odd."""
+    """Return the models with the stock reducer and its reasons, or the reason for no model."""
     from ovpatch_plugins.ddp import report
     from ovpatch_plugins.ddp.report import COUNTERS
 
@@ -124,13 +130,14 @@ def ovpatch_remarks() -> Sequence[str]:
         return []
     if not (COUNTERS.models or COUNTERS.stock_models):
         # The report shows the error itself if wrapping a model has failed.
-        text = "" if list_failures("ddp") else report.describe_other_reducers()
-        return [text] if text else []
+        reason = "" if list_failures("ddp") else report.describe_other_reducers()
+        return [reason] if reason else []
     return list(report.REMARKS)
 
 
 def _has_stock_reducer(ddp: Any) -> bool:
-    ours = sys.modules.get("ovpatch_plugins.ddp.grad_reducer")  # imported with the first model that got one
+    # The first model with our reducer imports it.
+    ours = sys.modules.get("ovpatch_plugins.ddp.reducer_stub")
     reducer = vars(ddp).get("reducer")
-    is_stock = reducer is not None and (ours is None or not isinstance(reducer, ours.GradReducer))
+    is_stock = reducer is not None and (ours is None or not isinstance(reducer, ours.ReducerStub))
     return is_stock and ddp.process_group.size() > 1

@@ -1,7 +1,7 @@
-"""What the feature did in this process, what the report says of it, and the texts of its errors.
+"""Counters and remarks of the feature for the report, and the messages of its errors.
 
-Every ``apply()`` makes a report, so nothing here walks over all objects, which would cost as much as the rest of
-``apply()``: imported modules, and the classes that FSDP2 makes of those it shards, show enough.
+Every ``apply()`` makes a report, so no function here walks over all objects, which would cost as
+much as the rest of ``apply()``. Imported modules, and the classes that FSDP2 derives, show enough.
 """
 
 from __future__ import annotations
@@ -17,172 +17,149 @@ from torch import nn
 
 from ovpatch.hookspecs import FeatureCounters
 
-# --- texts of errors ---
+# --- errors ---
 
+# Scripts search errors for the words of stock PyTorch. So errors that it has as well begin with its
+# message, and our names and remedies follow.
 
-_SHOWN = 10
+# How many names of parameters an error lists.
+_MAX_NAMES: Final = 10
 
+_ERROR_UNFINISHED: Final = (
+    "Expected to have finished reduction in the prior iteration before starting a new one. "
+)
 
-_UNFINISHED = "Expected to have finished reduction in the prior iteration before starting a new one. "
-
-_USES_OUTPUTS = (
-    "making sure all `forward` function outputs participate in calculating loss. \nIf you already have done the above, "
-    "then the distributed data parallel module wasn't able to locate the output tensors in the return value of your "
-    "module's `forward` function. Please include the loss function and the structure of the return value of `forward` "
-    "of your module when reporting this issue (e.g. list, dict, iterable)."
+_HINT_OUTPUTS: Final = (
+    "making sure all `forward` function outputs participate in calculating loss. \nIf you "
+    "already have done the above, then the distributed data parallel module wasn't able to "
+    "locate the output tensors in the return value of your module's `forward` function. Please "
+    "include the loss function and the structure of the return value of `forward` of your module "
+    "when reporting this issue (e.g. list, dict, iterable)."
 )
 
 
 def say_unfinished(missing: Mapping[int, str], rank: int, *, searched: bool) -> str:
-    """Say which parameters got no gradient, first in stock's words, which scripts look for.
+    """Return the error that parameters got no gradient.
 
     Args:
-        missing: Their names by index.
+        missing: The names of these parameters, by index.
         rank: This rank.
-        searched: Whether unused parameters are searched for.
+        searched: Whether the reducer searches for unused parameters.
     """
     if searched:
         hint = (
-            "Since `find_unused_parameters=True` is enabled, this likely  means that not all `forward` outputs "
-            "participate in computing loss. You can fix this by "
+            "Since `find_unused_parameters=True` is enabled, this likely  means that not all "
+            "`forward` outputs participate in computing loss. You can fix this by "
         )
         remedy = "have all outputs of forward take part in the loss"
     else:
         hint = (
-            "You can enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` "
-            "to `torch.nn.parallel.DistributedDataParallel`, and by \n"
+            "You can enable unused parameter detection by passing the keyword argument "
+            "`find_unused_parameters=True` to `torch.nn.parallel.DistributedDataParallel`, and "
+            "by \n"
         )
         remedy = (
-            "have all outputs of forward take part in the loss, or, if a forward may leave parameters out, pass "
-            "find_unused_parameters=True to DistributedDataParallel"
+            "have all outputs of forward take part in the loss, or, if a forward may leave "
+            "parameters out, pass find_unused_parameters=True to DistributedDataParallel"
         )
     return (
-        f"{_UNFINISHED}This error indicates that your module has parameters that were not used in producing loss. "
-        f"{hint}{_USES_OUTPUTS}{_which(missing, rank)}\novpatch: these parameters got no gradient in the last "
-        f"backward: {_listed(list(missing.values()))}; {remedy}."
+        f"{_ERROR_UNFINISHED}This error indicates that your module has parameters that were not "
+        f"used in producing loss. {hint}{_HINT_OUTPUTS}{_describe(missing, rank)}\novpatch: these "
+        f"parameters got no gradient in the last backward: {_join(list(missing.values()))}; "
+        f"{remedy}."
     )
 
 
-def _which(missing: Mapping[int, str], rank: int) -> str:
+def _describe(missing: Mapping[int, str], rank: int) -> str:
     indices = f"\nParameter indices which did not receive grad for rank {rank}: {' '.join(map(str, missing))}"
     if dist.get_debug_level() == dist.DebugLevel.OFF:
         return (
-            f"{indices}\n In addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
-            "DETAIL to print out information about which particular parameters did not receive gradient on this rank "
-            "as part of this error"
+            f"{indices}\n In addition, you can set the environment variable "
+            "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL to print out information about "
+            "which particular parameters did not receive gradient on this rank as part of this "
+            "error"
         )
     return f"\nParameters which did not receive grad for rank {rank}: {', '.join(missing.values())}{indices}"
 
 
 def say_static_graph_lacks(missing: Mapping[int, str], rank: int) -> str:
-    """Say which parameters of a static graph got fewer gradients than in its first backward; in stock's words first.
+    """Return the error that parameters of a static graph got fewer gradients than at first.
 
     Args:
-        missing: Their names by index.
+        missing: The names of these parameters, by index.
         rank: This rank.
     """
     return (
-        f"{_UNFINISHED}This error indicates that your training graph has changed in this iteration, e.g., one "
-        "parameter is used in first iteration, but then got unused in the second iteration. this is not compatible "
-        f"with static_graph set to True.{_which(missing, rank)}\novpatch: these parameters got fewer gradients than in "
-        f"the first backward: {_listed(list(missing.values()))}; {_NOT_STATIC}"
+        f"{_ERROR_UNFINISHED}This error indicates that your training graph has changed in this "
+        "iteration, e.g., one parameter is used in first iteration, but then got unused in the "
+        "second iteration. this is not compatible with static_graph set to "
+        f"True.{_describe(missing, rank)}\novpatch: these parameters got fewer gradients than in "
+        f"the first backward: {_join(list(missing.values()))}; {_REMEDY_STATIC}"
     )
 
 
-_NOT_STATIC = (
-    "have every forward and loss use the same parameters as the first ones did, or leave static_graph=True out and, if "
-    "a forward may leave parameters out, pass find_unused_parameters=True to DistributedDataParallel."
+_REMEDY_STATIC: Final = (
+    "have every forward and loss use the same parameters as the first ones did, or leave "
+    "static_graph=True out and, if a forward may leave parameters out, pass "
+    "find_unused_parameters=True to DistributedDataParallel."
 )
 
 
 def say_needs_stock(name: str) -> str:
-    """Say that a method works on the C++ reducer only."""
+    """Return the error that a method works on the C++ reducer only."""
     return (
-        f"ovpatch: {name}() of the reducer or logger inside DistributedDataParallel works on torch's C++ reducer only. "
-        "Call the wrapper's own method (register_comm_hook, join, _set_sparse_metadata), which brings that reducer "
-        "back, or turn the feature off with OVPATCH_DDP=0."
+        f"ovpatch: {name}() of the reducer or logger inside DistributedDataParallel works on "
+        "torch's C++ reducer only. Call the wrapper's own method (register_comm_hook, join, "
+        "_set_sparse_metadata), which restores that reducer, or turn the feature off with "
+        "OVPATCH_DDP=0."
     )
 
 
 def say_unknown_to_reducer(name: str) -> str:
-    """Say that this version of torch uses something of the reducer or logger that ours lacks."""
+    """Return the error that this version of torch reads an attribute that the stubs lack."""
     return (
-        f"ovpatch: this version of torch uses {name} of the reducer or logger inside DistributedDataParallel, which "
-        "feature 'ddp' does not know. Turn the feature off with OVPATCH_DDP=0."
+        f"ovpatch: this version of torch uses {name} of the reducer or logger inside "
+        "DistributedDataParallel, which feature 'ddp' does not know. Turn the feature off with "
+        "OVPATCH_DDP=0."
     )
 
 
-CREATE_GRAPH = (
-    "Using DistributedDataParallel with create_graph=True is not well-supported. The higher-order gradient will not be "
-    "synchronized across ranks, and backpropagation through all_reduce operations will not occur. If you require DDP "
-    "to work with higher-order gradients for your use case, please ping https://github.com/pytorch/pytorch/issues/63929"
+CREATE_GRAPH: Final = (
+    "Using DistributedDataParallel with create_graph=True is not well-supported. The "
+    "higher-order gradient will not be synchronized across ranks, and backpropagation through "
+    "all_reduce operations will not occur. If you require DDP to work with higher-order "
+    "gradients for your use case, please ping https://github.com/pytorch/pytorch/issues/63929"
 )
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+def _join(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def say_late(name: str) -> str:
-    """Say that a parameter's gradient came after its bucket was reduced."""
-    return (
-        f"ovpatch: parameter '{name}' got a gradient after its bucket had been reduced: it is used only inside a "
-        "reentrant checkpoint, where find_unused_parameters=True cannot see it. Use "
-        "checkpoint(..., use_reentrant=False), or turn the feature off with OVPATCH_DDP=0."
-    )
-
-
-def say_late_declaration(name: str) -> str:
-    """Say that contributions were declared for a parameter whose bucket was reduced without waiting for them."""
-    return (
-        f"ovpatch: contributions to parameter '{name}' were declared after its bucket had been reduced: it takes part "
-        "in this backward for the first time, inside a module that works in chunks, where find_unused_parameters=True "
-        "and static_graph=True cannot see it. Use all such modules in the first step, or set "
-        "OVPATCH_DDP_OVERLAP_GRAD_REDUCE=0."
-    )
-
-
-def say_peer_lost_backward(steps: range) -> str:
-    """Say that another rank's part is missing in this rank's gradients."""
-    when = f"step {steps[0]}" if len(steps) == 1 else f"a step from {steps[0]} to {steps[-1]}"
-    return (
-        f"ovpatch: an exception ended the backward of {when} on another rank while this rank's went well, so the "
-        "averaged gradients of that step lack a part. Restart from the last checkpoint, and let the script either "
-        "skip a failed step on all ranks or end with the exception."
-    )
-
-
-LATE_ON_SOME_RANKS = (
-    "A second backward through the outputs of one forward is reduced, too, and that takes all ranks in the same order. "
-    "If only some are to run it, call the wrapped module itself (model.module(...)) there, or leave such gradients "
-    "local on every rank, as stock DistributedDataParallel does, with OVPATCH_DDP_REDUCE_LATE_GRADIENTS=0."
+STATIC_GRAPH_TOO_LATE: Final = (
+    "set_static_graph() should be called before training loop starts and after "
+    "DistributedDataParallel is constructed."
 )
 
-STATIC_GRAPH_TOO_LATE = (
-    "set_static_graph() should be called before training loop starts and after DistributedDataParallel is constructed."
-)
-
-STATIC_GRAPH_UNSYNCHRONISED = (
-    "ovpatch: static_graph=True learns the graph from the first backward, which ran without gradient synchronisation. "
-    "Run the first backward outside of no_sync(), or pass no static_graph=True."
-)
-
-COMPILED_AUTOGRAD = (
-    "ovpatch: a backward under compiled autograd cannot reduce gradients, because compiled code calls no reducer. Set "
-    'torch._dynamo.config.optimize_ddp = "python_reducer" before DistributedDataParallel(...) is constructed.'
+STATIC_GRAPH_UNSYNCHRONISED: Final = (
+    "ovpatch: static_graph=True learns the graph from the first backward, which ran without "
+    "gradient synchronisation. Run the first backward outside of no_sync(), or pass no "
+    "static_graph=True."
 )
 
 
 def say_inside_backward(model: str) -> str:
-    """Say that the stock reducer was asked for while gradients are being reduced."""
+    """Return the error that a running backward does not allow to restore the stock reducer."""
     return (
-        f"ovpatch: a backward that is still running reduces the gradients of {model}, which therefore cannot get its "
-        "stock reducer back now. Call ovpatch.revert(), register_comm_hook() or join() between two steps."
+        f"ovpatch: the stock reducer of {model} cannot be restored, because a backward that is "
+        "still running reduces its gradients. Call ovpatch.revert(), register_comm_hook() or "
+        "join() between two steps."
     )
 
 
 def say_needs_nccl(backend: str) -> str:
-    """Return the reason why the process group's backend cannot follow an option."""
+    """Return the reason for which the process group's backend cannot follow an option."""
     return f"it needs NCCL, and {backend} reduces the gradients of this process group"
 
 
@@ -192,15 +169,12 @@ def say_needs_nccl(backend: str) -> str:
 class Counters(FeatureCounters):
     """Totals since the process started.
 
-    Attributes:
-        models: Models whose gradients our reducer took over.
-        stock_models: Models that fell back to the stock reducer.
-        backwards: Backward passes whose gradients were reduced.
-        collectives: Gradient buckets that were all-reduced.
-        collectives_in_backward: Those of them that were launched while backward was still computing.
-        bytes_reduced: Size of all reduced buckets, in bytes.
-        late_backwards: Further backward passes through a forward whose first one had been reduced; reduced as well.
-        recovered: Backward passes that an exception cut short and whose collectives were completed later.
+    Attributes: models: Models that got our reducer. stock_models: Models that fell back to the
+        stock reducer. backwards: Backward passes whose gradients were reduced. collectives:
+        Gradient buckets that were all-reduced. collectives_in_backward: Gradient buckets whose
+        all-reduce started while backward was computing. bytes_reduced: Size of all reduced
+        buckets, in bytes. recovered: Backward passes that an exception ended and whose collectives
+        were completed later.
     """
 
     models: int = 0
@@ -209,56 +183,61 @@ class Counters(FeatureCounters):
     collectives: int = 0
     collectives_in_backward: int = 0
     bytes_reduced: int = 0
-    late_backwards: int = 0
     recovered: int = 0
 
 
 COUNTERS = Counters()
 
 
-_FSDP2 = "FSDP2 (fully_shard)"
+_FSDP2: Final = "FSDP2 (fully_shard)"
 
-# Imported only by scripts that train with them: they need an installation of their own.
-_ENGINES = {"deepspeed.runtime.engine": "DeepSpeed", "megatron.core.distributed": "Megatron-Core"}
+# Only scripts that train with these engines import them, because each needs its own installation.
+_ENGINES: Final = {
+    "deepspeed.runtime.engine": "DeepSpeed",
+    "megatron.core.distributed": "Megatron-Core",
+}
 
-# Imported by other libraries, too, whether or not a model is made parallel by them.
-_PERHAPS = ("torch.distributed.fsdp", "torch.distributed.tensor")
+# Other libraries import these modules as well, whether or not a script uses them.
+_AMBIGUOUS_MODULES: Final = ("torch.distributed.fsdp", "torch.distributed.tensor")
 
 
 def describe_other_reducers() -> str:
-    """Return what reduces gradients in place of this feature, or "" if nothing is known to."""
-    used = [called for module, called in _ENGINES.items() if module in sys.modules]
+    """Return the libraries that reduce gradients instead of this feature; "" if none is known."""
+    used = [name for module, name in _ENGINES.items() if module in sys.modules]
     if _shards_modules():
         used.append(_FSDP2)
     if used:
         return f"gradients are left to {' and '.join(used)}: no model is wrapped in DistributedDataParallel"
-    if any(module in sys.modules for module in _PERHAPS):
+    if any(module in sys.modules for module in _AMBIGUOUS_MODULES):
         return (
-            "no model was wrapped in DistributedDataParallel; FSDP, tensor parallelism and engines of their own reduce "
-            "gradients themselves"
+            "no model was wrapped in DistributedDataParallel; FSDP, tensor parallelism and other "
+            "engines reduce gradients themselves"
         )
     return ""
 
 
 def _shards_modules() -> bool:
-    """Return whether FSDP2 has sharded a module: it makes a class of its own of each class of modules."""
+    """Return whether FSDP2 has sharded a module."""
+    # FSDP2 derives a class from the class of each module that it shards.
     base = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return isinstance(base, type) and any(issubclass(made, nn.Module) for made in _descendants(base))
+    if not isinstance(base, type):
+        return False
+    return any(issubclass(derived, nn.Module) for derived in _list_subclasses(base))
 
 
-def _descendants(base: type[Any]) -> list[type[Any]]:
+def _list_subclasses(base: type[Any]) -> list[type[Any]]:
     direct = base.__subclasses__()
-    return direct + [below for cls in direct for below in _descendants(cls)]
+    return direct + [derived for cls in direct for derived in _list_subclasses(cls)]
 
 
 _log = logging.getLogger("ovpatch.ddp")
 
+#: The remarks of the report, each once, in order of time.
 REMARKS: Final[list[str]] = []
-"""What the report says besides the counters: each text once, in order of time."""
 
 
 def remark(text: str) -> None:
-    """Add a text to the report and, the first time, to the log."""
+    """Add a remark to the report and, the first time, to the log."""
     if text not in REMARKS:
         REMARKS.append(text)
         _log.warning("%s", text)
@@ -266,5 +245,5 @@ def remark(text: str) -> None:
 
 @functools.cache
 def warn_of_create_graph() -> None:
-    """Log once, as stock does, that higher-order gradients are not reduced."""
+    """Log once, as stock PyTorch does, that higher-order gradients are not reduced."""
     _log.warning("%s", CREATE_GRAPH)

@@ -19,7 +19,6 @@ def check(
     results: list[dict[str, Any]],
     *,
     backwards: int | None = None,
-    late: int = 0,
     stock_models: int = 0,
     bitwise: bool = True,
 ) -> None:
@@ -31,7 +30,6 @@ def check(
     Args:
         results: What :func:`tests.plugins.ddp.arms.both` returned, by rank.
         backwards: How many backwards our reducer reduced; more than none by default, if it kept all models.
-        late: How many of them were late ones.
         stock_models: How many models fell back to the stock reducer.
         bitwise: Demand the bits on more than two ranks, too.
     """
@@ -49,7 +47,6 @@ def check(
             assert counters["backwards"] > 0 or stock_models
         else:
             assert counters["backwards"] == backwards
-        assert counters["late_backwards"] == late
 
 
 def same_bits(results: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from ovpatch_plugins.ddp import report
 FSDP, DTENSOR = "torch.distributed.fsdp", "torch.distributed.tensor"
 DEEPSPEED, MEGATRON = "deepspeed.runtime.engine", "megatron.core.distributed"
 PERHAPS = (
-    "no model was wrapped in DistributedDataParallel; FSDP, tensor parallelism and engines of their own reduce "
+    "no model was wrapped in DistributedDataParallel; FSDP, tensor parallelism and other engines reduce "
     "gradients themselves"
 )
 

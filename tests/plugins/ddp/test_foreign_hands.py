@@ -288,7 +288,7 @@ def wrapped_again() -> list[bool]:
         for _ in range(2):
             wrapped = DDP(net)
             wrapped(torch.ones(2, 8)).sum().backward()
-            found.append(wrapped.reducer._hooks.has_foreign())
+            found.append(wrapped.reducer.grad_reducer.hooks.find_user_hooks())
             del wrapped
             gc.collect()
         assert nodes

@@ -69,7 +69,7 @@ def backward_of_inputs(wrapped: DDP, step: int) -> Iterator[Record]:
 
 
 def no_sync_twice(wrapped: DDP, step: int) -> Iterator[Record]:
-    """A forward under no_sync never was a step, so a second backward through it is not a late one."""
+    """A forward under no_sync never was a step, and neither is a second backward through it."""
     with wrapped.no_sync():
         loss = loss_of(wrapped, step)
     loss.backward(retain_graph=True)
@@ -122,3 +122,32 @@ def check_local(results: list[dict[str, Any]], record: int) -> None:
     for name, case in results[0].items():
         first, second = (one["patched"][record]["grad"]["0.weight"] for one in (case, results[1][name]))
         assert not torch.equal(first, second), name
+
+
+class Stem(nn.Module):
+    """Uses its first layer or leaves it out; the gradient of the first layer comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, uses_first: bool) -> torch.Tensor:
+        return self.last(self.first(x) if uses_first else x)
+
+
+def used_under_no_sync(ddp: dict[str, Any]) -> list[Record]:
+    """Use a layer in a microbatch under no_sync, and leave it out in the one that is reduced."""
+    model = Stem()
+    wrapped = DDP(model, find_unused_parameters=True, **ddp)
+    records = []
+    for step in range(3):
+        with wrapped.no_sync():
+            wrapped(data(step, 4, 6), True).square().mean().backward()
+        wrapped(data(step, 4, 6, micro=1), False).square().mean().backward()
+        records.append(seen(model))
+        wrapped.zero_grad()
+    return records
+
+
+def test_a_layer_that_only_no_sync_has_used_is_averaged(ranks):
+    check_cases(ranks(2), used_under_no_sync, table(ddp=[{}, {"bucket_cap_mb": 0.0001}]), backwards=3)

@@ -34,7 +34,7 @@ def test_other_values_are_refused_by_name_before_anything_is_patched(name, given
 def bucket_sizes(script: float | None, option: float | None) -> list[int]:
     kwargs = {} if script is None else {"bucket_cap_mb": script}
     with ovpatch.applied("ddp", options={"ddp": {"bucket_cap_mb": option}}):
-        return list(DDP(nn.Linear(2, 2), **kwargs).reducer.config.bucket_limits)
+        return list(DDP(nn.Linear(2, 2), **kwargs).reducer.grad_reducer.config.bucket_limits)
 
 
 def test_a_capacity_that_the_script_sets_is_kept(ranks):
@@ -54,7 +54,6 @@ VARIABLES = {
     "GRAD_ACCUMULATE_IN_FP32": ("1", True),
     "AVERAGE_IN_COLLECTIVE": ("0", False),
     "MAX_CTAS": ("8", 8),
-    "REDUCE_LATE_GRADIENTS": ("0", False),
     "AGREEMENT_TIMEOUT_S": ("3", 3.0),
 }
 
@@ -85,7 +84,8 @@ def test_every_option_is_tried_from_the_environment():
 
 def by_environment() -> list[list[int]]:
     with ovpatch.applied("ddp"):
-        return [list(bucket.indices) for bucket in DDP(Stack(), find_unused_parameters=True).reducer.buckets]
+        reducer = DDP(Stack(), find_unused_parameters=True).reducer.grad_reducer
+        return [list(bucket.indices) for bucket in reducer.sync.buckets]
 
 
 def test_the_environment_of_the_ranks_counts(ranks):

@@ -52,7 +52,6 @@ OPTIONS = [
     {"bucket_granularity": "module"},
     {"average_in_collective": False},
     {"grad_reduce_in_fp32": True},  # the gradients are float32 already
-    {"reduce_late_gradients": False},
     {"bucket_cap_mb": TINY},
 ]
 
@@ -79,8 +78,9 @@ def contents(granularity: str) -> dict[str, list[list[str]]]:
         wrapped = DDP(Stack(), bucket_cap_mb=TINY)
         found = {}
         for step in range(3):
-            names = wrapped.reducer.names
-            found[f"step {step}"] = [[names[i] for i in bucket.indices] for bucket in wrapped.reducer.buckets]
+            reducer = wrapped.reducer.grad_reducer
+            names, buckets = reducer.names, reducer.sync.buckets
+            found[f"step {step}"] = [[names[i] for i in bucket.indices] for bucket in buckets]
             wrapped(data(step, 4, 6)).square().mean().backward()
             wrapped.zero_grad()
         return found
@@ -172,7 +172,6 @@ def on_this_rank_only(name: str, value: Any, other: Any) -> str:
         ("overlap_grad_reduce", False, True),
         ("bucket_granularity", "layer", "size"),
         ("grad_reduce_in_fp32", True, False),
-        ("reduce_late_gradients", False, True),
         ("bucket_cap_mb", 7, 9),
     ],
 )
@@ -241,7 +240,7 @@ def train_alone_first(patched: bool) -> tuple[list[Record], list[str]]:
     model = DDP(torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)))
     records: list[Record] = []
     # gloo has no budget, but may have a second communicator.
-    with mock.patch("ovpatch_plugins.ddp.grad_reducer.get_budgeted_group", get_budgeted_group):
+    with mock.patch("ovpatch_plugins.ddp.reducer_stub.get_budgeted_group", get_budgeted_group):
         when = "alone"
         if dist.get_rank() == 0:
             model(data(0, 5, 6))

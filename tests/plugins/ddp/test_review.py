@@ -231,14 +231,15 @@ def loop_wrap_during_the_end(group_is_new: bool) -> list[Record]:
         loss = wrapped(data(step, 4, 8)).square().mean()
         reducer = wrapped.reducer
         if not isinstance(reducer, dist.Reducer):
-            start_grad_sync = reducer._sync.start_grad_sync
+            sync = reducer.grad_reducer.sync
+            start_remaining = sync.start_remaining
 
             def held(*args: Any) -> None:
                 inside.set()
                 go.wait(60)
-                start_grad_sync(*args)
+                start_remaining(*args)
 
-            reducer._sync.start_grad_sync = held
+            sync.start_remaining = held
         loss.backward()
         inside.set()
 

@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import ovpatch
-from ovpatch.overlap.comm.consensus import RankMismatchError
 from tests.plugins.ddp.arms import Record, data, record_steps, reduced_in_place, table
 from tests.plugins.ddp.checks import check_cases
 
@@ -97,22 +94,3 @@ def loop_model(name: str, ddp: dict[str, Any]) -> list[Record]:
 def test_models_with_odd_gradients(ranks, world):
     cases = table(name=MODELS, ddp=[{"bucket_cap_mb": TINY}, {"find_unused_parameters": True}, {"static_graph": True}])
     check_cases(ranks(world), loop_model, cases, backwards=4)
-
-
-def swapped() -> str:
-    with ovpatch.applied("ddp", options={"ddp": {"agreement_timeout_s": 10}}):
-        first, second = DDP(net()), DDP(net())
-        losses = [wrapped(data(0, 4, 16)).sum() for wrapped in (first, second)]
-        for loss in losses:
-            loss.backward(retain_graph=True)
-        if dist.get_rank():
-            losses.reverse()
-        with pytest.raises(RankMismatchError) as error:
-            losses[0].backward()
-        return str(error.value)
-
-
-def test_second_backwards_of_two_models_in_another_order(ranks):
-    for text in ranks(2)(swapped):
-        assert 'model is "Sequential, model' in text
-        assert text.endswith("OVPATCH_DDP_REDUCE_LATE_GRADIENTS=0.")

@@ -334,7 +334,7 @@ def without_votes() -> dict[str, tuple[str, int]]:
     with apply(), mock.patch.object(ShardedGrads, "tells", False):
         for name, make in WITHOUT_VOTES.items():
             script = make()
-            found[name] = error_of(script.train), min(script.models[0].reducer._steps, STEPS)
+            found[name] = error_of(script.train), min(script.models[0].reducer.grad_reducer.steps, STEPS)
             gc.collect()
     return found
 

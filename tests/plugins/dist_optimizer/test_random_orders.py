@@ -84,7 +84,7 @@ class Trainer:
         self.model, self.random = Net(), random.Random(seed)
         self.wrapped = wrap(self.model)
         self.opt = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
-        self.pending: list[tuple[bool, torch.Tensor]] = []
+        self.pending: list[torch.Tensor] = []
         self.armed, self.count, self.partly, self.looks = False, 0, partly, looks
 
     def start(self, synchronised: bool, module: Any = None) -> torch.Tensor:
@@ -93,14 +93,15 @@ class Trainer:
         with contextlib.nullcontext() if synchronised else self.wrapped.no_sync():
             return (module or self.wrapped)(data(self.count, 4, 6), heads).square().mean()
 
-    def end(self, loss: torch.Tensor, reduced: bool, *, keep: bool = False, apart: bool = False) -> None:
+    def end(self, loss: torch.Tensor, *, keep: bool = False, apart: bool = False) -> None:
         if apart:
             thread = threading.Thread(target=loss.backward, kwargs={"retain_graph": keep})
             thread.start()
             thread.join()
         else:
             loss.backward(retain_graph=keep)
-        if (reduced or self.armed) and isinstance(self.wrapped, ByHand):
+        # A second backward through one forward stays local, as in stock PyTorch.
+        if self.armed and isinstance(self.wrapped, ByHand):
             self.wrapped.average()
         self.armed = False
 
@@ -108,12 +109,12 @@ class Trainer:
         synchronised, keep = not name.startswith("local"), self.random.random() < 0.5
         if name.endswith("forward, backward"):
             self.armed |= synchronised
-            self.end(self.start(synchronised), synchronised)
+            self.end(self.start(synchronised))
         elif name.endswith("forward"):
             self.armed |= synchronised
-            self.pending.append((synchronised, self.start(synchronised)))
+            self.pending.append(self.start(synchronised))
         elif name == "backward without the wrapper":
-            self.end(self.start(True, self.model), False)
+            self.end(self.start(True, self.model))
         elif name == "zero":
             self.opt.zero_grad(set_to_none=keep)
         elif name == "step":
@@ -125,23 +126,22 @@ class Trainer:
             self.take_up(name, keep)
 
     def take_up(self, name: str, keep: bool) -> None:
-        synchronised, loss = self.pending.pop(self.random.randrange(len(self.pending)))
+        loss = self.pending.pop(self.random.randrange(len(self.pending)))
         if name == "grad":
             torch.autograd.grad(loss, list(self.model.parameters()), retain_graph=True, allow_unused=True)
-            self.pending.append((synchronised, loss))
+            self.pending.append(loss)
         elif name == "backward that raises":
-            if not (synchronised or self.armed):  # other ones are for tests/plugins/ddp/test_failures.py
+            if not self.armed:  # other ones are for tests/plugins/ddp/test_failures.py
                 Refusal.armed = True
                 with contextlib.suppress(ValueError):
                     loss.backward()
                 Refusal.armed = False
         elif name == "sum's backward" and self.pending:
-            other, more = self.pending.pop()
-            self.end(loss + more, synchronised or other)
+            self.end(loss + self.pending.pop())
         else:
-            self.end(loss, synchronised, keep=keep, apart=name.endswith("thread"))
+            self.end(loss, keep=keep, apart=name.endswith("thread"))
             if keep:
-                self.pending.append((synchronised, loss))
+                self.pending.append(loss)
 
     def run(self) -> Iterator[tuple[str, list[torch.Tensor | None]]]:
         for name in self.random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=14):

@@ -235,7 +235,7 @@ def calls_of_step(options: dict[str, Any], count: int) -> dict[str, int]:
     with border(2**40), ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL | options}):
         model = DistributedDataParallel(Owner(count))
         opt = OPTIMIZERS["adamw"](model.parameters())
-        assert (type(model.reducer.sharder) is GradSharder) is (options == AUTO)
+        assert (type(model.reducer.grad_reducer.sharder) is GradSharder) is (options == AUTO)
         for step in range(STEPS):
             sys.setprofile(profile if step == STEPS - 1 else None)
             model(torch.ones(2, 8)).square().mean().backward()

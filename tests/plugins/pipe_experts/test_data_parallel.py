@@ -413,18 +413,15 @@ def test_a_surplus_is_an_error_on_all_ranks(ranks, alone):
 
 
 def other_backwards() -> list[Any]:
-    """A gradient that is only asked for; a forward without a backward; a second backward through one forward."""
+    """A gradient that is only asked for; a forward without a backward."""
     with features("ddp"):
         setup = Setup(2)
         loss = setup.loss(0)
         torch.autograd.grad(loss, list(setup.model.last.parameters()), retain_graph=True)
         assert all(param.grad is None for param in setup.model.parameters())
-        loss.backward(retain_graph=True)
-        setup.reference_loss(0).backward()
-        records = [setup.both()]
         loss.backward()
         setup.reference_loss(0).backward()
-        records.append(setup.both())
+        records = [setup.both()]
         setup.loss(1)
         with torch.no_grad():
             setup.loss(1)
@@ -437,6 +434,30 @@ def test_further_backwards_and_those_that_add_nothing(ranks):
     for result in ranks(4)(other_backwards):
         for wanted, mine in result:
             compare(wanted, mine).assert_equal()
+
+
+def second_backwards() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A second backward through one forward, and the same backward under no_sync()."""
+    with features("ddp"):
+        twice, local = Setup(2), Setup(2)
+        loss = twice.loss(0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        local.loss(0).backward()
+        with local.ddp.no_sync():
+            local.loss(0).backward()
+        found = twice.seen(), local.seen()
+        # Neither disturbs the reduction of the next step.
+        for setup in (twice, local):
+            setup.ddp.zero_grad()
+            setup.loss(1).backward()
+        compare(twice.seen(), local.seen()).assert_bitwise()
+        return found
+
+
+def test_a_second_backward_stays_local_as_that_of_dense_parameters(ranks):
+    for twice, local in ranks(4)(second_backwards):
+        compare(twice, local).assert_bitwise()
 
 
 def hooked(ep: int) -> list[Any]:
