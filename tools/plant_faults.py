@@ -460,6 +460,41 @@ FAULTS: Final = (
         "        finally:\n            pass\n\n",
         (_CUTTING_TESTS,),
     ),
+    Fault(
+        "a cut leaves the hooks that a forward registers",
+        _CUTTING + "block_stack.py",
+        "                    own[key].clear()\n",
+        "",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "a cut compares behind a gate that is zero",
+        _CUTTING + "block_stack.py",
+        "param.data.uniform_(*_SMALL_VALUES, generator=draw)",
+        "param.data.zero_()",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "a cut leaves other values in parameters that are zero",
+        _CUTTING + "block_stack.py",
+        "                param.data.zero_()\n",
+        "                pass\n",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "a stage lacks a part that the model calls without its module",
+        _CUTTING + "stage_module.py",
+        "return None if inner is None or id(module) in inner.callers else self._copy(child, plan, made)",
+        "return None",
+        (_CUTTING_TESTS,),
+    ),
+    Fault(
+        "a stage fails where a tower's forward depends on values",
+        _CUTTING + "stage_module.py",
+        "                self._twin = _make_twin(self._shell, device)\n",
+        "                raise\n",
+        (_CUTTING_TESTS,),
+    ),
 )
 
 

@@ -488,9 +488,9 @@ def _make_twin(module: nn.Module, device: torch.device | None) -> nn.Module:
             twin._parameters[name] = nn.Parameter(zero.expand(param.shape), requires_grad=False)
     for name, buffer in module._buffers.items():
         if device is not None and buffer is not None:
-            twin._buffers[name] = torch.zeros_like(buffer, device=device)
+            copied = twin._buffers[name] = torch.zeros_like(buffer, device=device)
             if not buffer.is_meta and device.type != "meta":
-                twin._buffers[name].copy_(buffer)
+                copied.copy_(buffer)
     for name, child in module._modules.items():
         twin._modules[name] = None if child is None else _make_twin(child, device)
     return twin

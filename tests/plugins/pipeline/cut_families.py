@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import os
 import re
@@ -53,26 +54,34 @@ def try_family(task: str, family: str) -> str:
         except ImportError as error:
             named = re.search(r"requires the ([-\w]+) library|No module named '(\w+)'", str(error))
             return f"not tried: needs {(named[1] or named[2]) if named else 'another package'}"
-        except Exception:  # noqa: BLE001 - of a configuration whose sizes do not fit
-            return "not tried: needs other sizes"
+        except Exception as error:  # noqa: BLE001 - of a configuration whose sizes do not fit
+            return _describe_failure(error)
         if sum(param.numel() for param in model.parameters()) > _MOST_PARAMS:
-            return "not tried: needs other sizes"
+            return "not tried: has too many parameters"
         try:
             inputs, lacking = _find_inputs(model, task)
-        except Exception:  # noqa: BLE001 - of inputs or sizes that do not fit
-            return "not tried: needs other inputs or sizes"
+            expected = _train_whole(model, inputs)
+        except Exception as error:  # noqa: BLE001 - of inputs or sizes that do not fit
+            return _describe_failure(error)
         try:
-            differences = _compare(model, inputs)
+            difference, is_exact = _compare(model, inputs, *expected)
         except CutError as error:
             outcome = outcome or f"refused: {_shorten(str(error))}"
             if "training" not in str(error):
                 return outcome
             continue
-        if differences:
-            return f"differs: {differences[0]}"
+        if difference:
+            return f"differs: {difference}"
         found = f"cut with {without} = 0" if without else "cut"
+        found = found if is_exact else f"{found}, within rounding"
         return f"{found}, tried with {lacking}" if lacking else found
     return outcome
+
+
+def _describe_failure(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    # Validators of configurations put the reason into the last line.
+    return f"not tried: {type(error).__name__}, {_shorten(lines[-1].strip().removeprefix('ValueError: '))}"
 
 
 def _find_inputs(model: nn.Module, task: str) -> tuple[Batch, str]:
@@ -82,9 +91,11 @@ def _find_inputs(model: nn.Module, task: str) -> tuple[Batch, str]:
         for inputs in make_inputs(model, ROWS * MICROBATCHES, has_pictures=has_pictures):
             try:
                 output = _run_first(model, inputs)
-                if has_pictures and inputs.keys() & PICTURES and not _reads_pictures(model, inputs, output):
+                has_both = has_pictures and len(inputs) > 1
+                if has_both and not _reads_pictures(model, inputs, output):
                     raise ValueError("the output does not depend on the pictures")
-                return inputs, "" if has_pictures or "image" not in task else "text alone"
+                takes_pictures = PICTURES & inspect.signature(model.forward).parameters.keys()
+                return inputs, "text alone" if "image" in task and takes_pictures and not has_pictures else ""
             except Exception as error:  # noqa: BLE001 - the next inputs may do
                 failure = failure or error
     assert failure is not None
@@ -99,7 +110,7 @@ def _run_first(model: nn.Module, inputs: Batch) -> list[Tensor]:
 
 def _reads_pictures(model: nn.Module, inputs: Batch, output: list[Tensor]) -> bool:
     changed = {name: value.flip(0) if name in PICTURES else value for name, value in inputs.items()}
-    return any(not torch.equal(own, other) for own, other in zip(output, _run_first(model, changed), strict=True))
+    return any(not torch.equal(a, b) for a, b in zip(output, _run_first(model, changed), strict=True))
 
 
 def _loss(output: Any, _target: Any = None) -> Tensor:
@@ -107,52 +118,71 @@ def _loss(output: Any, _target: Any = None) -> Tensor:
     return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
 
 
-def _compare(model: nn.Module, inputs: Batch) -> list[str]:
-    """Make a step cut and whole, without dropout; return what differs."""
+def _split(inputs: Batch) -> list[Batch]:
+    parts = {name: value.chunk(MICROBATCHES) for name, value in inputs.items()}
+    return [{name: part[index] for name, part in parts.items()} for index in range(MICROBATCHES)]
+
+
+def _train_whole(model: nn.Module, inputs: Batch) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Return the losses and gradients of a copy of the model, without dropout."""
     whole = copy.deepcopy(model)
+    losses = []
+    for microbatch in _split(inputs):
+        losses.append(_loss(select_output(whole(**microbatch))))
+        losses[-1].backward()
+    for param in whole.parameters():
+        if param.grad is not None:
+            param.grad.div_(MICROBATCHES)
+    return torch.stack(losses).detach(), {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+
+
+def _compare(model: nn.Module, inputs: Batch, losses: Tensor, grads: Mapping[str, Tensor | None]) -> tuple[str, bool]:
+    """Make a step of a cut model, without dropout.
+
+    Args:
+        model: The model.
+        inputs: A batch.
+        losses: Those of the whole model.
+        grads: Gradients of the whole model, by name.
+
+    Returns:
+        What differs by more than rounding, and whether all bits of both are equal, but for those of tied weights.
+    """
     model.train()
-    microbatches = [
-        {name: value.chunk(MICROBATCHES)[index] for name, value in inputs.items()} for index in range(MICROBATCHES)
-    ]
     made = cut(
         model,
         dist.group.WORLD,  # type: ignore[arg-type]
         (),
-        microbatches[0],
+        _split(inputs)[0],
         n_microbatches=MICROBATCHES,
         loss_fn=_loss,
         balance="count",
     )
     for part in made.model_parts:
         part.eval()
-    losses: list[Tensor] = []
-    made.step(target=torch.zeros(ROWS * MICROBATCHES), losses=losses, **inputs)
-    expected = []
-    for microbatch in microbatches:
-        expected.append(_loss(select_output(whole(**microbatch))))
-        expected[-1].backward()
-    for param in whole.parameters():
-        if param.grad is not None:
-            param.grad.div_(MICROBATCHES)
-    found = []
-    if made.has_last_stage and not torch.equal(torch.stack(losses), torch.stack(expected)):
-        found.append("losses")
-    wanted = dict(whole.named_parameters(remove_duplicate=False))
-    # The parts of a shared parameter's gradient are added up in another order than in one process.
-    shared = {id(param) for item in made._shared_grads for param in item._param.find_params()}
-    for name, param in made.named_parameters():
-        if _differ(param.grad, wanted[name].grad, is_exact=id(param) not in shared):
-            found.append(f"the gradient of {name}")
-    return found
+    found: list[Tensor] = []
+    made.step(target=torch.zeros(ROWS * MICROBATCHES), losses=found, **inputs)
+    pairs = [(f"the gradient of {name}", param.grad, grads[name]) for name, param in made.named_parameters()]
+    if made.has_last_stage:
+        pairs.insert(0, ("losses", torch.stack(found).detach(), losses))
+    # The parts of a tied weight's gradient are added up in another order than in one process.
+    tied = {id(param.grad) for shared in made._shared_grads for param in shared._param.find_params()}
+    is_exact = all(id(value) in tied or _are_same(value, wanted) for _, value, wanted in pairs)
+    return next((name for name, value, wanted in pairs if _differ(value, wanted)), ""), is_exact
 
 
-def _differ(found: Tensor | None, wanted: Tensor | None, *, is_exact: bool) -> bool:
-    """Return whether gradients differ, if they are not exact by more than rounding; None is zeros."""
+def _are_same(found: Tensor | None, wanted: Tensor | None) -> bool:
+    """Return whether all bits are equal; None is zeros."""
+    if found is None or wanted is None:
+        return not _differ(found, wanted)
+    return torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+def _differ(found: Tensor | None, wanted: Tensor | None) -> bool:
+    """Return whether tensors differ by more than rounding; None is zeros."""
     if found is None or wanted is None:
         left = found if wanted is None else wanted
         return left is not None and bool(left.any())
-    if is_exact:
-        return not torch.equal(found, wanted) and not torch.equal(found.nan_to_num(), wanted.nan_to_num())
     limit = 1e-5 * max(1e-3, wanted.abs().max().item())
     return not torch.allclose(found, wanted, rtol=1e-4, atol=limit, equal_nan=True)
 
@@ -191,7 +221,7 @@ def make_table(outcomes: Mapping[tuple[str, str], str]) -> str:
 def read_table(page: str) -> dict[tuple[str, str], str]:
     """Return the outcomes in a page."""
     table = page.partition(_BEGIN)[2].partition(_END)[0]
-    found = {}
+    found: dict[tuple[str, str], str] = {}
     for line in table.splitlines()[2:]:
         task, outcome, families = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:4])
         found |= {(task, family): outcome.replace("\\|", "|") for family in families.split(", ")}

@@ -156,8 +156,9 @@ class Training(Decoder):
     """Differs in training from what it computes in evaluation.
 
     Args:
-        way: ``noise``: all blocks get noise of the model's. ``gated noise``: through a gate that starts at zero. ``reads``: the later blocks read what the first one
-            returned. ``writes``: the forward writes a parameter, in evaluation too.
+        way: ``noise``: all blocks get noise of the model's. ``gated noise``: they get it through a gate that starts at
+            zero. ``reads``: the later blocks read what the first one returned. ``writes``: the forward writes a
+            parameter, in evaluation too.
         layerdrop: The probability with which it skips a block.
     """
 

@@ -90,6 +90,12 @@ def _pictures(rows: int) -> dict[str, Tensor]:
     }
 
 
+def _run(model: nn.Module) -> nn.Module:
+    """Return a model after a first forward, in which it registers hooks."""
+    model(torch.zeros(2, CONTEXT, dtype=torch.long), **_pictures(2))
+    return model
+
+
 PLAIN = {
     "plain": Cut(Decoder, inputs=_plain_mask),
     "plain, tied, dropout": Cut(lambda: Decoder(tied=True, dropout=0.3), ("embed.weight",)),
@@ -106,7 +112,7 @@ PLAIN = {
     "stateful, patched": Cut(Stateful, patched="as-given"),
     "named module": Cut(Named),
     "pictures": Cut(Seeing, inputs=_pictures),
-    "pictures, patched": Cut(Seeing, inputs=_pictures, patched="zb-h1"),
+    "pictures, patched": Cut(lambda: _run(Seeing()), inputs=_pictures, patched="zb-h1"),
     "pictures, in the tower": Cut(Seeing, inputs=_pictures, options={"blocks": "tower.layers"}),
 }
 HF = {
@@ -277,7 +283,7 @@ def _refuse() -> dict[str, str]:
         "scalar": lambda: _cut(Cut(Decoder), _Losing()),
         "layerdrop": lambda: _cut(Cut(Decoder), Training(layerdrop=0.02)),
         "noise in training": lambda: _cut(Cut(Decoder), Training("noise")),
-        "noise behind a gate": lambda: _cut(Cut(Decoder), Training("gated noise")),
+        "noise through a gate": lambda: _cut(Cut(Decoder), Training("gated noise")),
         "reads in training": lambda: _cut(Cut(Decoder), Training("reads")),
         "writes": lambda: _cut(Cut(Decoder), Training("writes")),
         "shared counter": lambda: _cut(Cut(Decoder), Stateful("counter")),
@@ -337,7 +343,7 @@ REASONS = {
     "layerdrop": "skips layers.1 in training, as LayerDrop does, and stages cannot decide together which blocks to "
     "skip. Have the forward call all blocks: before cut(), set layerdrop = 0.0.",
     "noise in training": "whole model in training mode, first at layers.2",
-    "noise behind a gate": "whole model in training mode, first at layers.2",
+    "noise through a gate": "whole model in training mode, first at layers.2",
     "reads in training": "whole model in training mode, first at layers.2",
     "writes": "the model's forward writes its parameter positions",
     "shared counter": "whole model in evaluation mode, first at layers.2",

@@ -31,6 +31,19 @@ def make_inputs(model: Any, rows: int, *, has_pictures: bool) -> Iterator[Batch]
     """
     takes = inspect.signature(model.forward).parameters
     for pictures in _make_pictures(model, rows, takes) if has_pictures else [{}]:
+        if "input_values" in takes and "input_ids" not in takes:
+            sound = torch.randn(rows, 4000, generator=torch.Generator().manual_seed(0))
+            yield _complete(model, takes, {"input_values": sound}, _make_ids(model, rows, 0))
+            continue
+        if "input_features" in takes and "input_ids" not in takes:
+            bins = _find_number(
+                model.config, "feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", default=80
+            )
+            frames = 2 * _find_number(model.config, "max_source_positions", default=32)
+            sound = torch.randn(rows, bins, frames, generator=torch.Generator().manual_seed(0))
+            for features in (sound, sound.transpose(1, 2)):
+                yield _complete(model, takes, {"input_features": features}, _make_ids(model, rows, 0))
+            continue
         if "input_ids" not in takes:
             yield _complete(model, takes, pictures, _make_ids(model, rows, 0)) if pictures else pictures
             continue
@@ -53,7 +66,7 @@ def _make_ids(model: Any, rows: int, pictures: int) -> Tensor:
 
 def _find_picture_token(config: Any) -> int:
     names = ("image_token_id", "image_token_index", "img_context_token_id", "video_token_index")
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), FIRST_WORD)
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), FIRST_WORD - 1)
 
 
 def _find_number(config: Any, *names: str, default: int) -> int:
@@ -95,6 +108,8 @@ def _make_pictures(model: Any, rows: int, takes: Mapping[str, Any]) -> Iterator[
         merged = {"image_merge_sizes": torch.full((rows,), 2)} if "image_merge_sizes" in takes else {}
         for pixels in (flat, squares, squares[None].transpose(0, 1), flat.unflatten(-1, (-1, channels)).flatten(0, 1)):
             yield {"pixel_values": pixels, "image_grid_thw": grid, **merged}
+    if "image_grid_hw" in takes:
+        yield {"pixel_values": patches.flatten(0, 1), "image_grid_hw": sides}
     if "image_position_ids" in takes:
         places = torch.cartesian_prod(torch.arange(_SIDE), torch.arange(_SIDE)).expand(rows, count, 2)
         yield {"pixel_values": patches, "image_position_ids": places}
@@ -136,11 +151,11 @@ def _count_tokens(model: Any, pictures: Batch, rows: int) -> Iterator[int]:
             try:
                 with torch.no_grad():
                     found = compute(**known)
-            except Exception:  # noqa: BLE001, S112 - the other owner, or a number of the configuration, may do
+            except Exception:  # noqa: BLE001 - the other owner, or a number of the configuration, may do
                 continue
-            found = getattr(found, "pooler_output", found)
-            numbers = sum(tensor.numel() for _, tensor in find_tensors(found))
-            counts.append(numbers // model.get_input_embeddings().weight.shape[1] // rows)
+            for part in (getattr(found, "pooler_output", found), getattr(found, "last_hidden_state", None)):
+                numbers = sum(tensor.numel() for _, tensor in find_tensors(part))
+                counts.append(numbers // model.get_input_embeddings().weight.shape[1] // rows)
             break
     names = ("image_seq_length", "mm_tokens_per_image", "num_query_tokens", "image_seq_len", "num_image_tokens")
     counts += [_find_number(model.config, name, default=0) for name in names]
@@ -158,6 +173,8 @@ def _complete(model: Any, takes: Mapping[str, Any], inputs: Batch, ids: Tensor) 
         "image_embeds_position_mask": is_picture,
         "image_attention_mask": torch.ones(*ids.shape, 1, dtype=torch.long),
         "qformer_input_ids": ids,
+        "protein_input_ids": ids,
+        "protein_attention_mask": torch.ones_like(ids),
         "bbox": corners.sort(dim=-1).values.expand(len(ids), -1, -1),
     }
     if "pixel_values" in inputs:
