@@ -236,7 +236,7 @@ class _Blank(_Hollow):
 
 
 class _Twins:
-    """Copies of a module without its parameters, which compute the shapes of what it returns.
+    """Copies of a module without its parameters, which compute the shapes of its output.
 
     The copy on the meta device computes nothing else. Its forward fails if the module's forward depends on values, as
     on sizes of pictures. Then a copy computes that has zeros without memory for parameters.
@@ -251,7 +251,7 @@ class _Twins:
         self._is_meta = True
 
     def compute(self, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """Return what the module returns, with wrong values.
+        """Return the output of the module with wrong values.
 
         Args:
             args: Its arguments.

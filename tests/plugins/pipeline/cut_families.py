@@ -125,8 +125,9 @@ def _split(inputs: Batch) -> list[Batch]:
 
 def _train_whole(model: nn.Module, inputs: Batch) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return the losses and gradients of a copy of the model, without dropout."""
-    whole = copy.deepcopy(model)
-    losses = []
+    # A change of mode clears what earlier forwards have kept, as the attention biases of LeViT.
+    whole = copy.deepcopy(model).train().eval()
+    losses: list[Tensor] = []
     for microbatch in _split(inputs):
         losses.append(_loss(select_output(whole(**microbatch))))
         losses[-1].backward()
