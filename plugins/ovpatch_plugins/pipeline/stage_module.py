@@ -173,23 +173,7 @@ class _Root:
         return plan.select(output)
 
 
-class _Hollow:
-    """A module without parameters and buffers, with zeros in their places."""
-
-    def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
-        """Yield zeros instead of parameters, from which the model's forward may read a dtype or a device.
-
-        Other ways to the parameters, as from the stage's root or by ``named_parameters()``, do not find them.
-        """
-        own = vars(self)
-        yield from (own[name] for name, is_param in own.get(_ZEROS, {}).items() if is_param)
-        if recurse:
-            for child in (*own["_modules"].values(), *own.values()):
-                if isinstance(child, nn.Module):
-                    yield from child.parameters()
-
-
-class _SkippedBlock(_Hollow):
+class _SkippedBlock:
     """A block of another stage."""
 
     __call__ = nn.Module.__call__  # not the block's, which may checkpoint what it calls
@@ -217,7 +201,7 @@ def _describe_skip(plan: StagePlan) -> str:
     )
 
 
-class _Blank(_Hollow):
+class _Blank:
     """A module whose output the stage does not need: returns zeros of the right shapes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,6 +217,23 @@ class _Blank(_Hollow):
                 torch.zeros(leaf.shape, dtype=leaf.dtype, device=given.device) if isinstance(leaf, Tensor) else leaf
             ),
         )
+
+    def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Yield zeros instead of parameters, from which the model's forward may read a dtype or a device.
+
+        The stage's root does not have them. Blocks of other stages have none: other features recognize them by that.
+        """
+        return _list_zeros(self, recurse)
+
+
+def _list_zeros(module: Any, recurse: bool) -> Iterator[Tensor]:
+    own = vars(module)
+    yield from (param for param in module._parameters.values() if param is not None)
+    yield from (own[name] for name, is_param in own.get(_ZEROS, {}).items() if is_param)
+    if recurse:
+        for child in (*module._modules.values(), *own.values()):
+            if isinstance(child, nn.Module):
+                yield from _list_zeros(child, recurse)
 
 
 class _Twins:
@@ -270,7 +271,7 @@ class _Twins:
         return self._twin(*args, **kwargs)
 
 
-class _Absent(_Hollow):
+class _Absent:
     """A module that the stage does not call.
 
     Its role has the stage's plan if the model calls the module after all blocks, so that the stage ends before.
