@@ -108,9 +108,7 @@ def resolve_options(
     return {option.name: _resolve_one(feature.name, option, given, environment, named) for option in feature.options}
 
 
-def _refuse_removed(
-    feature: Feature, arguments: Collection[str], environment: Mapping[str, str]
-) -> None:
+def _refuse_removed(feature: Feature, arguments: Collection[str], environment: Mapping[str, str]) -> None:
     for name, reason in feature.removed_options:
         variable = make_variable_name(feature.name, name)
         if name in arguments or variable in environment:

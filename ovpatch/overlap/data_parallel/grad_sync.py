@@ -72,13 +72,8 @@ class GradSync:
         self._max_inflight_bytes = max_inflight_bytes
         self._before_first = before_first
         self._before_wait = before_wait
-        self._labels = [
-            profiler_label(feature, "all_reduce", f"bucket {number}")
-            for number in range(len(buckets))
-        ]
-        self._collectives = {
-            bucket.device: Collectives(group, bucket.device, average=average) for bucket in buckets
-        }
+        self._labels = [profiler_label(feature, "all_reduce", f"bucket {number}") for number in range(len(buckets))]
+        self._collectives = {bucket.device: Collectives(group, bucket.device, average=average) for bucket in buckets}
         # - The running backward
         self.started = 0
         self.reduced = 0

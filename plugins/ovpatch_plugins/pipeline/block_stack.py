@@ -191,9 +191,11 @@ class ModuleCall:
         blocks_before: Blocks that had begun before its first call.
         tensors: Tensors that it returned.
         nodes: Nodes that made those of its outputs that can have a gradient.
+        callers: Ids of the modules outside of the stack within which all calls happened.
     """
 
     blocks_before: int
+    callers: set[int]
     tensors: int = 0
     nodes: list[Any] = field(default_factory=list)
 
@@ -251,6 +253,7 @@ def trace_model(
     trace = Trace(next(model.parameters()).device)
     previous: list[tuple[Path, Tensor, Tensor]] = []
     inside: set[int] = set()
+    running: list[int] = []
     handles: list[Any] = []
 
     def enter(index: int, args: Any, kwargs: Any) -> None:
@@ -273,10 +276,18 @@ def trace_model(
         previous[:] = [(path, one, read_path(detached, path)) for path, one in find_tensors(output)]
         return detached
 
+    def begin(module: nn.Module) -> None:
+        if not inside:
+            running.append(id(module))
+
     def note(module: nn.Module, output: Any) -> None:
         if inside:
             return
-        call = trace.calls.setdefault(id(module), ModuleCall(len(trace.templates)))
+        # Calls that failed, and whose errors the model caught, are still in the list.
+        while running.pop() != id(module):
+            pass
+        call = trace.calls.setdefault(id(module), ModuleCall(len(trace.templates), set(running)))
+        call.callers &= set(running)
         found = [tensor for _, tensor in find_tensors(output)]
         call.tensors += len(found)
         call.nodes += [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
@@ -287,6 +298,7 @@ def trace_model(
         hook = lambda _, __, output, index=index: leave(index, output)  # noqa: E731
         handles.append(block.register_forward_hook(hook))
     for module in list_outside(model, stack):
+        handles.append(module.register_forward_pre_hook(lambda module, _: begin(module), prepend=True))
         handles.append(module.register_forward_hook(lambda module, _, output: note(module, output)))
     try:
         trace.output = model(*args, **kwargs)
@@ -399,12 +411,12 @@ def seed_all(device: torch.device, torch_seed: int, python_seed: int) -> None:
 
 
 class ForwardState:
-    """The state that a forward may change in some modules: buffers, generators, counters and caches.
+    """The state that a forward may change in some modules: buffers, generators, counters, caches and hooks.
 
     Args:
         modules: The modules.
-        has_objects: Whether all attributes are part of it, those that a forward adds included, or only numbers,
-            strings, and the contents of lists, mappings and sets.
+        has_objects: Whether all attributes and hooks are part of it, those that a forward adds included, or only
+            numbers, strings, and the contents of lists, mappings and sets.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, has_objects: bool = True) -> None:
@@ -414,6 +426,7 @@ class ForwardState:
             {key: value for key, value in vars(module).items() if key not in MODULE_STATE} for module in self._modules
         ]
         self._buffers = [dict(module._buffers) for module in self._modules]
+        self._hooks = [{key: copy.copy(vars(module)[key]) for key in _HOOKS} for module in self._modules]
         values = [value for attributes in self._attributes for value in attributes.values()]
         classes: list[Any] = list(map(type, values))
         generators = [value for value, cls in zip(values, classes, strict=True) if is_generator_class(cls)]
@@ -429,12 +442,17 @@ class ForwardState:
 
     def restore(self) -> None:
         """Restore the state that the modules had."""
-        for module, attributes, buffers in zip(self._modules, self._attributes, self._buffers, strict=True):
+        kept = zip(self._modules, self._attributes, self._buffers, self._hooks, strict=True)
+        for module, attributes, buffers, hooks in kept:
             own = vars(module)
             if self._has_objects:
                 for key in own.keys() - attributes.keys() - MODULE_STATE:
                     del own[key]
                 own.update(attributes)
+                # An attribute may say that the first forward has registered hooks, as in transformers.
+                for key, saved in hooks.items():
+                    own[key].clear()
+                    own[key].update(saved)
             else:
                 own.update((key, value) for key, value in attributes.items() if isinstance(value, (int, float, str)))
             module._buffers.clear()
@@ -455,19 +473,22 @@ class ForwardState:
 MODULE_STATE: Final = frozenset(nn.Module().__dict__)
 """Attributes in which torch keeps the parts of a module."""
 
+_HOOKS: Final = tuple(key for key, value in vars(nn.Module()).items() if "hooks" in key and isinstance(value, dict))
+
 
 @contextlib.contextmanager
 def prepared(model: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Have a model evaluate with gradients for all parameters, and leave no trace of that.
+    """Have a model evaluate with gradients for all parameters and without zeros, and leave no trace of that.
 
-    Modes, gradients' flags, random numbers, buffers and attributes are restored at the end. The function that it
-    returns restores the last three between two forwards.
+    Modes, gradients' flags, zeros, random numbers, buffers and attributes are restored at the end. The function that
+    it returns restores the last three between two forwards.
     """
     modes = {module: module.training for module in model.modules()}
     params = list(model.parameters())
     flags = [param.requires_grad for param in params]
     state, restore_random = ForwardState(model.modules()), save_random_states(device)
     versions = [param._version for param in params]
+    zeros = [param for param in params if _is_zero(param)]
 
     def restore() -> None:
         restore_random()
@@ -486,11 +507,28 @@ def prepared(model: nn.Module, device: torch.device) -> Iterator[Callable[[], No
             model.eval()
             for param in params:
                 param.requires_grad_(param.is_floating_point() or param.is_complex())
+            # A gate or a projection that starts at zero hides all that goes through it, and so hides differences.
+            # Writes to the data have no effect on the version.
+            for index, param in enumerate(zeros):
+                draw = torch.Generator(param.device).manual_seed(index)
+                param.data.uniform_(*_SMALL_VALUES, generator=draw)
             yield restore
         finally:
             for module, mode in modes.items():
                 module.training = mode
             for param, flag in zip(params, flags, strict=True):
                 param.requires_grad_(flag)
+            for param in zeros:
+                param.data.zero_()
             with contextlib.suppress(CutError):  # raised before
                 restore()
+
+
+_SMALL_VALUES: Final = (0.05, 0.15)
+
+
+def _is_zero(param: nn.Parameter) -> bool:
+    """Return whether all values of a plain parameter are zero."""
+    if type(param.detach()) is not Tensor or param.is_meta or not param.is_floating_point() or param.itemsize < 2:
+        return False
+    return not param.detach().any() and not param.detach().signbit().any()

@@ -11,7 +11,7 @@ ends at the entry of the block behind. So a block that is checkpointed gets them
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -206,20 +206,70 @@ class _Blank:
     """A module whose output the stage does not need: returns zeros of the right shapes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        (twin,) = self.__dict__[_ROLE]
-        device = next((one.device for _, one in find_tensors((args, kwargs))), torch.device("cpu"))
-        args, kwargs = (
-            map_leaves(value, lambda _, leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf)
-            for value in (args, kwargs)
-        )
+        (twins,) = self.__dict__[_ROLE]
+        given = next((tensor for _, tensor in find_tensors((args, kwargs))), None)
+        if given is None:
+            given = next(self.parameters(), torch.zeros(()))
         with torch.no_grad():
-            output = twin(*args, **kwargs)
+            output = twins.compute(args, kwargs, given.device)
         return map_leaves(
             output,
             lambda _, leaf: (
-                torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, Tensor) else leaf
+                torch.zeros(leaf.shape, dtype=leaf.dtype, device=given.device) if isinstance(leaf, Tensor) else leaf
             ),
         )
+
+    def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Yield zeros instead of parameters, from which the model's forward may read a dtype or a device.
+
+        The stage's root does not have them. Blocks of other stages have none: other features recognize them by that.
+        """
+        return _list_zeros(self, recurse)
+
+
+def _list_zeros(module: Any, recurse: bool) -> Iterator[Tensor]:
+    own = vars(module)
+    yield from (param for param in module._parameters.values() if param is not None)
+    yield from (own[name] for name, is_param in own.get(_ZEROS, {}).items() if is_param)
+    if recurse:
+        for child in (*module._modules.values(), *own.values()):
+            if isinstance(child, nn.Module):
+                yield from _list_zeros(child, recurse)
+
+
+class _Twins:
+    """Copies of a module without its parameters, which compute the shapes of its output.
+
+    The copy on the meta device computes nothing else. Its forward fails if the module's forward depends on values, as
+    on sizes of pictures. Then a copy computes that has zeros without memory for parameters.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._shell = _make_twin(module, None)
+        self._twin = _make_twin(module, torch.device("meta"))
+        self._is_meta = True
+
+    def compute(self, args: Any, kwargs: Any, device: torch.device) -> Any:
+        """Return the output of the module with wrong values.
+
+        Args:
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            device: Where they are.
+        """
+        if self._is_meta:
+            try:
+                return self._twin(
+                    *map_leaves(args, lambda _, leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf),
+                    **map_leaves(kwargs, lambda _, leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf),
+                )
+            except Exception:  # noqa: BLE001 - torch raises several classes, and another error is raised again below
+                self._is_meta = False
+                self._twin = _make_twin(self._shell, device)
+        return self._twin(*args, **kwargs)
 
 
 class _Absent:
@@ -251,16 +301,24 @@ def make_subclass(role: type, cls: type) -> Any:
 
 
 _ZEROS: Final = "_ovpatch_zeros"
-"""Attribute of a module: names of what it has zeros for."""
+"""Attribute of a module: names of what it has zeros for, and whether each is a parameter."""
 
 _FRESH: Final = MODULE_STATE - {"training"}
 
 
-def _play(role: type, module: nn.Module, part: Any) -> nn.Module:
+def _play(
+    role: type, module: nn.Module, part: Any, find_own: Callable[[nn.Module], nn.Module | None] = lambda _: None
+) -> nn.Module:
     """Return a module without parameters and buffers in the place of another one.
 
     Its children are plain attributes, which the model's forward can read, as for the dtype of a weight. As modules they
     would be found by features that look for linears to shard or to defer.
+
+    Args:
+        role: A class of roles.
+        module: The module.
+        part: What the role knows.
+        find_own: Returns the stage's own module for one that the model also calls without ``module``; None for others.
     """
     cls = make_subclass(role, type(module))
     made: nn.Module = cls.__new__(cls)
@@ -275,7 +333,12 @@ def _play(role: type, module: nn.Module, part: Any) -> nn.Module:
                 _set_zeros(made, name, tensor)
     is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     for name, child in module._modules.items():
-        played = None if child is None else _play(_Absent, child, (f"{type(module).__name__}.{name}", None))
+        own = None if child is None else find_own(child)
+        if own is not None:
+            nn.Module.__setattr__(made, name, own)
+            continue
+        absent = (f"{type(module).__name__}.{name}", None)
+        played = None if child is None else _play(_Absent, child, absent, find_own)
         (made._modules if is_container else made.__dict__)[name] = played
     made.__dict__[_ROLE] = part
     return made
@@ -286,7 +349,7 @@ def _set_zeros(module: nn.Module, name: str, tensor: Tensor, device: torch.devic
     shape, dtype, device = tensor.shape, tensor.dtype, tensor.device if device is None else device
     with outside_modes():
         module.__dict__[name] = torch.zeros((), dtype=dtype, device=device).expand(shape)
-    module.__dict__.setdefault(_ZEROS, set()).add(name)
+    module.__dict__.setdefault(_ZEROS, {}).setdefault(name, isinstance(tensor, nn.Parameter))
 
 
 def move_zeros(tree: nn.Module, device: torch.device) -> None:
@@ -353,10 +416,15 @@ class StageTree:
         if id(module) in self._outside:
             call = self._trace.calls.get(id(module))
             if call is not None:
+
+                def find_own(child: nn.Module) -> nn.Module | None:
+                    inner = self._trace.calls.get(id(child))
+                    return None if inner is None or id(module) in inner.callers else self._copy(child, plan, made)
+
                 if self._is_blank(module, call, plan):
-                    return _play(_Blank, module, (_make_twin(module),))
+                    return _play(_Blank, module, (_Twins(module),), find_own)
                 if self._is_behind(call) and not plan.is_last:
-                    return _play(_Absent, module, (self._names[id(module)], plan))
+                    return _play(_Absent, module, (self._names[id(module)], plan), find_own)
                 is_whole = True
             elif not self._has_calls(module) and not self._keeps_any(module, plan):
                 return _play(_Absent, module, (self._names[id(module)], None))
@@ -409,18 +477,25 @@ def _copy_shallow(module: nn.Module) -> nn.Module:
     return copied
 
 
-def _make_twin(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose parameters and buffers have shapes alone."""
+def _make_twin(module: nn.Module, device: torch.device | None) -> nn.Module:
+    """Return a copy of a module whose parameters are zeros without memory.
+
+    Args:
+        module: The module.
+        device: The device of the parameters and of copied buffers. None: the meta device, and the module's own buffers.
+    """
     twin = _copy_shallow(module)
     for name, param in module._parameters.items():
         if param is not None:
-            twin._parameters[name] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+            zero = torch.zeros((), dtype=param.dtype, device="meta" if device is None else device)
+            twin._parameters[name] = nn.Parameter(zero.expand(param.shape), requires_grad=False)
     for name, buffer in module._buffers.items():
-        twin._buffers[name] = None if buffer is None else torch.empty_like(buffer, device="meta")
+        if device is not None and buffer is not None:
+            copied = twin._buffers[name] = torch.zeros_like(buffer, device=device)
+            if not buffer.is_meta and device.type != "meta":
+                copied.copy_(buffer)
     for name, child in module._modules.items():
-        twin._modules[name] = None if child is None else _make_twin(child)
-    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
-        getattr(twin, hooks).clear()
+        twin._modules[name] = None if child is None else _make_twin(child, device)
     return twin
 
 

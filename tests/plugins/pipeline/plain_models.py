@@ -156,14 +156,16 @@ class Training(Decoder):
     """Differs in training from what it computes in evaluation.
 
     Args:
-        way: ``noise``: all blocks get noise of the model's. ``reads``: the later blocks read what the first one
-            returned. ``writes``: the forward writes a parameter, in evaluation too.
+        way: ``noise``: all blocks get noise of the model's. ``gated noise``: they get it through a gate that starts at
+            zero. ``reads``: the later blocks read what the first one returned. ``writes``: the forward writes a
+            parameter, in evaluation too.
         layerdrop: The probability with which it skips a block.
     """
 
     def __init__(self, way: str = "", layerdrop: float = 0.0) -> None:
         super().__init__()
         self.way, self.layerdrop = way, layerdrop
+        self.gate = nn.Parameter(torch.zeros(1))
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.embed(ids)
@@ -171,6 +173,8 @@ class Training(Decoder):
             self.positions.data.mul_(1.0), self.positions.detach().mul_(0.5)
         if self.training and self.way == "noise":
             mask = torch.rand(ids.shape)
+        if self.training and self.way == "gated noise":
+            mask = 1 + self.gate * torch.rand(ids.shape)
         for index, layer in enumerate(self.layers):
             if self.training and torch.rand([]) < self.layerdrop:
                 continue
@@ -179,6 +183,61 @@ class Training(Decoder):
                 mask = x.detach().mean(-1)
         result: Tensor = self.head(self.norm(x + self.positions[: ids.shape[1]]))
         return result
+
+
+class Seeing(nn.Module):
+    """Reads pictures and text, as models of transformers do.
+
+    The forward calls a module's part without the module, before it and after it, and reads a tower's dtype from its
+    parameters. The tower's forward depends on values, and its first call registers hooks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.tower = Embedded(), Tower()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, ids: Tensor, pictures: Tensor, sizes: Tensor) -> Tensor:
+        x = self.text.embed(ids)
+        states = self.tower(pictures.to(next(self.tower.parameters()).dtype), sizes)
+        seen = self.project(self.tower.norm(states[-2]))
+        result: Tensor = self.text(x + seen.mean(1, keepdim=True))
+        return result
+
+
+class Embedded(Decoder):
+    """A decoder that is given embedded words."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, mask)
+        result: Tensor = self.head(self.norm(x))
+        return result
+
+
+class Tower(nn.Module):
+    """Returns the hidden states of pictures, which its hooks collect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(6, 16)
+        self.layers = nn.ModuleList(DecoderBlock(0.0, True) for _ in range(3))
+        self.norm = nn.LayerNorm(16)
+        self.has_hooks = False
+
+    def forward(self, pictures: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
+        if not self.has_hooks:
+            self.has_hooks = True
+            for layer in self.layers:
+                layer.register_forward_hook(lambda _, __, output: STATES.append(output))
+        STATES.clear()
+        x = self.project(pictures)
+        for layer in self.layers:
+            x = layer(x, None)
+        return (*STATES, torch.stack([row[:size].mean(0) for row, size in zip(x, sizes.tolist(), strict=True)]))
+
+
+STATES: list[Tensor] = []
 
 
 class Named(nn.Module):

@@ -31,6 +31,7 @@ from tests.plugins.pipeline.plain_models import (
     Indexed,
     Named,
     Reused,
+    Seeing,
     Skewed,
     Skipping,
     Stateful,
@@ -81,6 +82,20 @@ def _plain_mask(rows: int) -> dict[str, Tensor]:
     return {"mask": _mask(rows)["attention_mask"].float()}
 
 
+def _pictures(rows: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(rows)
+    return {
+        "pictures": torch.randn(rows, 4, 6, generator=draw),
+        "sizes": torch.randint(1, 4, (rows,), generator=draw),
+    }
+
+
+def _run(model: nn.Module) -> nn.Module:
+    """Return a model after a first forward, in which it registers hooks."""
+    model(torch.zeros(2, CONTEXT, dtype=torch.long), **_pictures(2))
+    return model
+
+
 PLAIN = {
     "plain": Cut(Decoder, inputs=_plain_mask),
     "plain, tied, dropout": Cut(lambda: Decoder(tied=True, dropout=0.3), ("embed.weight",)),
@@ -96,6 +111,9 @@ PLAIN = {
     "stateful": Cut(Stateful),
     "stateful, patched": Cut(Stateful, patched="as-given"),
     "named module": Cut(Named),
+    "pictures": Cut(Seeing, inputs=_pictures),
+    "pictures, patched": Cut(lambda: _run(Seeing()), inputs=_pictures, patched="zb-h1"),
+    "pictures, in the tower": Cut(Seeing, inputs=_pictures, options={"blocks": "tower.layers"}),
 }
 HF = {
     "Llama": Cut(lambda: make_hf("Llama"), inputs=_mask),
@@ -265,6 +283,7 @@ def _refuse() -> dict[str, str]:
         "scalar": lambda: _cut(Cut(Decoder), _Losing()),
         "layerdrop": lambda: _cut(Cut(Decoder), Training(layerdrop=0.02)),
         "noise in training": lambda: _cut(Cut(Decoder), Training("noise")),
+        "noise through a gate": lambda: _cut(Cut(Decoder), Training("gated noise")),
         "reads in training": lambda: _cut(Cut(Decoder), Training("reads")),
         "writes": lambda: _cut(Cut(Decoder), Training("writes")),
         "shared counter": lambda: _cut(Cut(Decoder), Stateful("counter")),
@@ -324,6 +343,7 @@ REASONS = {
     "layerdrop": "skips layers.1 in training, as LayerDrop does, and stages cannot decide together which blocks to "
     "skip. Have the forward call all blocks: before cut(), set layerdrop = 0.0.",
     "noise in training": "whole model in training mode, first at layers.2",
+    "noise through a gate": "whole model in training mode, first at layers.2",
     "reads in training": "whole model in training mode, first at layers.2",
     "writes": "the model's forward writes its parameter positions",
     "shared counter": "whole model in evaluation mode, first at layers.2",
@@ -401,9 +421,14 @@ def _leaves_a_trace() -> list[str]:
         layer.register_forward_hook(draw)
     model.old_stream, model.python_stream = streams[1:]
     model.system_stream = random.SystemRandom()
+    seeing = Seeing()
+    hooks = [len(module._forward_hooks) for module in seeing.modules()]
+    _cut(Cut(Decoder, inputs=_pictures), seeing, balance="measured")
     _cut(Cut(Decoder), model, balance="measured")
     found = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
     assert drawn, "the cut has run the model"
+    if [len(module._forward_hooks) for module in seeing.modules()] != hooks:
+        found.append("hooks")
     drawn = [streams[0].random(), streams[1].rand(), streams[2].random()]
     if drawn != [numpy.random.default_rng(0).random(), numpy.random.RandomState(0).rand(), random.Random(0).random()]:
         found.append(f"streams that continue with {drawn}")
