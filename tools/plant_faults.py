@@ -825,6 +825,8 @@ FAULTS: Final = (
         "model.reduced_shard(index).copy_(model.local_shard(index))",
         "pass",
         (_SHARDING_TESTS + "test_reads_of_gradients.py",),
+    ),
+    Fault(
         "a cut leaves the hooks that a forward registers",
         _CUTTING + "block_stack.py",
         "                    own[key].clear()\n",
