@@ -91,7 +91,7 @@ def unfit() -> list[str]:
     whole, refused = torch.zeros(2, 3), []
     for outputs, inputs in (([whole], [whole.t()]), ([whole.t()], [whole]), ([whole], [torch.zeros(5)])):
         for call in (engine.gather, functools.partial(engine.scatter, average=False)):
-            with pytest.raises(ValueError, match="contiguous tensors whose sizes fit") as error:
+            with pytest.raises(ValueError, match="not contiguous, or whose sizes do not fit") as error:
                 call(outputs, inputs)
             refused.append(str(error.value))
     return refused
