@@ -1,6 +1,6 @@
-"""The base of gradient reducers: hooks by which it hears of gradients, and the life of one backward.
+"""The base of gradient reducers: the life of one backward.
 
-The hooks are on the parameters' AccumulateGrad nodes. A backward's states are armed, reducing, reduced or failed.
+A backward's states are armed, reducing, reduced or failed.
 """
 
 from __future__ import annotations

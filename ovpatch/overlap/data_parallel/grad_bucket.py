@@ -1,4 +1,4 @@
-"""Gradient buckets: many gradients that one grouped collective reduces, and which parameters share one."""
+"""Gradient buckets: each reduces the gradients of some parameters by one grouped collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hooks by which a reducer learns of gradients, and the hooks of the script that it must respect."""
+"""The autograd hooks that report gradients to a reducer, and the search for the script's hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ovpatch.overlap.comm.streams import hide_frames
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import HALVES
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
-from ovpatch.overlap.data_parallel.graph_tasks import _DeferredGradNode, _TaskCallback
+from ovpatch.overlap.data_parallel.graph_tasks import DeferredGradNode, TaskCallback
 
 _DTYPE = operator.attrgetter("dtype")
 
@@ -157,7 +157,7 @@ def _prehook(reference: weakref.ref[GradSharder], index: int) -> Any:
 def _hide_hooks() -> None:
     """Hide what the engine calls from Dynamo; Dynamo is imported for that."""
     hide_frames(_hook, _prehook, watch_outputs, fp32_accumulation.make_sum_hooks)
-    hide_frames(_TaskCallback.__call__, _TaskCallback.__del__, _DeferredGradNode.backward)
+    hide_frames(TaskCallback.__call__, TaskCallback.__del__, DeferredGradNode.backward)
 
 
 def watch_outputs(output: Any, reached: Callable[[], None]) -> None:

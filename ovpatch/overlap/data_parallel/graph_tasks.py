@@ -1,4 +1,4 @@
-"""What autograd offers about the running backward: its graph task, and gradients that we hand to it ourselves."""
+"""Graph tasks: the running backward of autograd, and gradients that we hand to autograd."""
 
 from __future__ import annotations
 
@@ -61,16 +61,18 @@ def accumulate_grads(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None
     engine.run_backward(tuple(tensors), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-class _DeferredGradNode(torch.autograd.Function):
+class DeferredGradNode(torch.autograd.Function):
     """A node whose backward computes gradients of leaves."""
 
     @staticmethod
     def forward(ctx: Any, compute: Any, *leaves: Tensor) -> Tensor:
+        """Return an output without elements, and keep the function."""
         ctx.compute = compute
         return torch.empty(0, dtype=torch.float32, device=leaves[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_grads: Any) -> Any:
+        """Return the gradients that the function computes."""
         compute, ctx.compute = ctx.compute, None
         return None, *compute()
 
@@ -89,7 +91,7 @@ def accumulate_deferred(due: list[DeferredGrads]) -> None:
     with torch.enable_grad():
         while due:  # from the end, as the engine begins with the newest node
             leaves, compute = due.pop()
-            roots.append(apply_function(_DeferredGradNode, compute, *leaves))
+            roots.append(apply_function(DeferredGradNode, compute, *leaves))
             del compute
     if roots:
         accumulate_grads(roots, [root.detach() for root in roots])
@@ -123,7 +125,7 @@ class GraphTask:
 
     def __init__(self) -> None:
         self.queued = False
-        self.callback: weakref.ref[_TaskCallback] | None = None
+        self.callback: weakref.ref[TaskCallback] | None = None
 
     def queue_callback(self, ended: Callable[[], None], died: Callable[[], None]) -> None:
         """Have a method called at the end of the running backward; a second call for it does nothing.
@@ -134,7 +136,7 @@ class GraphTask:
         """
         if self.queued and self.is_alive():
             return
-        callback = _TaskCallback(self, ended, died)
+        callback = TaskCallback(self, ended, died)
         Variable._execution_engine.queue_callback(callback)
         self.callback = weakref.ref(callback)
         self.queued = True
@@ -153,7 +155,9 @@ class GraphTask:
         return callback is not None and callback() is not None
 
 
-class _TaskCallback:
+class TaskCallback:
+    """The callback that reports the end of a graph task, or the death of a task that an exception ended."""
+
     # Held by the engine alone: no frame that an exception's traceback may keep has it as a local variable.
     __slots__ = ("__weakref__", "_died", "_ended", "_task")
 
@@ -163,6 +167,7 @@ class _TaskCallback:
         self._died = died
 
     def __call__(self) -> None:
+        """Report the end of the graph task."""
         task, self._task = self._task, None
         if task is not None:
             task.queued, task.callback = False, None

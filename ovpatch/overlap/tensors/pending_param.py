@@ -1,7 +1,7 @@
 """Parameters whose all-gather is in flight: the first read waits for it.
 
-What a parameter's class can see is in [Note: pending by type]. Other readers are wrapped at the one function of torch
-through which they go: :data:`READ_HOOKS`, for a feature to register as patches.
+A parameter's class sees most readers; see [Note: pending by type]. For the others, ``read_hooks`` patches the one
+function of torch that they pass through.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""A rank's shard of a flattened tensor."""
+"""A rank's shard of a flattened tensor.
+
+A parameter's elements are sharded in memory order into equal parts, one for each rank. A shard depends only on the size
+of the tensor and the number of ranks. It does not depend on buckets, which are assigned again after the first backward,
+nor on other parameters. So a large gradient is reduced, and a parameter gathered, without a flat buffer.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""A tensor's memory: how it lies there, which of its elements a rank owns, and whether others know it.
-
-Reference counts tell whether others do. A parameter's elements are divided in memory order into equal shards, one per
-rank. A shard depends on the size of the tensor and the number of ranks alone: not on buckets, which are assigned again
-after the first backward, nor on other parameters. So a large gradient is reduced, and a parameter gathered, where it
-lies, without a flat buffer.
-"""
+"""The users of a tensor's memory, found by reference counts, and its layout."""
 
 from __future__ import annotations
 

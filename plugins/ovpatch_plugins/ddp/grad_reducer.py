@@ -1,7 +1,4 @@
-"""The gradient reducer that takes the place of torch's C++ ``Reducer`` inside ``DistributedDataParallel``.
-
-It reduces on a communicator of the process group's ranks; what that can do is asked here, too.
-"""
+"""The gradient reducer that replaces torch's C++ ``Reducer`` inside ``DistributedDataParallel``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NCCL can do for a reducer: averages in the collective, and a limit on thread blocks."""
+"""NCCL's averages in the collective, and its limit of thread blocks."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ovpatch.overlap.tensors.shard import Shard, shard_view
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, attach_shards, detach_shards
 from ovpatch_plugins.dist_optimizer.sharded_state import (
-    _MISPLACED,
+    ERROR_MISPLACED,
     Key,
     ShardedState,
     Shown,
@@ -65,7 +65,7 @@ class ElementwiseState(ShardedState):
             for name, value in shown.items():
                 if type(value) is LazyTensor and vars(value).get("source") is self:
                     if vars(value).get("key") != (index, name):
-                        raise RuntimeError(_MISPLACED.format(name, self._shards.names[index]))
+                        raise RuntimeError(ERROR_MISPLACED.format(name, self._shards.names[index]))
                     shown[name] = local[index, name]
                 elif isinstance(value, Tensor) and value.shape == shape:  # what the script has put there
                     self._shard_tensor((index, name), value, state)

@@ -1,7 +1,4 @@
-"""Whole parameters that one rank, their owner, updates: their state, and their broadcast after a step.
-
-A parameter's owner keeps all of its state, the other ranks keep none.
-"""
+"""The state of full parameters, each of which one rank updates for all: its owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How parameters become full after a sharded step: the protocol, and the split into buckets."""
+"""The protocol that makes parameters full after a sharded step, and their split into buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient buckets whose reduction leaves each rank its own shards, and the calls by which peers read these."""
+"""Gradient buckets that leave each rank only its shards of most gradients."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The state of one optimizer for the parameters of one model, where each rank keeps its shards.
-
-A :class:`ShardedParam` is a parameter whose update is divided among the ranks, with what an optimizer is given in its
-place during a step.
-"""
+"""The state of one optimizer for the parameters of one model, of which each rank keeps a part."""
 
 from __future__ import annotations
 
@@ -49,7 +45,7 @@ _REPLACED = (
     "content is gone. Read or copy it before the step, or turn dist_optimizer off."
 )
 
-_MISPLACED = (
+ERROR_MISPLACED = (
     "ovpatch: the tensor '{}' in the optimizer's state of parameter '{}' belongs to another parameter or has another "
     "name there. It was not read before, so each rank has the wrong shard of it. Put a copy there (tensor.clone()), "
     "or turn dist_optimizer off."

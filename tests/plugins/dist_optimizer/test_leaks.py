@@ -26,6 +26,9 @@ TIMES, SETTLED = 20, 5
 #: Bytes of numbers here and there; a leak of one tensor in each run takes more.
 NOISE = 256
 
+#: How often bytes that another thread still holds are measured.
+_MAX_MEASUREMENTS = 20
+
 FEATURES: dict[str, tuple[str, ...]] = {"stock": (), "ddp": ("ddp",), "both": ("ddp", "dist_optimizer")}
 
 
@@ -163,8 +166,24 @@ def turned_on(features: tuple[str, ...]) -> Iterator[None]:
         yield
 
 
-def measure() -> tuple[int, collections.Counter[str]]:
-    """Return the bytes in all storages, and the number of objects by class of ovpatch."""
+Measured = tuple[int, collections.Counter[str]]
+
+
+def measure(before: Measured | None = None) -> Measured:
+    """Return the bytes in all storages, and the number of objects by class of ovpatch.
+
+    While there are more bytes than ``before``, measure again: gloo's thread may hold the tensors of a collective for a
+    moment after its end. A leak stays.
+    """
+    for _ in range(_MAX_MEASUREMENTS):
+        found = _measure_once()
+        if before is None or found[0] <= before[0]:
+            break
+        time.sleep(0.05)
+    return found
+
+
+def _measure_once() -> Measured:
     gc.collect()
     sizes: dict[int, int] = {}
     counts: collections.Counter[str] = collections.Counter()
@@ -179,19 +198,6 @@ def measure() -> tuple[int, collections.Counter[str]]:
                         storage = tensor.untyped_storage() if tensor is not None else None
                         sizes |= {} if storage is None else {storage.data_ptr(): storage.nbytes()}
     return sum(sizes.values()), counts
-
-
-Measured = tuple[int, collections.Counter[str]]
-
-
-def measure_again(before: Measured) -> Measured:
-    """Measure, and once more while there is more than before: a thread of gloo may still hold the last tensors."""
-    for _ in range(20):
-        after = measure()
-        if after[0] <= before[0]:
-            break
-        time.sleep(0.05)
-    return after
 
 
 def compare(before: Measured, after: Measured, *, runs: int) -> tuple[int, dict[str, int]]:
@@ -212,7 +218,7 @@ def grown(features: tuple[str, ...], loop: str) -> tuple[int, dict[str, int]]:
             run()
             dist.barrier()
             if number + 1 in (SETTLED, times):
-                found.append(measure_again(found[0]) if found else measure())
+                found.append(measure(*found))
         return compare(*found, runs=times - SETTLED)
 
 
