@@ -72,25 +72,25 @@ STEPS = {
     ("ddp",): {
         "calls": 89,
         "functions": 74,
-        "files": 11,
+        "files": 13,
         "calls above": 71,
         "functions above": 60,
-        "files above": 6,
+        "files above": 8,
     },
     ("ddp", "dist_optimizer"): {
-        "calls": 256,
+        "calls": 258,
         "functions": 179,
-        "files": 21,
+        "files": 26,
         "calls above": 187,
         "functions above": 142,
-        "files above": 16,
+        "files above": 21,
     },
 }
 
 # Files of a step that share their name with another one. The list may only become shorter.
-SAME_NAMES = {
-    ("ddp",): {"reducer.py"},
-    ("ddp", "dist_optimizer"): {"reducer.py", "takeover.py"},
+SAME_NAMES: dict[tuple[str, ...], set[str]] = {
+    ("ddp",): set(),
+    ("ddp", "dist_optimizer"): set(),
 }
 
 # By how much counters have grown in the step, if they have.
@@ -272,12 +272,12 @@ def test_the_reducer_has_no_more_methods_and_state():
 
 # Logical lines: comments, docstrings, and how a statement is broken into lines do not count.
 ROOMS = {
-    "ovpatch/overlap/comm": 917,
-    "ovpatch/overlap/data_parallel": 1008,
-    "ovpatch/overlap/tensors": 513,
-    "ovpatch/overlap/peer_rpc": 925,
+    "ovpatch/overlap/comm": 927,
+    "ovpatch/overlap/data_parallel": 1060,
+    "ovpatch/overlap/tensors": 548,
+    "ovpatch/overlap/peer_rpc": 932,
     "plugins/ovpatch_plugins/ddp": 993,
-    "plugins/ovpatch_plugins/dist_optimizer": 3231,
+    "plugins/ovpatch_plugins/dist_optimizer": 3290,
 }
 
 

@@ -214,7 +214,7 @@ def test_what_cannot_be_seen_is_refused(monkeypatch, tmp_path):
     with pytest.raises(SettingsError, match="Unset it"):
         variants.check_autoload()
     with pytest.raises(launch.NotStartedError, match="not found"):
-        variants.run_variant(variants.variants.Variant("stock"), ["no-such-program"], WORKER, tmp_path, timeout=1.0)
+        variants.run_variant(variants.Variant("stock"), ["no-such-program"], WORKER, tmp_path, timeout=1.0)
 
 
 def test_an_variant_has_its_own_environment(monkeypatch, tmp_path):

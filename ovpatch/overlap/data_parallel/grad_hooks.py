@@ -22,7 +22,7 @@ from ovpatch.overlap.comm.streams import hide_frames
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import LOW_PRECISION_DTYPES
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
-from ovpatch.overlap.data_parallel.graph_tasks import _DeferredGradNode, _TaskCallback
+from ovpatch.overlap.data_parallel.graph_tasks import DeferredGradNode, TaskCallback
 
 if TYPE_CHECKING:
     from ovpatch.overlap.data_parallel.grad_reducer import GradReducer
@@ -246,7 +246,7 @@ def _make_prehook(reference: weakref.ref[GradSharder], index: int) -> Any:
 def _hide_hooks() -> None:
     """Hide from Dynamo the functions that the engine calls; this imports Dynamo."""
     hide_frames(_make_hook, _make_prehook, watch_outputs, fp32_accumulation.make_sum_hooks)
-    hide_frames(_TaskCallback.__call__, _TaskCallback.__del__, _DeferredGradNode.backward)
+    hide_frames(TaskCallback.__call__, TaskCallback.__del__, DeferredGradNode.backward)
 
 
 def watch_outputs(output: Any, reducer: GradReducer) -> None:

@@ -78,16 +78,18 @@ def accumulate_grads(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None
     )
 
 
-class _DeferredGradNode(torch.autograd.Function):
+class DeferredGradNode(torch.autograd.Function):
     """A node whose backward computes gradients of leaves."""
 
     @staticmethod
     def forward(ctx: Any, compute: Any, *leaves: Tensor) -> Tensor:
+        """Return an output without elements, and keep the function."""
         ctx.compute = compute
         return torch.empty(0, dtype=torch.float32, device=leaves[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_grads: Any) -> Any:
+        """Return the gradients that the function computes."""
         compute, ctx.compute = ctx.compute, None
         return None, *compute()
 
@@ -108,7 +110,7 @@ def accumulate_deferred(due: list[DeferredGrads]) -> None:
         # The engine begins with the newest node, so the last function gets the oldest one.
         while due:
             leaves, compute = due.pop()
-            roots.append(apply_function(_DeferredGradNode, compute, *leaves))
+            roots.append(apply_function(DeferredGradNode, compute, *leaves))
             # The node alone holds the function from here on.
             del compute
     if roots:
@@ -139,7 +141,7 @@ class GraphTask:
 
     def __init__(self) -> None:
         self.queued = False
-        self.callback: weakref.ref[_TaskCallback] | None = None
+        self.callback: weakref.ref[TaskCallback] | None = None
 
     def queue_callback(self, ended: Callable[[], None], died: Callable[[], None]) -> None:
         """Call a method at the end of the running backward; a second call for it does nothing.
@@ -151,7 +153,7 @@ class GraphTask:
         """
         if self.queued and self.is_alive():
             return
-        callback = _TaskCallback(self, ended, died)
+        callback = TaskCallback(self, ended, died)
         Variable._execution_engine.queue_callback(callback)
         self.callback = weakref.ref(callback)
         self.queued = True
@@ -172,7 +174,9 @@ class GraphTask:
         return callback is not None and callback() is not None
 
 
-class _TaskCallback:
+class TaskCallback:
+    """The callback that reports that a graph task ended, or that an exception ended it."""
+
     # The engine alone holds the callback. A frame that an exception's traceback keeps must not
     # have it as a local variable, or the callback would outlive a dead backward.
     __slots__ = ("__weakref__", "_died", "_ended", "_task")
@@ -184,6 +188,7 @@ class _TaskCallback:
         self._died = died
 
     def __call__(self) -> None:
+        """Report the end of the graph task."""
         task, self._task = self._task, None
         if task is not None:
             task.queued = False
