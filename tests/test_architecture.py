@@ -213,7 +213,6 @@ LEAVES_INFERENCE_ONLY = {
 
 # Tensors that are stored although a mode of the script may be on when they are made, each with its reason.
 STORED_IN_MODES = {
-    "ovpatch.overlap.data_parallel.usage_map: self.last": "integers that only the host reads, made at the wrap",
     "ovpatch.overlap.data_parallel.usage_map: self._map": "integers that only collectives and the host read",
     "ovpatch_plugins.pipe_experts.all_to_all: self._memory": "rows of one call, which are part of its graph",
     "ovpatch_plugins.pipe_experts.layer: self.up": "a parameter of the script's module, as in nn.Linear",

@@ -75,7 +75,6 @@ WITHOUT_REMEDY = {
     "ovpatch.hookspecs: expected {": _PARSED,
     "ovpatch.insight.bench.rounds: {variant.name}: {problem}": "the end of the run's output follows",
     "ovpatch.overlap.autotune.autotuner: its ": "why a file of measurements is not used; it is written again",
-    "ovpatch.overlap.copy_engine.window: the CUDA driver's library": "the reason why copy engines are not used",
     "ovpatch.patching.plan: {patch}: {found.error}": "quotes target.py, whose messages end with a remedy",
     "ovpatch.session.plugins: {hook} raised": "the error of a plugin's hook, which has its own remedy",
     "ovpatch.session.session: {name} cannot be turned off": "quotes the error of a plugin's hook with its remedy",

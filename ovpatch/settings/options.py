@@ -113,7 +113,7 @@ def _refuse_removed(feature: Feature, arguments: Collection[str], environment: M
         variable = make_variable_name(feature.name, name)
         if name in arguments or variable in environment:
             raise OptionError(
-                f"ovpatch: option {name} of feature {feature.name!r} no longer exists: {reason} "
+                f"ovpatch: option {name} of feature {feature.name!r} no longer exists: {reason}\n"
                 f"Remove {variable} and the argument of that name."
             )
 

@@ -42,21 +42,18 @@ _ERROR_GRAPH_CHANGED: Final = (
     "ones did, or leave static_graph=True out."
 )
 
-_ERROR_SURPLUS: Final = (
-    "ovpatch: parameter '{}' got contribution {} ({}) in one backward where {}, after its gradient "
-    "may have been reduced. {}"
+_ERROR_SURPLUS_DECLARED: Final = (
+    "ovpatch: parameter '{}' got contribution {} ({}) in one backward where {} were declared, after "
+    "its gradient may have been reduced. Declare all contributions before the first "
+    "(expect_gradients) and mark each once; use a module that works in chunks once per forward, "
+    "and its weights nowhere else, or turn that way of working off."
 )
 
-_REMEDY_DECLARED: Final = (
-    "Declare all contributions before the first (expect_gradients) and mark each once; use a "
-    "module that works in chunks once per forward, and its weights nowhere else, or turn that way "
-    "of working off."
-)
-
-_REMEDY_HOOK: Final = (
-    "Expected to mark a variable ready only once: this happens with reentrant activation "
-    "checkpointing, or when contributions are not declared before the first (expect_gradients). "
-    "Use checkpoint(..., use_reentrant=False), or {}."
+_ERROR_SURPLUS_HOOK: Final = (
+    "ovpatch: parameter '{}' got contribution {} ({}) in one backward where {} was expected, after "
+    "its gradient may have been reduced. Expected to mark a variable ready only once: this happens "
+    "with reentrant activation checkpointing, or when contributions are not declared before the "
+    "first (expect_gradients). Use checkpoint(..., use_reentrant=False), or {}."
 )
 
 
@@ -288,10 +285,9 @@ class GradReadiness:
         expected = self.expected[index]
         name = self._names[index]
         if index in self._marked:
-            text = _ERROR_SURPLUS.format(name, number, key, f"{expected} were declared", _REMEDY_DECLARED)
+            text = _ERROR_SURPLUS_DECLARED.format(name, number, key, expected)
         elif self._is_learned:
             text = _ERROR_GRAPH_CHANGED.format(name, number, key, expected)
         else:
-            remedy = _REMEDY_HOOK.format(self._remedy)
-            text = _ERROR_SURPLUS.format(name, number, key, f"{expected} was expected", remedy)
+            text = _ERROR_SURPLUS_HOOK.format(name, number, key, expected, self._remedy)
         return SurplusGradientError(text)

@@ -200,7 +200,7 @@ class PeerRpc:
         # The store of a destroyed group is unknown, but a rank that was reached before has an
         # endpoint.
         if self._endpoints.is_destroyed() and not all(map(self._endpoints.verified.get, ranks)):
-            raise PeerError(f"ovpatch: {_REMEDY_DESTROYED[0].lower()}{_REMEDY_DESTROYED[1:]}")
+            raise PeerError(_ERROR_DESTROYED)
 
     def _raise_failures(self, topic: str, request: Request, seconds: float) -> None:
         # The failure of one rank cuts the calls of the pending ranks short, so the message must
@@ -244,6 +244,10 @@ _REMEDY_FAILED: Final = "The cause is on that rank: correct it there."
 _REMEDY_DESTROYED: Final = (
     "The process group was destroyed, so its ranks can no longer be called. Read the tensors that "
     "need them, such as those of optimizer.state_dict(), before destroy_process_group()."
+)
+_ERROR_DESTROYED: Final = (
+    "ovpatch: a rank was called after its process group had been destroyed. Read the tensors that "
+    "need it, such as those of optimizer.state_dict(), before destroy_process_group()."
 )
 _ERROR_NO_STORE: Final = (
     "ovpatch: the store of the process group does not reply, so ranks cannot find each other. Check "

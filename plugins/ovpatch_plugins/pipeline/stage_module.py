@@ -10,6 +10,7 @@ ends at the entry of the block behind. So a block that is checkpointed gets them
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -207,15 +208,15 @@ class _Blank:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         (twins,) = self.__dict__[_ROLE]
-        given = next((tensor for _, tensor in find_tensors((args, kwargs))), None)
-        if given is None:
-            given = next(self.parameters(), torch.zeros(()))
+        tensors = (tensor for _, tensor in find_tensors((args, kwargs)))
+        given = next(itertools.chain(tensors, self.parameters()), None)
+        device = torch.device("cpu") if given is None else given.device
         with torch.no_grad():
-            output = twins.compute(args, kwargs, given.device)
+            output = twins.compute(args, kwargs, device)
         return map_leaves(
             output,
             lambda _, leaf: (
-                torch.zeros(leaf.shape, dtype=leaf.dtype, device=given.device) if isinstance(leaf, Tensor) else leaf
+                torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, Tensor) else leaf
             ),
         )
 
