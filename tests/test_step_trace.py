@@ -272,9 +272,9 @@ def test_the_reducer_has_no_more_methods_and_state():
 
 # Logical lines: comments, docstrings, and how a statement is broken into lines do not count.
 ROOMS = {
-    "ovpatch/overlap/comm": 1128,
+    "ovpatch/overlap/comm": 1129,
     "ovpatch/overlap/data_parallel": 1525,
-    "ovpatch/overlap/tensors": 506,
+    "ovpatch/overlap/tensors": 567,
     "ovpatch/overlap/peer_rpc": 853,
     "plugins/ovpatch_plugins/ddp": 663,
     "plugins/ovpatch_plugins/dist_optimizer": 3480,

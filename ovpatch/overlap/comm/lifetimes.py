@@ -337,10 +337,11 @@ class ParamRecord:
         experts: Returns the object that averages its gradient as an expert's; None without one.
     """
 
-    __slots__ = ("experts", "local_grad_hook", "param", "reducers", "sharder")
+    __slots__ = ("dtensor", "experts", "local_grad_hook", "param", "reducers", "sharder")
 
     def __init__(self, param: weakref.ref[Tensor]) -> None:
         self.param = param
+        self.dtensor: Callable[[], Any] = lambda: None
         self.sharder: tuple[weakref.ref[Any], int] | None = None
         self.local_grad_hook: RemovableHandle | None = None
         self.reducers: list[tuple[weakref.ref[Any], int]] = []

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ovpatch.overlap.comm.lifetimes import weak_key
+from ovpatch.overlap.comm.lifetimes import find_param_record, param_record, weak_key
 from ovpatch.overlap.tensors.lazy_tensor import METADATA, iterate_leaves
 from ovpatch.overlap.tensors.tensor_memory import count_sole_references, use_count
 
-#: The pending parameters by ``id()``. Each value has a function that returns the parameter of an
-#: ``id()``, and the function that waits for its values. The first one keeps the parameter alive,
-#: unless the values are lost.
+#: The pending parameters, and the DTensors over them, by ``id()``. Each value has a function that
+#: returns the tensor of an ``id()``, and the function that waits for its values. The first one keeps
+#: the tensor alive, unless the values are lost.
 PENDING: dict[int, tuple[Callable[[int], Any], Callable[[], None]]] = {}
 
 #: Number of owners of a parameter's tensor object without DDP: Python, and the AccumulateGrad node.
@@ -73,6 +73,60 @@ class PendingParameter(Parameter):
         """Wait, then pickle a plain parameter."""
         wait_for_param(self)
         return Parameter.__reduce_ex__(self, protocol)
+
+
+@cache
+def _get_dtensor_class() -> Any:
+    # A DTensor exists wherever this is called, so this imports nothing new.
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
+@cache
+def _get_pending_dtensor_class() -> Any:
+    """Return the class of a DTensor while the parameter below it is pending.
+
+    [Note: DTensors over parameters] ``DistributedDataParallel(device_mesh=)`` trains the local
+    tensors of a model's DTensors. Its first forward puts new DTensors over them into the module,
+    and forward reads the parameters through these. So such a DTensor is pending together with its
+    parameter. DTensor's own methods do not ask ``__torch_function__``, but they read
+    ``_local_tensor``, which waits as well.
+    """
+
+    class PendingDTensor(_get_dtensor_class()):  # type: ignore[misc]
+        __slots__ = ()
+        __torch_function__ = PendingParameter.__dict__["__torch_function__"]
+
+        @property
+        def _local_tensor(self) -> Any:
+            wait_for_param(self)
+            # The DTensor has its usual class again, in which this is an attribute.
+            return self._local_tensor
+
+    return PendingDTensor
+
+
+class _DTensorUse:
+    # Whether a parameter has ever had a DTensor over it. Most programs have none, and pay nothing.
+    has_begun = False
+
+
+def register_dtensor(param: Tensor, dtensor: Any) -> None:
+    """Note that ``dtensor`` is in the place of ``param`` in its module; hold it weakly."""
+    param_record(param).dtensor = weakref.ref(dtensor)
+    _DTensorUse.has_begun = True
+
+
+def has_dtensors() -> bool:
+    """Return whether any parameter of this process has ever had a DTensor in its place."""
+    return _DTensorUse.has_begun
+
+
+def find_dtensor(param: Tensor) -> Any:
+    """Return the DTensor in the place of a parameter, or None."""
+    record = find_param_record(param) if _DTensorUse.has_begun else None
+    return None if record is None else record.dtensor()
 
 
 def _explain_foreign_type(params: Iterable[Tensor]) -> str:
@@ -136,7 +190,11 @@ def mark_pending(
             param.__class__ = PendingParameter
         # Aliases are counted after the class is set. An alias that another thread creates later
         # waits, so the count cannot miss one.
-        reason = _explain_shared_memory(params, aliases, owners)
+        reason = (
+            _mark_with_dtensors(params, wait, aliases, owners)
+            if _DTensorUse.has_begun
+            else _explain_shared_memory(params, aliases, owners)
+        )
     except BaseException:
         # The caller never learns that the parameters are pending, even after a KeyboardInterrupt,
         # so no reader could wait for them.
@@ -152,6 +210,32 @@ def _add_pending(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
     PENDING.update(dict.fromkeys(tensors_by_id, (tensors_by_id.get, wait)))
 
 
+def _mark_with_dtensors(params: Sequence[Tensor], wait: Callable[[], None], aliases: int, owners: int) -> str:
+    """Mark the DTensors over marked parameters; return the reason if the parameters cannot be pending.
+
+    See [Note: DTensors over parameters].
+    """
+    dtensors = {id(param): find_dtensor(param) for param in params}
+    covered = [param for param in params if dtensors[id(param)] is not None]
+    plain = [param for param in params if dtensors[id(param)] is None]
+    if not all(_is_sole_dtensor(dtensors[id(param)], param) for param in covered):
+        return "a graph holds the DTensor in its place"
+    # The local tensor of a DTensor is one more alias, and it holds the parameter as its base.
+    reason = _explain_shared_memory(plain, aliases, owners) or _explain_shared_memory(covered, aliases + 1, owners + 1)
+    if not reason:
+        for param in covered:
+            dtensor = dtensors[id(param)]
+            _add_pending([dtensor], wait)
+            dtensor.__class__ = _get_pending_dtensor_class()
+    return reason
+
+
+def _is_sole_dtensor(dtensor: Any, param: Tensor) -> bool:
+    """Return whether Python alone holds a DTensor and its local tensor, a view of the parameter."""
+    local = dtensor._local_tensor
+    return use_count(dtensor) == use_count(local) == 1 and local._base is param
+
+
 def mark_ready(params: Iterable[Tensor]) -> None:
     """Make the parameters plain again, once their values have arrived."""
     for param in params:
@@ -159,6 +243,10 @@ def mark_ready(params: Iterable[Tensor]) -> None:
             # mypy has narrowed the type to PendingParameter here.
             param.__class__ = Parameter  # type: ignore[assignment]
         PENDING.pop(id(param), None)
+        dtensor = find_dtensor(param) if _DTensorUse.has_begun else None
+        if dtensor is not None and type(dtensor) is _get_pending_dtensor_class():
+            dtensor.__class__ = _get_dtensor_class()
+            PENDING.pop(id(dtensor), None)
 
 
 def mark_lost(params: Iterable[Tensor], wait: Callable[[], None], error: Exception) -> None:
@@ -183,9 +271,12 @@ def mark_lost(params: Iterable[Tensor], wait: Callable[[], None], error: Excepti
         retry()
 
     for param in params:
-        if type(param) is PendingParameter:
-            find = functools.partial(_dereference, weak_key(param, PENDING))
-            PENDING[id(param)] = (find, wait_or_fail)
+        if type(param) is not PendingParameter:
+            continue
+        for tensor in (param, find_dtensor(param)):
+            if tensor is not None:
+                find = functools.partial(_dereference, weak_key(tensor, PENDING))
+                PENDING[id(tensor)] = (find, wait_or_fail)
 
 
 def _dereference(reference: weakref.ref[Tensor], _key: int) -> Tensor | None:
@@ -198,7 +289,7 @@ def is_pending(param: Tensor) -> bool:
 
 
 def wait_for_param(param: Tensor) -> None:
-    """Wait for the values of a parameter if it is pending."""
+    """Wait for the values of a parameter, or of a DTensor over one, if it is pending."""
     pending = PENDING.get(id(param))
     # A lost parameter is referenced weakly, so its id may belong to another tensor by now.
     if pending is not None and pending[0](id(param)) is param:
@@ -230,10 +321,17 @@ def wait_for_args(values: Any) -> bool:
     Args:
         values: Tuples, lists and mappings of any values.
     """
-    found = [value for value in iterate_leaves(values) if type(value) is PendingParameter]
+    found = [value for value in iterate_leaves(values) if _has_pending_class(value)]
     for param in found:
         wait_for_param(param)
     return bool(found)
+
+
+def _has_pending_class(value: Any) -> bool:
+    # The values may have arrived a moment ago.
+    if type(value) is PendingParameter:
+        return True
+    return _DTensorUse.has_begun and type(value) is _get_pending_dtensor_class()
 
 
 @cache

@@ -9,7 +9,7 @@ from types import ClassMethodDescriptorType, FrameType, MethodType
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from ovpatch.overlap.comm.streams import (
@@ -19,6 +19,8 @@ from ovpatch.overlap.comm.streams import (
 )
 from ovpatch.overlap.tensors.pending_param import (
     PENDING,
+    has_dtensors,
+    register_dtensor,
     wait_for_all,
     wait_for_args,
     wait_for_param,
@@ -80,6 +82,9 @@ def wait_for_module(module: nn.Module, *, tree: bool = False) -> None:
 def wait_for_tree(module: nn.Module) -> None:
     """Wait for all parameters of a module and its children."""
     wait_for_module(module, tree=True)
+    # A DTensor in the place of a parameter is no parameter, so the search above misses it.
+    if has_dtensors():
+        wait_for_all()
 
 
 def wrap_to_wait_for_args(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,6 +96,24 @@ def wrap_to_wait_for_args(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return waiting
+
+
+def wrap_unflatten(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap torch's ``_unflatten_tensor`` so that a DTensor over a parameter is known.
+
+    See [Note: DTensors over parameters].
+    """
+
+    @functools.wraps(original)
+    def unflatten(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # An earlier DTensor over the parameter must not stay pending, because the record of the
+        # parameter forgets it.
+        wait_for_param(tensor)
+        dtensor = original(tensor, *args, **kwargs)
+        register_dtensor(tensor, dtensor)
+        return dtensor
+
+    return unflatten
 
 
 class ModuleCall:

@@ -33,7 +33,7 @@ from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_
 from ovpatch.overlap.tensors.shard import shard_range, shard_view
 from ovpatch_plugins.dist_optimizer.options import OPTIONS
 from ovpatch_plugins.dist_optimizer.param_sync import group_by_kind, split_by_size
-from ovpatch_plugins.dist_optimizer.report import COUNTERS, remark
+from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, read_versions
 
 MIB: Final = 1024 * 1024
@@ -47,11 +47,6 @@ _NUM_HALF_BUCKETS: Final = 2
 _MIN_BUCKET_BYTES: Final = MIB
 
 _REASON_FOREIGN_MEMORY: Final = "another library made its memory"
-
-_REMARK_MESH: Final = (
-    "step() waits for the parameters of DistributedDataParallel(device_mesh=): the DTensors that "
-    "the wrapper puts into the module read their memory"
-)
 
 _ERROR_IN_FLIGHT: Final = (
     "ovpatch: an all-gather was started while the last one was in flight, so its results would mix "
@@ -531,11 +526,6 @@ class ParamAllGather:
         # If anything raises below, the next step must split again.
         self._buckets = []
         self._nbytes = sum(sharded.param.nbytes for sharded in params)
-        # torch marks such parameters before it wraps them. Their DTensors share their memory, and
-        # DTensor's methods read it without a call of the parameter's class. So a bucket finds that
-        # they cannot be pending.
-        if self._overlaps and any(hasattr(sharded.param, "_st_info") for sharded in params):
-            remark(_REMARK_MESH)
         places = dict.fromkeys((sharded.shards.group, sharded.param.device) for sharded in params)
         # "auto" measures on CUDA only.
         if self._copy_engines != "on":

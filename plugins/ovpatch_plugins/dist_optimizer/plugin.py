@@ -162,6 +162,7 @@ def _register_readers(patches: Registrar) -> None:
         READ_HOOKS,
         ContextHook,
         ModuleHook,
+        wrap_unflatten,
     )
     from ovpatch_plugins.dist_optimizer.optimizer_attach import wrap_zero_grad
 
@@ -181,6 +182,12 @@ def _register_readers(patches: Registrar) -> None:
             ContextHook,
             why="sees calls of an autograd.Function whose apply() a script took before the patch",
         )
+    patches.register_patch(
+        "torch.distributed.tensor.parallel.ddp._unflatten_tensor",
+        wrap=wrap_unflatten,
+        optional=True,
+        why="makes the DTensors in the places of parameters under DistributedDataParallel(device_mesh=)",
+    )
     patches.register_patch(
         "torch.optim.optimizer.Optimizer.zero_grad",
         wrap=wrap_zero_grad,
