@@ -422,16 +422,16 @@ FAULTS: Final = (
     ),
     Fault(
         "a vote does not name its subject",
-        "ovpatch/overlap/comm/step_flags.py",
-        "self.has_diverged = high != -low and",
-        "self.has_diverged = False and",
+        _SHARDING + "agreement.py",
+        "if high != -low or outcome == _ENDS:",
+        "if outcome == _ENDS:",
         (_SHARDING_TESTS + "test_orders_by_rank.py",),
     ),
     Fault(
         "orders that differ stay unnoticed where ranks do not vote",
         _SHARDING + "sharded_grads.py",
-        "self._order.votes += 1",
-        "pass",
+        'self.votes.reached[""] + tag) % _VOTED',
+        "0) % _VOTED",
         (_SHARDING_TESTS + "test_orders_by_rank.py",),
     ),
     Fault(
@@ -443,10 +443,10 @@ FAULTS: Final = (
     ),
     Fault(
         "steps that cross wait for each other",
-        _SHARDING + "step_log.py",
-        "if (own_after, own_steps) > (after, steps) or own_left > left:",
-        "if False:",
-        (_SHARDING_TESTS + "test_orders_by_rank.py",),
+        _SHARDING + "agreement.py",
+        "return rank == path[0]",
+        "return False",
+        (_SHARDING_TESTS + "test_two_groups.py",),
     ),
     Fault(
         "state of a model that was wrapped again is kept",
@@ -576,17 +576,38 @@ FAULTS: Final = (
     ),
     Fault(
         "a vote does not report that a rank leaves",
-        "ovpatch/overlap/comm/step_flags.py",
-        "else (leaves, tag, -tag)",
-        "else (False, tag, -tag)",
+        _SHARDING + "agreement.py",
+        "(outcome, vote.spans_groups, vote.tag, -vote.tag)",
+        "(_AGREES, vote.spans_groups, vote.tag, -vote.tag)",
         (_SHARDING_TESTS + "test_local_afterwards.py::test_one_rank_alone_may_add_gradients_of_its_own",),
     ),
     Fault(
         "a rank forgets the votes that it has left",
-        "ovpatch/overlap/comm/step_flags.py",
-        "self._wait(*self._left.popleft())",
+        _SHARDING + "agreement.py",
+        "self._wait(*self._left.popleft(), vote)",
         "self._left.popleft()",
-        ("tests/overlap/test_step_votes.py",),
+        (_SHARDING_TESTS + "test_step_votes.py",),
+    ),
+    Fault(
+        "a rank that left a vote does not learn that its peers have ended the votes",
+        _SHARDING + "agreement.py",
+        "lambda: self.reason or max(",
+        "lambda: max(",
+        (_SHARDING_TESTS + "test_step_votes.py",),
+    ),
+    Fault(
+        "a vote inherits the modes of the script",
+        _SHARDING + "agreement.py",
+        "            with outside_modes():\n                return self._all_reduce(vote)",
+        "            if vote:\n                return self._all_reduce(vote)",
+        (_SHARDING_TESTS + "test_modes.py",),
+    ),
+    Fault(
+        "retention: the state of an optimizer that ends is not kept for a peer that ends later",
+        _RPC + "retention.py",
+        "                retain(self._group, owner, backwards)\n",
+        "                retain(self._group, owner)\n",
+        ("tests/overlap/test_retention.py",),
     ),
     Fault(
         "a vote does not name its kind",
@@ -678,8 +699,9 @@ FAULTS: Final = (
     Fault(
         "an interrupted step counts as running",
         _SHARDING + "sharded_optimizer.py",
-        "            finally:\n                self._stepping = False",
-        "            except OSError:\n                raise\n            else:\n                self._stepping = False",
+        "            finally:\n                self._is_stepping = False",
+        "            except OSError:\n                raise\n"
+        "            else:\n                self._is_stepping = False",
         (_SHARDING_TESTS + "test_hooks_and_failures.py",),
     ),
     Fault(
@@ -749,7 +771,7 @@ FAULTS: Final = (
     Fault(
         "a step overwrites parameters that another optimizer gathers",
         _SHARDING + "sharded_optimizer.py",
-        "                    other._sync.finish()",
+        "                    sharded_optimizer._sync.finish()",
         "                    pass",
         (_SHARDING_TESTS + "test_models.py",),
     ),

@@ -59,6 +59,22 @@ def backwards(count: int, shortened_at: int, may_be_read: bool) -> list[bool]:
     return found
 
 
+def late_peer(peer_ends_at: int) -> list[bool]:
+    """Return whether an object that waits for final reads, or three backwards, is retained after each of some."""
+    group, owner = dist.group.WORLD, Owner()
+    retained = weakref.ref(owner)
+    reads = FinalReads(group)
+    reads.start_final_calls(owner, 3)
+    del owner
+    found = []
+    for number in range(4):
+        if number == peer_ends_at:
+            reads.record_call({"last of": 1 - dist.get_rank()})
+        retention.release_retained(group)
+        found.append(retained() is not None)
+    return found
+
+
 def before_backward() -> list[bool]:
     """Return whether a function that raises is called once, before any later one, and the object is freed."""
     group, calls, owner = dist.new_group(), [], Owner()
@@ -93,6 +109,8 @@ def all_retained() -> dict[str, list[bool]]:
         "shortened at first": backwards(3, 0, False),
         "shortened later": backwards(3, 1, False),
         "shortened and read": backwards(3, 1, True),
+        "three backwards or final reads": late_peer(9),
+        "final reads after one backward": late_peer(1),
         "before backward": before_backward(),
     }
 
@@ -107,5 +125,7 @@ def test_objects_are_retained_as_long_as_peers_may_read_them(ranks):
             "shortened at first": [True, False, False, False, False],
             "shortened later": [True, False, False, False, False],
             "shortened and read": [True, True, False, False, False],
+            "three backwards or final reads": [True, True, False, False],
+            "final reads after one backward": [True, False, False, False],
             "before backward": [True, True],
         }

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.consensus import agree_on_name
 from ovpatch.overlap.comm.lifetimes import (
-    drop_values,
     group_state,
     group_store,
     group_timeout_s,
@@ -660,10 +659,6 @@ def _view_as_reals(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 # --- step communicators ---
 
-#: A class, or the first part of the keys, of group values that use the step communicators. They are
-#: dropped with the communicators.
-STEP_VOTES: Final = "step votes"
-
 # The fields of NCCL's configuration that users set.
 _NCCL_FIELDS: Final = ("cga_cluster_size", "min_ctas", "max_ctas")
 
@@ -709,7 +704,6 @@ def close_step_communicators(group: dist.ProcessGroup | None = None) -> None:
             else:
                 communicator.shutdown()
         communicators.clear()
-    drop_values(STEP_VOTES, group)
 
 
 def abort_step_communicators(group: dist.ProcessGroup) -> None:

@@ -7,13 +7,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.collectives import STEP_VOTES, AllReduce, Work, step_communicator
-from ovpatch.overlap.comm.lifetimes import group_state, outside_modes
+from ovpatch.overlap.comm.collectives import AllReduce, Work
+from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.comm.streams import is_capturing, profiler_label, profiler_span, unwatched_stream
 
 PERIOD = 16  # steps per all-reduce, once the first steps are over
@@ -96,71 +95,6 @@ class StepFlags:
         steps = self.failed_steps() if self._pending else None
         if steps:
             raise RuntimeError(text(steps[0]))
-
-
-class StepVotes:
-    """The votes of one process group in steps: ranks wait for each other before they change what is sharded.
-
-    Votes pair by position. A script may step two optimizers in an order that differs
-    by rank, as that of a set, and PyTorch does not mind. So the tag of each vote names the rank's next action, with
-    all collectives until the next vote. If two tags differ, ranks do not run the same steps. Every
-    rank that waits finds that in the same vote, and no rank of the group votes again: all steps are torch's own.
-
-    Attributes:
-        has_diverged: Whether ranks have voted on different subjects, after which every vote fails at once.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._communicator, self._device = step_communicator(group, device), device
-        self._options = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        # The votes that this rank has left: it has waited for none of them.
-        self._left: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self.has_diverged = False
-
-    @classmethod
-    def for_group(cls, group: dist.ProcessGroup, device: torch.device) -> StepVotes:
-        """Return the group's votes on a type of device; all ranks make the first call at the same place."""
-        key = (STEP_VOTES, device.type)
-        votes: StepVotes | None = group_state(group).values.get(key)
-        return votes or group_state(group).get_or_create(key, lambda: cls(group, device), keeps_group=True)
-
-    @staticmethod
-    def have_diverged(group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Return :attr:`has_diverged` of a group's votes; false if there are none."""
-        votes: StepVotes | None = group_state(group).values.get((STEP_VOTES, device.type))
-        return votes is not None and votes.has_diverged
-
-    def agree(self, tag: int | None, *, leaves: bool = False) -> bool:
-        """Return whether all ranks vote on the same subject and none leaves; all ranks call this.
-
-        Args:
-            tag: What this rank is about to do, of 30 bits; None if it only leaves a vote of its peers.
-            leaves: Whether this rank continues alone, perhaps forever. It does not wait for its peers.
-        """
-        # A vote that this rank has left ends before its next one can. Peers may have found there that tags differ, and
-        # then vote no more.
-        with outside_modes():
-            while self._left and not (leaves or self.has_diverged):
-                self._wait(*self._left.popleft())
-            if self.has_diverged:
-                return False
-            own = (leaves, _NO_TAG, _NO_TAG) if tag is None else (leaves, tag, -tag)
-            found = torch.tensor(own, dtype=torch.int32, device=self._device)
-            work = self._communicator.allreduce([found], self._options)
-            if leaves:
-                self._left.append((work, found))
-                return False
-            return self._wait(work, found)
-
-    def _wait(self, work: dist.Work, found: torch.Tensor) -> bool:
-        work.wait()
-        left, high, low = found.tolist()
-        self.has_diverged = high != -low and _NO_TAG not in (high, low)
-        return not (left or self.has_diverged)
-
-
-_NO_TAG: Final = -(2**31)  # less than all tags
 
 
 @dataclass

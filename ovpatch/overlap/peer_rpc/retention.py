@@ -22,7 +22,7 @@ class FinalReads:
     When a feature is turned off, each rank pulls the shards that it lacks and then drops its own.
     The fastest rank must retain its shards until the slowest rank has pulled them. So each rank
     marks its final call, and a peer drops its shards once it has a final call from every rank.
-    It also drops them once all ranks have joined another backward.
+    It also drops them once all ranks have joined another backward, or a given number of them.
 
     Args:
         group: The process group.
@@ -41,12 +41,17 @@ class FinalReads:
         # keep the object alive, which may be large.
         self._owner_id: int | None = None
 
-    def start_final_calls(self, owner: object) -> None:
-        """Mark the following calls of this rank as final, and retain ``owner`` for its peers."""
+    def start_final_calls(self, owner: object, backwards: int = 1) -> None:
+        """Mark the following calls of this rank as final, and retain ``owner`` for its peers.
+
+        Args:
+            owner: The object that peers read.
+            backwards: The number of backwards after which it is released in any case. Default: 1.
+        """
         with self._lock:
             self._owner_id = id(owner)
             if len(self._finished_ranks) < self._num_peers:
-                retain(self._group, owner)
+                retain(self._group, owner, backwards)
 
     def mark_final(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call, with a mark if the call is final."""

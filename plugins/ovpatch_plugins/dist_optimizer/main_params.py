@@ -14,11 +14,11 @@ from ovpatch.overlap.data_parallel.fp32_accumulation import refresh_fp32
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import shard_view
 from ovpatch_plugins.dist_optimizer import sharded_grads
+from ovpatch_plugins.dist_optimizer.agreement import OptimizerName
 from ovpatch_plugins.dist_optimizer.elementwise_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_state import Key, States, Swapped
 from ovpatch_plugins.dist_optimizer.sharding_choice import is_low_precision
-from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 #: The name of the main parameter in the optimizer's state.
 MAIN: Final = "main_param"
@@ -68,10 +68,10 @@ class MainParamsState(ElementwiseState):
     other hooks see the state.
     """
 
-    def __init__(self, shards: ShardedGrads, turn: Turn) -> None:
+    def __init__(self, shards: ShardedGrads, name: OptimizerName) -> None:
         self._refresh_main = MainParamRefresher()
         # Peers may call from here on, so all other attributes must exist.
-        super().__init__(shards, turn)
+        super().__init__(shards, name)
 
     def _swap_in_state(self, swapped: Swapped, states: States) -> None:
         super()._swap_in_state(swapped, states)

@@ -31,7 +31,7 @@ from ovpatch_plugins.dist_optimizer.param_all_gather import (
 )
 from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcast
 from ovpatch_plugins.dist_optimizer.report import COUNTERS, note_unmanaged, remark
-from ovpatch_plugins.dist_optimizer.sharded_optimizer import BESIDE, ShardedOptimizer, leave_beside
+from ovpatch_plugins.dist_optimizer.sharded_optimizer import ShardedOptimizer
 from ovpatch_plugins.dist_optimizer.step_patches import (
     Kind,
     NamedClasses,
@@ -119,8 +119,6 @@ class OptimizerAttachment:
         kept = attached_values(optimizer)
         sharded = kept.get(_SHARDED) or self._take_over(optimizer)
         if sharded is None:
-            if BESIDE in kept:
-                leave_beside(optimizer)
             return inner(optimizer, *args, **kwargs)
         return sharded.step(inner, *args, **kwargs)
 
@@ -128,7 +126,7 @@ class OptimizerAttachment:
         """Make an optimizer stock whose step is compiled; a graph reads memory, and lazy tensors have none."""
         sharded = find_sharded(optimizer)
         if sharded is not None:
-            sharded.release()
+            sharded.unshard()
             _leave_stock(optimizer, COMPILED)
         with torch._C.DisableTorchFunctionSubclass():
             grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
@@ -217,7 +215,7 @@ class OptimizerAttachment:
             )
             state_type = MainParamsState if options["main_params_in_fp32"] else ElementwiseState
             quiet = kind is Kind.ELEMENT_WISE
-            sharded = ShardedOptimizer(optimizer, gather, state_type, _leave_stock, quiet=quiet)
+            sharded = ShardedOptimizer(optimizer, gather, state_type, _leave_stock, calls_no_peers=quiet)
             sharded.finalizers.append(finish_when_dropped(optimizer, gather))
             return sharded
         broadcast = ParamBroadcast(min(bucket_mb, _BROADCAST_MB))
@@ -234,8 +232,8 @@ def release_all() -> None:
     """Make every optimizer in this process stock again, its state whole."""
     for _, one in find_owners(_SHARDED):
         if one is not None:
-            one.release()
-    for name in (_SHARDED, _SEEN, BESIDE):
+            one.unshard()
+    for name in (_SHARDED, _SEEN):
         for optimizer, _ in find_owners(name):
             del attached_values(optimizer)[name]
     _note_sharded(lazy=False)

@@ -16,6 +16,7 @@ from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
 from ovpatch.overlap.tensors.shard import Shard
 from ovpatch.overlap.tensors.tensor_memory import is_unshared
+from ovpatch_plugins.dist_optimizer.agreement import OptimizerName
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import (
@@ -32,7 +33,6 @@ from ovpatch_plugins.dist_optimizer.sharded_state import (
     Swapped,
 )
 from ovpatch_plugins.dist_optimizer.state_dicts import pack, unpack
-from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 
 class OwnedState(ShardedState):
@@ -60,12 +60,12 @@ class OwnedState(ShardedState):
     # Whether the names, shapes and numbers of a parameter's state stay as they first appear.
     keeps_format = True
 
-    def __init__(self, shards: ShardedGrads, turn: Turn) -> None:
+    def __init__(self, shards: ShardedGrads, name: OptimizerName) -> None:
         # The number of elements that each rank owns.
         self._loads, owners_by_terms = shards.owners
         # The owner of each parameter. Only this rank may have a later optimizer on the same terms,
         # so it must find the owners of the earlier one.
-        self._owners = owners_by_terms.setdefault(turn.terms, {})
+        self._owners = owners_by_terms.setdefault(name.terms, {})
         # The state of this rank's parameters after the last step.
         self._owned: dict[int, dict[Any, Any]] = {}
         # The lazy tensors of a state, while this rank's tensors replace them.
@@ -76,7 +76,7 @@ class OwnedState(ShardedState):
         self._updated: list[ShardedParam] = []
         self._versions_before: list[int] = []
         # Peers may call from here on, so all other attributes must exist.
-        super().__init__(shards, turn)
+        super().__init__(shards, name)
 
     @staticmethod
     def can_divide(shards: ShardedGrads, index: int) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -30,7 +30,6 @@ from ovpatch.overlap.comm.lifetimes import (
     outside_modes,
     param_record,
 )
-from ovpatch.overlap.comm.step_flags import StepVotes
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import LOW_PRECISION_DTYPES
@@ -42,10 +41,10 @@ from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, shard_view, unshard
+from ovpatch_plugins.dist_optimizer.agreement import OptimizerName, StepVotes, Vote
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.shard_reader import ShardReader
 from ovpatch_plugins.dist_optimizer.sharded_bucket import GradShards, GradSource, GradState, ShardedGradBucket
-from ovpatch_plugins.dist_optimizer.step_log import StepLog
 
 _STRICT_BACKWARDS: Final = 3  # of a model, in which its kernels are loaded
 
@@ -101,11 +100,9 @@ class ShardedGrads(GradSharder, GradSource):
         reduced: The reduced shards, by index of the parameter, padded to the same size on all ranks.
         retired: Whether the model has other shards by now.
         restored: Whether the model's gradients are reduced elsewhere by now, for good: ranks may step unevenly.
-        drifted: Parameters, by index, that an optimizer has stepped with local gradients: they may differ by rank from
-            then on, and further optimizers leave them so.
+        is_stock: Whether torch steps all optimizers over the model, for good.
         grads_of_backward: What was ``p.grad`` when the last backward ended, by index, as long as it exists.
         optimizers: The sharded optimizers over these parameters.
-        states: What keeps their state, and answers peers, by the names of their turns.
         owners: The elements that each rank owns, and the parameters' owners, by terms of the optimizer and index.
     """
 
@@ -131,14 +128,13 @@ class ShardedGrads(GradSharder, GradSource):
         self.backwards = self._searched = 0
         device = params[0].device
         self.versions = SequenceLock(device)
-        self.drifted: set[int] = set()
+        self.is_stock = False
         self._requested: set[int] = set()
         self._read: set[int] = set()
         self._grads = GradShards(self.names, [GradState.FULL] * len(params))
         self.grads_of_backward: Mapping[int, weakref.ref[Tensor]] = self._grads.grads
         self.reduced = self._grads.shards
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.states: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.owners: tuple[list[int], dict[str, dict[int, int]]] = [0] * group.size(), {}
         self._reducer: weakref.ref[object] | None = None
         self._watch: weakref.finalize[..., Any] | None = None
@@ -149,7 +145,9 @@ class ShardedGrads(GradSharder, GradSource):
         self._halves = [i for i, param in enumerate(params) if in_fp32 and param.dtype in LOW_PRECISION_DTYPES]
         self._sums_in_fp32, self._must_send_fp32 = sums_in_fp32, False
         self._communicator = group
-        self._order, self._voted = group_state(group).get_or_create(_VoteOrder, _VoteOrder), 0
+        self.votes = StepVotes.for_group(group, device) if self._world > 1 else None
+        self._voted = 0
+        self._names: Counter[str] = Counter()
         self._kept = group_state(group).values
         # Once: in a step the optimizer's parameters are shards, and peers call at any time.
         self._numels = [param.numel() for param in params]
@@ -264,8 +262,10 @@ class ShardedGrads(GradSharder, GradSource):
             self._must_send_fp32 = staged or self._any_sum(
                 lambda i, grad: grad is not None or (counts is not None and counts[i] > 1)
             )
-        if self._world > 1:
-            self.step_log.begin_backward(self.backwards)
+        if self.votes is not None:
+            self.votes.reached[self.identity] = self.backwards + 1
+            if not self.versions.is_asynchronous:
+                self.votes.inside[self.identity] = self.backwards + 1
         retained = self._kept.get(retention.Retention)
         if retained is not None and retained.before_backward:
             retention.prepare_backward(self.group)
@@ -347,6 +347,8 @@ class ShardedGrads(GradSharder, GradSource):
             if isinstance(bucket, ShardedGradBucket):
                 bucket.publish_shards()
         self.versions.end_update()
+        if self.votes is not None:
+            self.votes.inside.pop(self.identity, None)
         retained = self._kept.get(retention.Retention)
         if retained is not None and retained.retained:
             retention.release_retained(self.group)
@@ -430,7 +432,7 @@ class ShardedGrads(GradSharder, GradSource):
     def is_sharded(self, index: int) -> bool:
         """Return :meth:`was_sharded`, unless ranks may have added gradients of their own since.
 
-        Only after :meth:`agree_if_local`.
+        Only after :meth:`cast_vote`.
         """
         return not (self.local or self.restored) and self.was_sharded(index)
 
@@ -440,14 +442,17 @@ class ShardedGrads(GradSharder, GradSource):
             return []
         return [(index, grad) for index, ref in self._grads.grads.items() if (grad := ref()) is not None]
 
-    @functools.cached_property
-    def step_log(self) -> StepLog:
-        """What this rank steps; from the first backward on peers may ask."""
-        return StepLog(self.group, self.identity, is_blocking=not self.versions.is_asynchronous)
+    def name_optimizer(self, terms: str) -> OptimizerName:
+        """Return the name of a new optimizer, which counts once ranks have agreed on it (:meth:`adopt_name`)."""
+        return OptimizerName(terms, self._names[terms] + 1)
+
+    def adopt_name(self, name: OptimizerName) -> None:
+        """Count an optimizer on which ranks have agreed."""
+        self._names[name.terms] = max(self._names[name.terms], name.number)
 
     @property
-    def tells(self) -> bool:
-        """Whether ranks tell each other before each step: hosts that run ahead of their devices do not."""
+    def has_step_votes(self) -> bool:
+        """True if ranks wait for each other's vote before each step; hosts that run ahead of their devices do not."""
         return self._barrier is None and self._world > 1
 
     def stay_away_from_hosts(self) -> None:
@@ -456,29 +461,31 @@ class ShardedGrads(GradSharder, GradSource):
             self._barrier.abort()
             abort_step_communicators(self.group)
 
-    @property
-    def has_diverged(self) -> bool:
-        """True if ranks have voted on different subjects; see :class:`.StepVotes`."""
-        return StepVotes.have_diverged(self.group, self.versions.device)
-
-    def agree_if_local(self, tag: int | None) -> None:
+    def cast_vote(self, tag: int, *, text: str = "", spans_groups: bool = False) -> None:
         """Make :attr:`local` the same on all ranks, which all call this.
 
-        A rank with local gradients waits for no other: it goes on by itself, perhaps for ever. The others hear of it by
-        the sum that they wait for. A vote would stall hosts that run ahead of their devices. There the step flags show
-        whether ranks have done the same in the same order, so an error follows within a period.
+        A rank with local gradients waits for no peer, since it continues alone, perhaps forever. Peers find that in the
+        vote in which they wait. A vote in each step would stall hosts that run ahead of their devices. There the step
+        flags show whether ranks have done the same in the same order, so an error follows within a period.
 
         Args:
-            tag: What this rank is about to do (:func:`tag_votes`); None in a vote of its peers that this rank leaves.
+            tag: The next action of this rank (:func:`tag_votes`).
+            text: The description of an optimizer at its first step.
+            spans_groups: Whether the optimizer has models of several process groups.
         """
-        shards = self._watch is not None and not (self.restored or self.retired)  # also once the reducer is gone
-        if not (shards and self.backwards) or self._world == 1 or is_destroyed(self.group):
+        # The model has votes also after the script has dropped the wrapper.
+        is_sharded = self._watch is not None and not (self.restored or self.retired)
+        has_begun = bool(text) or self.backwards > 0
+        if self.votes is None or not (is_sharded and has_begun) or is_destroyed(self.group):
             return
-        if self.tells:
-            self.local = not StepVotes.for_group(self.group, self.versions.device).agree(tag, leaves=self.local)
-        elif tag is not None:
-            self._order.votes += 1
-            self._voted = (self._voted * 31 + self._order.votes + tag) % _VOTED
+        # Ranks have left this model to torch together. A rank may have freed it since, and then casts no vote over it.
+        if self.is_stock:
+            self.local = True
+            return
+        waits = self.has_step_votes
+        self.local = not self.votes.agree(Vote(tag, text, int(self.local), spans_groups), waits=waits)
+        if not waits:
+            self._voted = (self._voted * 31 + self.votes.reached[""] + tag) % _VOTED
 
     # ---------------------------------------------------------------- reading
 
@@ -554,12 +561,6 @@ class _Generation:
     number = 0
 
 
-class _VoteOrder:
-    """The number of votes in one group whose ranks do not exchange them."""
-
-    votes = 0
-
-
 class _Models(weakref.WeakSet[ShardedGrads]):
     """The sharded gradients of one process group."""
 
@@ -587,6 +588,11 @@ def find_by_grad(grads: Sequence[Tensor]) -> list[tuple[ShardedGrads, int] | Non
     return [places.get(id(grad)) for grad in grads]
 
 
+def list_models(group: dist.ProcessGroup) -> list[ShardedGrads]:
+    """Return the sharded gradients of all models of a process group."""
+    return [model for _, models in group_values(_Models, group) for model in models]
+
+
 def sort_models(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
     """Return models, each once, in an order that is the same on all ranks: a script's may differ."""
     return sorted(dict.fromkeys(models), key=lambda shards: (shards.group.group_name, shards.identity))
@@ -610,7 +616,7 @@ def tag_votes(kind: str, subjects: Mapping[ShardedGrads, Hashable]) -> dict[Shar
 
 
 def vote(kind: str, places: Iterable[tuple[ShardedGrads, int]]) -> None:
-    """Have ranks agree on what they do with some parameters' gradients next; see :meth:`ShardedGrads.agree_if_local`.
+    """Have ranks agree on what they do with some parameters' gradients next; see :meth:`ShardedGrads.cast_vote`.
 
     Args:
         kind: What that is.
@@ -621,7 +627,7 @@ def vote(kind: str, places: Iterable[tuple[ShardedGrads, int]]) -> None:
         indices.setdefault(shards, []).append(index)
     subjects = {shards: tuple(sorted(indices[shards])) for shards in sort_models(indices)}
     for shards, tag in tag_votes(kind, subjects).items():
-        shards.agree_if_local(tag)
+        shards.cast_vote(tag)
 
 
 _TAG_MASK: Final = (1 << 30) - 1

@@ -1,13 +1,12 @@
-"""One optimizer whose step is divided among the ranks."""
+"""One optimizer whose step is sharded over the ranks of its models' process groups."""
 
 from __future__ import annotations
 
-import functools
 import operator
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import NoneType
 from typing import Any, Final
@@ -16,13 +15,14 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.lifetimes import attached_values, reset_after_fork, weak_method
+from ovpatch.overlap.comm.lifetimes import reset_after_fork, weak_method
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.peer_rpc import retention
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
-from ovpatch_plugins.dist_optimizer import sharded_grads, step_log
+from ovpatch_plugins.dist_optimizer import sharded_grads
+from ovpatch_plugins.dist_optimizer.agreement import OptimizerName, list_terms
 from ovpatch_plugins.dist_optimizer.elementwise_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, drop_main_params, round_state
 from ovpatch_plugins.dist_optimizer.param_sync import ParamSync
@@ -31,81 +31,66 @@ from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, replaced_params
 from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState, Shown
 from ovpatch_plugins.dist_optimizer.state_dicts import StateDictSource
-from ovpatch_plugins.dist_optimizer.step_log import Turn
 
-Inner = Callable[..., Any]
+#: The ``step`` function of an optimizer's class.
+StockStep = Callable[..., Any]
 
-LOCAL = (
+REASON_LOCAL: Final = (
     "a rank stepped it with gradients that DistributedDataParallel had not reduced (no_sync(), or a forward around the "
     "wrapper), or stepped another optimizer over its parameters alone, so ranks may want to differ"
 )
 
-OTHER_ORDER = (
-    "ranks stepped, clipped or unscaled optimizers in orders that differ, or with gradients of different parameters, "
-    "after which no optimizer of the process group is sharded. Use the same order on every rank; a set has none"
-)
-
-LEFT = (
+REASON_DETACHED: Final = (
     "its model got the stock reducer back (join(), a communication hook), under which ranks may step unevenly, or with "
     "gradients that differ"
 )
 
-IN_BACKWARD = (
+REASON_IN_BACKWARD: Final = (
     "it stepped inside of a backward, as in a hook on a parameter, where gradients are this rank's own, so ranks may "
     "want to differ"
 )
 
-_BESIDE = (
-    "ovpatch: {0} steps beside a new {0} over the same parameters. The new one had taken its place, because other "
-    "ranks step only one of them. Make and step the same optimizers on every rank, or turn dist_optimizer off."
+_ERROR_STATE_UNREACHABLE: Final = (
+    "ovpatch: {} must fall back to torch, because {}. Its state could not be gathered, because peers have already "
+    "continued. Do the same on every rank, or turn dist_optimizer off."
 )
 
-_TOO_LATE = (
-    "ovpatch: {} has to become stock again, because {}. Its state could not be collected, because other ranks went "
-    "on. Do the same on every rank, or turn dist_optimizer off."
-)
-
-# A replay of a CUDA graph makes new state, and no host knows. A whole tensor is put together from shards that the hosts
-# of all ranks know to be of the same step. Optimizers with capturable=True stay stock (takeover.py).
-_CAPTURED = (
+_ERROR_CAPTURED: Final = (
     "ovpatch: the step of {} would be captured into a CUDA graph. Each rank has a shard of its state, and shards "
-    "could not be collected after a replay. Make it with capturable=True, if it has that, so that it stays stock; or "
-    "turn dist_optimizer off."
+    "cannot be gathered after a replay. Create it with capturable=True if it has that option, which leaves it to "
+    "torch, or turn dist_optimizer off."
 )
 
-_INSIDE = (
+_ERROR_INSIDE_STEP: Final = (
     "ovpatch: state_dict() of {} was called inside its own update, while each rank changes its shard of the state. "
     "Call it after step(), or in a step hook; or turn dist_optimizer off."
 )
 
 _GRAD: Final = operator.attrgetter("grad")
 
-_ACCUMULATED: Final = 64  # backwards after which a script steps at the latest
-
-#: What is kept for an optimizer that this rank alone has stepped: functions that leave stock the optimizers over the
-#: same parameters that other ranks still divide.
-BESIDE: Final = "dist_optimizer: beside"
+# The backwards after which a script that accumulates gradients steps at the latest. A dropped optimizer keeps its
+# state for so long, because a slower peer may still read it.
+_MAX_ACCUMULATION_STEPS: Final = 64
 
 
 class ShardedOptimizer:
-    """Divides the steps of one optimizer.
+    """An optimizer of which each rank steps its shard.
 
     [Note: innermost] While torch's own ``step`` runs, the optimizer's parameters, their gradients and their state are
-    this rank's shards, and it gets everything back whatever happens. That is done around the class's own ``step``
-    function, inside of all that others put around it: step hooks, LR schedulers, profilers and closures see all
-    parameters, whole, as under stock. The shards are other Parameter objects over the same memory; another thread that
-    looks at the parameters themselves, as one that saves a checkpoint, never sees shards.
+    this rank's shards, and it gets everything back whatever happens. The swap is inside of the class's own ``step``
+    function, so step hooks, LR schedulers, profilers and closures see full tensors, as in stock PyTorch. The shards are
+    other Parameter objects over the same memory, so a thread that saves a checkpoint never meets a shard.
 
     Args:
-        optimizer: The optimizer; held weakly.
+        optimizer: The optimizer; only a weak reference is stored.
         sync: Makes its parameters the same on all ranks after a step.
-        state_type: Keeps its state, for one model.
-        stand_down: Called with the optimizer and the reason when it has to go on as stock.
-        quiet: The class is known to ask other ranks for nothing in its step, so that hosts can meet for the
-            parameters' collective while it computes.
+        state_type: The class of its state for one model.
+        on_fallback: Called with the optimizer and the reason when it falls back to torch.
+        calls_no_peers: Whether the step of the class calls no peers. Hosts can then meet for the parameters' collective
+            while the step computes. Default: False.
 
     Attributes:
-        is_sharded: Whether it still shards steps.
+        is_sharded: False once the optimizer has fallen back to torch.
         finalizers: These run once the optimizer is freed, unless it has fallen back to torch before.
     """
 
@@ -114,431 +99,461 @@ class ShardedOptimizer:
         optimizer: Optimizer,
         sync: ParamSync,
         state_type: type[ShardedState],
-        stand_down: Callable[[Optimizer, str], None],
+        on_fallback: Callable[[Optimizer, str], None],
         *,
-        quiet: bool = False,
+        calls_no_peers: bool = False,
     ) -> None:
+        # The optimizer owns this object, so the reference back must be weak.
         self._optimizer = weakref.ref(optimizer)
-        self._sync, self._state_type, self._stand_down, self._quiet = sync, state_type, stand_down, quiet
-        self._stepping = self._compared = False
+        self._sync = sync
+        self._state_type = state_type
+        self._on_fallback = on_fallback
+        self._calls_no_peers = calls_no_peers
         self.is_sharded = True
-        self._apart = False  # this rank alone stepped another optimizer over these parameters
-        self._replaced = False  # by a new one on this rank alone, see [Note: the same everywhere]
-        self._turns: dict[ShardedGrads, Turn] = {}  # agreed on before the first step
-        self._updating = threading.RLock()  # while the optimizer has this rank's shards
-        reset_after_fork(self, "_updating", threading.RLock)
-        self._params: list[ShardedParam] = []  # those whose update can be divided, as of the last step
-        self._params_key: tuple[list[int], int] = ([], -1)  # what they were found by
-        self._owners: list[Parameter] = []  # the parameters themselves
-        self._lazy_grads = 0  # how many of these have one
-        self._stepped: list[ShardedParam] = []  # those that had a gradient then
-        self._by_model: dict[ShardedGrads, list[ShardedParam]] = {}
-        self._of_groups: list[ShardedGrads] = []  # one model for each process group
-        self._tags: dict[ShardedGrads, int] = {}  # name the votes on these steps
+
+        # - The running step
+        # Held while the optimizer has shards; `state_dict()` in another thread waits for it.
+        self._step_lock = threading.RLock()
+        reset_after_fork(self, "_step_lock", threading.RLock)
+        self._is_stepping = False
+        # The thread of the last step. Only this thread may read state dicts later, because others would meet a step.
+        self._step_thread_id = 0
+
+        # - Agreement with peers; see [Note: the same everywhere]
+        self._has_voted = False
+        self._names: dict[ShardedGrads, OptimizerName] = {}
+        # The tags of votes on steps of the same parameters as the last one.
+        self._tags: dict[ShardedGrads, int] = {}
+
+        # - Parameters
+        # Those whose update can be sharded, and the key of that list: parameters and wrappers of the last step.
+        self._params: list[ShardedParam] = []
+        self._params_key: tuple[list[int], int] = ([], -1)
+        # The script's parameter of each element of `_params`.
+        self._full_params: list[Parameter] = []
+        # The number of lazy gradients among these.
+        self._num_lazy_grads = 0
+        # The parameters that had a gradient in the last step, also by model.
+        self._last_params: list[ShardedParam] = []
+        self._params_by_model: dict[ShardedGrads, list[ShardedParam]] = {}
+        # One model of each process group, since hosts meet once per group.
+        self._group_models: list[ShardedGrads] = []
+
+        # - State
         self._states: dict[ShardedGrads, ShardedState] = {}
-        self._keepers: dict[ShardedGrads, weakref.finalize[..., Any]] = {}  # keep these for peers
-        self._thread = 0  # which steps
+        # These keep the states for peers after the optimizer is freed.
+        self._keepers: dict[ShardedGrads, weakref.finalize[..., Any]] = {}
+        # State dicts that the script may still read.
         self._state_dicts: weakref.WeakSet[StateDictSource] = weakref.WeakSet()
         self.finalizers = [weakref.finalize(optimizer, _complete_soon, self._state_dicts)]
         self.finalizers[0].atexit = False
-        self._hooks = (
+        self._hook_handles = (
             optimizer.register_state_dict_post_hook(weak_method(self._show_lazily), prepend=True),
             optimizer.register_load_state_dict_post_hook(weak_method(self._shard_loaded)),
         )
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether each rank updates a shard of every parameter."""
+        """True if each rank updates a shard of every parameter."""
         return issubclass(self._state_type, ElementwiseState)
 
-    def step(self, inner: Inner, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``inner``, the class's own step, on this rank's shards, then start to synchronise the parameters."""
+    # ---------------------------------------------------------------- a step
+
+    def step(self, stock_step: StockStep, /, *args: Any, **kwargs: Any) -> Any:
+        """Run ``stock_step`` on this rank's shards, then start to gather the parameters.
+
+        Args:
+            stock_step: The ``step`` function of the optimizer's class.
+            *args: Positional arguments of ``stock_step``.
+            **kwargs: Keyword arguments of ``stock_step``.
+        """
         optimizer = self._optimizer()
         assert optimizer is not None
-        if self._stepping:  # the class's step calls that of a base class
-            return inner(optimizer, *args, **kwargs)
+        # The step of a subclass calls the step of its base class, which is patched as well.
+        if self._is_stepping:
+            return stock_step(optimizer, *args, **kwargs)
         if args or kwargs:
             args, kwargs = _evaluate_closure(args, kwargs)
-        params = self._prepare_step(optimizer)
-        if not params:
-            return inner(optimizer, *args, **kwargs)
-        known = len(optimizer.state)
+
+        params = self._find_step_params(optimizer)
+        if reason := self._agree_on_step(optimizer):
+            self._end_sharding(reason)
+        if not params or not self.is_sharded:
+            return stock_step(optimizer, *args, **kwargs)
+        self._prepare_update(optimizer)
+
+        num_states = len(optimizer.state)
         try:
             self._sync.begin_update(params)
-            result = self._update_shards(optimizer, params, functools.partial(inner, optimizer, *args, **kwargs))
-            self._start_param_sync(optimizer, params)
-        except BaseException:  # a KeyboardInterrupt, or the others do not come: the state has gone on
+            try:
+                with self._swapped_in(optimizer):
+                    result = stock_step(optimizer, *args, **kwargs)
+            except Exception:
+                # Peers may have updated their shards, so a graph over these parameters is stale here as well. They wait
+                # for the gather, too, because an error may be this rank's alone.
+                torch.autograd.graph.increment_version([sharded.param for sharded in params])
+                self._start_gather(optimizer, params)
+                raise
+            self._start_gather(optimizer, params)
+        except BaseException:
+            # The state is already updated, so the parameters must keep the update as well, even if a KeyboardInterrupt
+            # ends the step or peers never join the gather.
             self._sync.keep_update()
             raise
-        put_in_order(optimizer, known)
+        sort_new_state(optimizer, num_states)
         COUNTERS.steps += 1
         COUNTERS.params_updated += len(params)
         return result
 
-    def _update_shards(self, optimizer: Optimizer, params: Sequence[ShardedParam], update: Callable[[], Any]) -> Any:
-        """Swap this rank's shards in, update them, and write them back."""
-        try:
-            with self._updating, self._swapped_in_shards(optimizer):
-                return update()
-        except Exception:  # on this rank, perhaps; the others wait for the parameters, and may have written to them
-            torch.autograd.graph.increment_version([one.param for one in params])
-            self._start_param_sync(optimizer, params)
-            raise
-
-    @contextmanager
-    def undivided(self) -> Iterator[None]:
-        """Keep steps from beginning while the block runs; a step that runs in another thread is waited for.
-
-        Raises:
-            RuntimeError: This thread is inside of the step itself.
-        """
-        with self._updating:
-            if self._stepping:
-                raise RuntimeError(_INSIDE.format(type(self._optimizer()).__name__))
-            yield
-
-    def _prepare_step(self, optimizer: Optimizer) -> list[ShardedParam]:
-        """Return the parameters whose update is divided; none if the optimizer goes on as stock."""
-        self._sync.finish()  # a second step without a forward in between
-        self._thread = threading.get_ident()
+    def _find_step_params(self, optimizer: Optimizer) -> list[ShardedParam]:
+        """Return the parameters that have a gradient and whose update can be sharded; all values are complete."""
+        # There may be no forward between two steps, so the last gather may still be in flight.
+        self._sync.finish()
+        self._step_thread_id = threading.get_ident()
+        # A state dict shows the moment of its first read, so its unread rest is fetched before state changes.
         if self._state_dicts:
             for state_dict in list(self._state_dicts):
                 state_dict.complete_read()
         params = self.params_to_step(optimizer)
-        if self._lazy_grads and sharded_grads.materialize_moved([(one.param, one.shards, one.index) for one in params]):
+        # A lazy gradient that the script gave to another parameter is no shard of that parameter's gradient.
+        if self._num_lazy_grads and sharded_grads.materialize_moved(
+            [(sharded.param, sharded.shards, sharded.index) for sharded in params]
+        ):
             params = self.params_to_step(optimizer)
-        if params != self._stepped:
-            self._stepped, self._tags = params, {}
-            self._by_model = {shards: [] for shards in sharded_grads.sort_models(p.shards for p in params)}
-            for one in params:
-                self._by_model[one.shards].append(one)
-            self._of_groups = _one_per_group(self._by_model)
-        models = self._by_model if params else {}
-        for shards in models:
-            if is_capturing(shards.versions.device):
-                raise RuntimeError(_CAPTURED.format(type(optimizer).__name__))
-        if reason := self._agree_on_step(optimizer, models):
-            for one in params:
-                if one.shards.local or reason is IN_BACKWARD:
-                    one.shards.drifted.add(one.index)
-            self.stand_down(reason)
-            return []
-        if not params:
-            return params
-        for shards in models:
-            for other in shards.optimizers:  # whose all-gather would overwrite what this step updates
-                if other is not self:
-                    other._sync.finish()
-        COUNTERS.grads_sharded += self._lazy_grads
+        if params != self._last_params:
+            self._last_params = params
+            self._tags = {}
+            self._params_by_model = {model: [] for model in sharded_grads.sort_models(p.shards for p in params)}
+            for sharded in params:
+                self._params_by_model[sharded.shards].append(sharded)
+            self._group_models = _one_per_group(self._params_by_model)
+        if params:
+            for model in self._params_by_model:
+                # A full tensor is gathered from shards that all hosts know to be of the same step. A replay of a CUDA
+                # graph makes new state, and no host knows. Optimizers with capturable=True are left to torch.
+                if is_capturing(model.versions.device):
+                    raise RuntimeError(_ERROR_CAPTURED.format(type(optimizer).__name__))
+        return self._last_params
+
+    def _prepare_update(self, optimizer: Optimizer) -> None:
+        """Create missing state, and wait for all that still reads or writes what this step overwrites."""
+        COUNTERS.grads_sharded += self._num_lazy_grads
         was_read = False
-        for shards, of_model in models.items():
-            state = self._states.get(shards)
+        for model, params in self._params_by_model.items():
+            for sharded_optimizer in model.optimizers:
+                # Its gather would overwrite the parameters that this step updates.
+                if sharded_optimizer is not self:
+                    sharded_optimizer._sync.finish()
+            state = self._states.get(model)
             if state is None:
-                self._add_model(optimizer, shards, of_model)
+                self._add_model(optimizer, model, params)
             else:
                 was_read |= state.was_read
         if was_read:
-            # Not of other models: nothing of them changes, and peers may come to no step over them. A rank may have
-            # read another model's state than its peer, so all models are announced before the first wait.
-            states = [self._states[shards] for shards in models]
+            # Other models are left out: nothing of them changes, and peers may come to no step over them. A rank may
+            # have read another model's state than its peer, so all models are announced before the first wait.
+            states = [self._states[model] for model in self._params_by_model]
             for state in states:
                 state.announce_step()
             for state in states:
                 state.wait_for_readers()
-        if self._quiet:
-            for shards in self._of_groups:
-                shards.arrive_at_hosts()
-        return self._stepped
-
-    def _agree_on_step(self, optimizer: Optimizer, models: Iterable[ShardedGrads]) -> str:
-        """Agree with the other ranks to divide this step; else return why the optimizer goes on as stock from now on.
-
-        Raises:
-            RuntimeError: A new optimizer has taken this one's place on other ranks.
-        """
-        if torch._C._current_graph_task_id() != -1:
-            return IN_BACKWARD
-        for shards in models:
-            if shards.restored:
-                return LEFT
-        if not self._compared:
-            self._compared = True
-            return self._agree_at_first(optimizer)
-        if self._replaced:
-            self._stay_away(models)
-            raise RuntimeError(_BESIDE.format(type(self._optimizer()).__name__))
-        for shards in models:
-            state = self._states.get(shards)
-            if state is not None:
-                log = shards.step_log
-                log.record(shards.backwards, state.next_turn())
-                if log.refused:
-                    # A peer that has made a new optimizer takes its first step as torch does, and this rank must, too.
-                    shards.local |= log.is_refused()
-        is_local, tags = False, self._tags or self._tag_votes()
-        for shards in models:
-            shards.local |= self._apart or self._has_drifted(shards)
-            shards.agree_if_local(tags[shards])
-            is_local |= shards.local
-        if is_local:
-            self._stay_away(models)
-            return self._say_local(models)
-        return ""
-
-    def _tag_votes(self) -> dict[ShardedGrads, int]:
-        subjects: dict[ShardedGrads, tuple[int, ...]] = {}
-        for shards, params in self._by_model.items():
-            turn = self._turns.get(shards)
-            number = zlib.crc32(turn.name.encode()) if turn is not None else 0
-            subjects[shards] = (number, *sorted(sharded.index for sharded in params))
-        self._tags = sharded_grads.tag_votes("step", subjects)
-        return self._tags
-
-    @staticmethod
-    def _say_local(models: Iterable[ShardedGrads]) -> str:
-        return OTHER_ORDER if any(shards.has_diverged for shards in models) else LOCAL
-
-    def _has_drifted(self, shards: ShardedGrads) -> bool:
-        return bool(shards.drifted) and any(one.index in shards.drifted for one in self._by_model.get(shards, ()))
-
-    @staticmethod
-    def _stay_away(models: Iterable[ShardedGrads]) -> None:
-        """Have the ranks that wait for this one raise an error, where they cannot be told before their step."""
-        for shards in _one_per_group(models):
-            shards.stay_away_from_hosts()
-
-    def _agree_at_first(self, optimizer: Optimizer) -> str:
-        """Agree with the other ranks before the first step; return why the optimizer has to stay stock.
-
-        Every rank does so at the optimizer's first step, also one that has nothing to divide.
-        """
-        found: dict[ShardedGrads, list[str]] = {}
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
-            entry = sharded_grads.find(param)
-            if entry is not None and entry[0].group.size() > 1:
-                found.setdefault(entry[0], []).append(entry[0].names[entry[1]])
-        names = {shards: found[shards] for shards in sharded_grads.sort_models(found)}
-        terms = {shards: step_log.list_terms(optimizer, of_model) for shards, of_model in names.items()}
-        self._turns = {shards: shards.step_log.propose(terms[shards]) for shards in names}
-        if any(shards.local or shards.has_diverged or self._has_drifted(shards) for shards in names):
-            reason = self._say_local(names)  # it waits for no other rank
-            for shards in names:
-                shards.step_log.record(shards.backwards, Turn("", reason))
-            self._leave_together({shards: self._older(shards) for shards in names}, told=any(map(self._older, names)))
-            return reason
-        logs = {shards.step_log: (shards.backwards, turn) for shards, turn in self._turns.items()}
-        reason, agreed, is_older = step_log.agree(optimizer, logs, adopts=not all(shards.tells for shards in names))
-        older = {shards: self._older(shards) for shards in names}
-        if reason:
-            meant = {shards: agreed.get(shards.step_log) for shards in names}
-            going = {shards: [one for one in older[shards] if one._is(shards, meant[shards])] for shards in names}
-            beside: list[Callable[[], None]] = attached_values(optimizer).setdefault(BESIDE, [])
-            for shards in names:
-                for one in older[shards]:
-                    if one not in going[shards] and one._shares_params(optimizer):
-                        one._apart = True
-                        beside.append(one.leave_alone)
-                if not older[shards] and shards.step_log.has_agreed(shards.backwards):  # it is gone
-                    beside.append(functools.partial(_tell_local, [shards]))
-            self._leave_together(going, told=is_older)
-            if not beside:
-                _keep_no_longer(names, read=is_older)
-            return reason
-        _keep_no_longer(names, read=is_older)
-        self._turns = {shards: agreed[shards.step_log] for shards in names}
-        for shards, turn in self._turns.items():
-            for one in older[shards]:
-                one._replaced |= one._is(shards, turn)
-        COUNTERS.optimizers += 1
-        if is_older:  # whose ranks vote in this step, and know the optimizer by the turn that is adopted
-            for shards, tag in self._tag_votes().items():
-                shards.agree_if_local(tag)
-        return self._say_local(names) if any(shards.local for shards in names) else ""
-
-    def _leave_together(self, older: Mapping[ShardedGrads, Sequence[ShardedOptimizer]], *, told: bool) -> None:
-        """Leave older optimizers stock here and, if they can be told, on the ranks that go on with them."""
-        for shards, of_model in older.items() if told else ():
-            self._stay_away([shards])
-            shards.local = True
-            shards.agree_if_local(None)
-            for one in of_model:
-                one.stand_down(LOCAL)
-
-    def _is(self, shards: ShardedGrads, turn: Turn | None) -> bool:
-        """Return whether other ranks mean this optimizer by a turn."""
-        return turn is not None and self._states[shards].turn.name == turn.name
-
-    def _shares_params(self, optimizer: Optimizer) -> bool:
-        own = {id(one.param) for one in self._params}
-        return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
-
-    def _older(self, shards: ShardedGrads) -> list[ShardedOptimizer]:
-        return [one for one in shards.optimizers if one is not self and one.is_sharded]
+        # From here to the gather this rank calls no peer; see [Note: hosts before devices].
+        if self._calls_no_peers:
+            for model in self._group_models:
+                model.arrive_at_hosts()
 
     @contextmanager
-    def _swapped_in_shards(self, optimizer: Optimizer) -> Iterator[None]:
+    def _swapped_in(self, optimizer: Optimizer) -> Iterator[None]:
         """Show the optimizer this rank's shards while the block runs; see [Note: innermost]."""
-        with ExitStack() as stack:
+        with self._step_lock, ExitStack() as restore:
             shown: Shown = {}
-            for shards, of_model in self._by_model.items():
-                shown |= stack.enter_context(self._states[shards].swapped_in(of_model, optimizer.state))
-            stack.enter_context(replaced_params(optimizer, shown))
-            self._stepping = True
+            for model, params in self._params_by_model.items():
+                shown |= restore.enter_context(self._states[model].swapped_in(params, optimizer.state))
+            restore.enter_context(replaced_params(optimizer, shown))
+            self._is_stepping = True
             try:
                 yield
             finally:
-                self._stepping = False
+                self._is_stepping = False
 
-    def _start_param_sync(self, optimizer: Optimizer, params: Sequence[ShardedParam]) -> None:
+    def _start_gather(self, optimizer: Optimizer, params: Sequence[ShardedParam]) -> None:
         """Start the collectives that make the parameters the same on all ranks."""
         try:
-            for shards, of_model in self._by_model.items():
-                self._states[shards].exchange_metadata(of_model, optimizer.state)
-        finally:  # the others wait for the collective in any case
-            for shards in self._of_groups:
-                (shards.start_host_barrier if self._quiet else shards.wait_for_hosts)()
+            for model, model_params in self._params_by_model.items():
+                self._states[model].exchange_metadata(model_params, optimizer.state)
+        finally:
+            # Peers wait for the gather even if the state of one parameter could not be described.
+            for model in self._group_models:
+                (model.start_host_barrier if self._calls_no_peers else model.wait_for_hosts)()
             self._sync.start(params)
 
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Keep steps from beginning while the block runs; first wait for a step in another thread.
+
+        Raises:
+            RuntimeError: This thread is inside of the step itself.
+        """
+        with self._step_lock:
+            if self._is_stepping:
+                raise RuntimeError(_ERROR_INSIDE_STEP.format(type(self._optimizer()).__name__))
+            yield
+
+    # ---------------------------------------------------------------- agreement
+
+    def _agree_on_step(self, optimizer: Optimizer) -> str:
+        """Agree with peers to shard this step; return the reason for the fallback, the same on all ranks that wait."""
+        if torch._C._current_graph_task_id() != -1:
+            return REASON_IN_BACKWARD
+        for model in self._params_by_model:
+            if model.restored:
+                return REASON_DETACHED
+        if not self._has_voted:
+            self._has_voted = True
+            return self._agree_at_first(optimizer)
+        return self._vote(self._tags or self._tag_steps(), {})
+
+    def _agree_at_first(self, optimizer: Optimizer) -> str:
+        """Agree with peers to shard the optimizer; every rank does so, also one that has nothing to update."""
+        names: dict[ShardedGrads, list[str]] = {}
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            entry = sharded_grads.find(param)
+            if entry is not None and entry[0].votes is not None:
+                names.setdefault(entry[0], []).append(entry[0].names[entry[1]])
+        models = sharded_grads.sort_models(names)
+        self._names = {model: model.name_optimizer(list_terms(optimizer, names[model])) for model in models}
+        texts = {model: str(name) for model, name in self._names.items()}
+        tags = sharded_grads.tag_votes("first step", {model: zlib.crc32(texts[model].encode()) for model in models})
+        reason = self._vote(tags, texts)
+        if reason:
+            return reason
+        # Until ranks agree on the next optimizer, peers may read the state of one that this rank has dropped.
+        for model in models:
+            retention.shorten_retention(model.group, may_be_read=False)
+        COUNTERS.optimizers += 1
+        return ""
+
+    def _tag_steps(self) -> dict[ShardedGrads, int]:
+        subjects: dict[ShardedGrads, tuple[int, ...]] = {}
+        for model, params in self._params_by_model.items():
+            name = self._names.get(model)
+            number = zlib.crc32(str(name).encode()) if name is not None else 0
+            subjects[model] = (number, *sorted(sharded.index for sharded in params))
+        self._tags = sharded_grads.tag_votes("step", subjects)
+        return self._tags
+
+    def _vote(self, tags: Mapping[ShardedGrads, int], texts: Mapping[ShardedGrads, str]) -> str:
+        """Cast a vote for each model; return the reason for the fallback, "" if all ranks agree.
+
+        Args:
+            tags: The tags, by model.
+            texts: Descriptions of the optimizer at its first step, by model; later empty.
+        """
+        # One rule: what ends the sharding of one model ends it for the optimizer, and so for all of its models.
+        # These loops run in each step, so they have no generator, whose every element would be a call.
+        is_leaving = False
+        for model in tags:
+            is_leaving |= model.local or model.is_stock
+        spans_groups = len(tags) > 1 and len({model.group for model in tags}) > 1
+        agreed = []
+        is_local = is_leaving
+        for model, tag in tags.items():
+            model.local |= is_leaving
+            model.cast_vote(tag, text=texts.get(model, ""), spans_groups=spans_groups)
+            is_local |= model.local
+            if not model.local and model.votes is not None and model.votes.spans_groups:
+                agreed.append(model)
+        # A rank that is in one of the groups only learns of a failure in another group by a second vote.
+        for model in agreed:
+            model.local |= is_local
+            model.cast_vote(tags[model], text=texts.get(model, ""))
+            is_local |= model.local
+        if not is_local:
+            return ""
+        for model in tags:
+            model.local = True
+            if self._leaves_waiting_hosts(model, is_leaving):
+                model.stay_away_from_hosts()
+        reasons = [model.votes.reason for model in tags if model.votes is not None]
+        return next(filter(None, reasons), REASON_LOCAL)
+
+    @staticmethod
+    def _leaves_waiting_hosts(model: ShardedGrads, is_leaving: bool) -> bool:
+        """Return whether peers step the model by shards and wait for this host, which alone knows that it does not."""
+        if model.votes is None or model.votes.has_passed_peers:
+            return model.votes is not None
+        has_sharded = any(one.is_sharded for one in model.optimizers)
+        return not model.votes.reason and has_sharded and is_leaving
+
+    def _end_sharding(self, reason: str) -> None:
+        """Leave this optimizer, and all others over models that are no longer sharded, to torch for good."""
+        ending = {self}
+        models = set(self._params_by_model) | set(self._names)
+        if reason is not REASON_DETACHED:
+            for group in {model.group for model in models if model.votes is not None and model.votes.reason}:
+                models.update(sharded_grads.list_models(group))
+            for model in models:
+                model.is_stock = True
+                ending.update(model.optimizers)
+        for sharded_optimizer in ending:
+            if sharded_optimizer.is_sharded:
+                sharded_optimizer.fall_back(reason)
+
+    # ---------------------------------------------------------------- parameters
+
     def params_to_step(self, optimizer: Optimizer) -> list[ShardedParam]:
-        """Return the parameters with a gradient whose update is divided."""
+        """Return the parameters that have a gradient and whose update can be sharded."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         key = list(map(id, params)), sharded_grads.get_generation()
-        with torch._C.DisableTorchFunctionSubclass():  # pending parameters tell as well whether they have a gradient
+        # The class of a pending parameter would wait for the gather, although `.grad` does not depend on it.
+        with torch._C.DisableTorchFunctionSubclass():
             if key != self._params_key:
-                self._params, self._params_key = self._find_params(params), key
-                self._owners = [one.param for one in self._params]
-            kinds = list(map(type, map(_GRAD, self._owners)))
-        self._lazy_grads = kinds.count(LazyTensor)
-        if NoneType not in kinds:
+                self._params = self._find_params(params)
+                self._params_key = key
+                self._full_params = [sharded.param for sharded in self._params]
+            grad_types = list(map(type, map(_GRAD, self._full_params)))
+        self._num_lazy_grads = grad_types.count(LazyTensor)
+        if NoneType not in grad_types:
             return self._params
-        return [one for one, kind in zip(self._params, kinds, strict=True) if kind is not NoneType]
+        return [p for p, grad_type in zip(self._params, grad_types, strict=True) if grad_type is not NoneType]
 
     def _find_params(self, params: Iterable[Parameter]) -> list[ShardedParam]:
-        known = {id(one.param): one for one in self._params}
+        known = {id(sharded.param): sharded for sharded in self._params}
         found = []
         for param in params:
             entry = sharded_grads.find(param)
             if entry is None:
                 continue
-            one = known.get(id(param))
-            if one is None or (one.shards, one.index) != entry:
+            sharded = known.get(id(param))
+            if sharded is None or (sharded.shards, sharded.index) != entry:
                 if not self._state_type.can_divide(*entry):
                     continue
-                one = ShardedParam(param, *entry)
-            found.append(one)
+                sharded = ShardedParam(param, *entry)
+            found.append(sharded)
         return found
 
     # ---------------------------------------------------------------- state
 
-    def _add_model(self, optimizer: Optimizer, shards: ShardedGrads, params: Sequence[ShardedParam]) -> None:
-        """Begin to keep state for one model's parameters."""
-        # Gradients and state that are other shards', as of a model that is wrapped again, are fetched now: once hosts
-        # have said that they come to the parameters' collective, no rank may ask.
-        held = [one for each in params for one in (each.param.grad, *optimizer.state.get(each.param, {}).values())]
-        lazy_tensor.materialize(one for one in held if isinstance(one, LazyTensor) and one.source is not shards)
-        log = shards.step_log
-        turn = self._turns.get(shards)
-        if turn is None:  # the model is wrapped again
-            turn = log.propose(step_log.list_terms(optimizer, [shards.names[one.index] for one in params]))
-            self._turns[shards] = turn
-        log.adopt(turn)
-        shards.optimizers.add(self)
-        state = self._states[shards] = self._state_type(shards, turn)
-        self._tags = {}  # they name the turns
-        # A slower peer may still ask when the script has dropped the optimizer here. Ranks that go on with it ask, too,
-        # once they hear of a new one that this rank alone has made, at its first step.
-        keeper = weakref.finalize(optimizer, retention.retain, shards.group, state, _ACCUMULATED)
+    def _add_model(self, optimizer: Optimizer, model: ShardedGrads, params: Sequence[ShardedParam]) -> None:
+        """Begin to shard the state of one model's parameters."""
+        # Gradients and state may be shards of a former wrapper of the model. They are fetched now, because this rank
+        # calls no peer once it has arrived at the host barrier.
+        held = [
+            tensor
+            for sharded in params
+            for tensor in (sharded.param.grad, *optimizer.state.get(sharded.param, {}).values())
+        ]
+        lazy_tensor.materialize(one for one in held if isinstance(one, LazyTensor) and one.source is not model)
+        name = self._names.get(model)
+        # The model was wrapped again, or its parameters came by add_param_group().
+        if name is None:
+            names = [model.names[sharded.index] for sharded in params]
+            name = self._names[model] = model.name_optimizer(list_terms(optimizer, names))
+            # They hold the names of optimizers.
+            self._tags = {}
+        model.adopt_name(name)
+        model.optimizers.add(self)
+        state = self._states[model] = self._state_type(model, name)
+        # Peers may read the state after the script has dropped the optimizer here: slower ones, and those that go on
+        # with it until this rank steps a new optimizer, which ends sharding.
+        keeper = weakref.finalize(optimizer, retention.retain, model.group, state, _MAX_ACCUMULATION_STEPS)
         keeper.atexit = False
-        self._keepers[shards] = keeper
+        self._keepers[model] = keeper
         current = {sharded.shards for sharded in self._params}
         for former in [model for model in self._states if model not in current]:
             self._drop_model(optimizer, former)
 
-    def _drop_model(self, optimizer: Optimizer, shards: ShardedGrads) -> None:
-        """Stop keeping state for a model whose parameters have other shards, as it was wrapped again."""
-        state = self._states.pop(shards)
-        self._keepers.pop(shards).detach()
-        self._turns.pop(shards, None)
-        shards.optimizers.discard(self)
-        if not PeerRpc.is_destroyed(shards.group):
+    def _drop_model(self, optimizer: Optimizer, model: ShardedGrads) -> None:
+        """Stop keeping state for a model that was wrapped again, so that its parameters have other shards."""
+        state = self._states.pop(model)
+        self._keepers.pop(model).detach()
+        self._names.pop(model, None)
+        model.optimizers.discard(self)
+        if not PeerRpc.is_destroyed(model.group):
             # Parameters that this step leaves out still have lazy state.
             state.unshard(optimizer.state)
         state.discount()
-        retention.retain(shards.group, state)  # slower peers still fetch
+        # Slower peers still fetch the same tensors.
+        retention.retain(model.group, state)
 
     def _show_lazily(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Show lazy tensors on the CPU in a state dict whose state is sharded; ``optimizer.state`` keeps its own."""
+        """Show lazy CPU tensors in a state dict whose state is sharded; ``optimizer.state`` keeps its own."""
         values = [value for state in state_dict["state"].values() for value in state.values()]
         if not any(isinstance(value, LazyTensor) and isinstance(value.source, ShardedState) for value in values):
             return
         source = StateDictSource(state_dict["state"], weakref.WeakMethod(self.undivided))
         state_dict["state"] = source.shown
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self._step_thread_id:
             self._state_dicts.add(source)
-        else:  # the thread that trains goes on meanwhile
+        else:
+            # The thread that trains continues concurrently, and would change what is unread.
             source.complete()
 
     def _shard_loaded(self, optimizer: Optimizer) -> None:
-        """Shard what was loaded at once: whole state takes the memory that this feature is there to spare."""
+        """Shard loaded state at once: full copies would take the memory that this feature saves."""
         for state_dict in list(self._state_dicts):
             state_dict.complete()
         for state in self._states.values():
             state.load(optimizer.state)
 
-    def stand_down(self, reason: str) -> None:
-        """Leave the optimizer stock from now on."""
+    # ---------------------------------------------------------------- the end of sharding
+
+    def fall_back(self, reason: str) -> None:
+        """Make everything full, and leave all further steps to torch.
+
+        Args:
+            reason: The reason, for the report.
+
+        Raises:
+            RuntimeError: The full state cannot be gathered, because peers have continued.
+        """
         optimizer = self._optimizer()
         try:
-            self.release()
+            self.unshard()
         except PeerError as error:
-            raise RuntimeError(_TOO_LATE.format(type(optimizer).__name__, reason)) from error
+            raise RuntimeError(_ERROR_STATE_UNREACHABLE.format(type(optimizer).__name__, reason)) from error
         if optimizer is not None:
-            self._stand_down(optimizer, reason)
+            self._on_fallback(optimizer, reason)
 
-    def leave_alone(self) -> None:
-        """Leave the optimizer stock in the place of its own step, in which the other ranks wait for this one."""
-        if not self.is_sharded:
-            return  # it has stepped
-        _tell_local(self._states)
-        if self._optimizer() is None:  # the others still ask for its shards
-            for state in self._states.values():
-                state.start_final_calls()
-        self.stand_down(LOCAL)
-
-    def release(self) -> None:
-        """Make everything whole again: the optimizer goes on as stock."""
+    def unshard(self) -> None:
+        """Make gradients and state full, and remove all hooks from the optimizer."""
         self.is_sharded = False
         self._sync.finish()
-        for hook in self._hooks:
-            hook.remove()
+        for handle in self._hook_handles:
+            handle.remove()
         optimizer = self._optimizer()
         if optimizer is None:
             return
         # They keep what peers read of an optimizer that is freed. This one lives, and keeps its shards for final calls.
         for finalizer in (*self.finalizers, *self._keepers.values()):
             finalizer.detach()
-        in_fp32 = issubclass(self._state_type, MainParamsState)
+        has_main_params = issubclass(self._state_type, MainParamsState)
         for state_dict in list(self._state_dicts):
-            (state_dict.complete if in_fp32 else state_dict.complete_read)()  # else it shows what is whole below
-        if in_fp32:
+            # The fp32 state is rounded below, so state dicts are fetched before. Other unread state dicts show the full
+            # state that is restored below.
+            (state_dict.complete if has_main_params else state_dict.complete_read)()
+        if has_main_params:
             drop_main_params(optimizer)
-        leaving = [state for state in self._states.values() if state.start_final_calls()]
-        for state in leaving:
+        # All are marked before the first read, so that each peer's last read of one finds the mark. A peer that has
+        # promised to end the votes does so only when it reaches its own step, after more backwards. Its final reads end
+        # the retention, or this number of backwards.
+        reachable = [state for state in self._states.values() if state.start_final_calls(_MAX_ACCUMULATION_STEPS)]
+        for state in reachable:
             state.unshard(optimizer.state)
-        if in_fp32:
+        if has_main_params:
             round_state(optimizer)
         if self.is_elementwise:
             self.params_to_step(optimizer)
-            for one in self._params:
-                one.shards.request_sharding(one.index, requested=False)
+            for sharded in self._params:
+                sharded.shards.request_sharding(sharded.index, requested=False)
 
 
 def _one_per_group(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
-    return list({shards.group: shards for shards in models}.values())
+    return list({model.group: model for model in models}.values())
 
 
 def _evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Evaluate a closure first, which reads whole parameters and gradients; hand on one that returns its loss."""
+    """Evaluate a closure before the swap, because it reads full tensors; return one that returns its loss instead."""
     closure = args[0] if args else kwargs.get("closure")
     if closure is None:
         return args, kwargs
@@ -549,42 +564,21 @@ def _evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
     return args, kwargs | {"closure": lambda: loss}
 
 
-def put_in_order(optimizer: Optimizer, known: int) -> None:
-    """Put the entries that a step has added behind the first ``known`` of ``optimizer.state`` where stock puts them."""
+def sort_new_state(optimizer: Optimizer, num_known: int) -> None:
+    """Sort the state that a step has added by parameter, the order in which torch adds it.
+
+    Args:
+        optimizer: The optimizer.
+        num_known: The length of ``optimizer.state`` before the step.
+    """
     state = optimizer.state
-    if len(state) > known:
+    if len(state) > num_known:
         places = {param: i for i, param in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-        for param in sorted(list(state)[known:], key=lambda param: places.get(param, -1)):
+        for param in sorted(list(state)[num_known:], key=lambda param: places.get(param, -1)):
             state[param] = state.pop(param)
 
 
-def leave_beside(optimizer: Optimizer) -> None:
-    """Leave stock the optimizers beside which this rank alone has stepped another, unless they have stepped since."""
-    for leave in attached_values(optimizer).pop(BESIDE, ()):
-        leave()
-
-
-def _tell_local(models: Collection[ShardedGrads]) -> None:
-    """Tell other ranks in their step that this one goes on by itself."""
-    for shards in models:
-        shards.local = True
-        shards.agree_if_local(None)
-    ShardedOptimizer._stay_away(models)
-    _keep_no_longer(models, read=True)
-
-
-def _keep_no_longer(models: Iterable[ShardedGrads], *, read: bool) -> None:
-    """Stop keeping the state of optimizers that are gone: ranks have agreed on what follows them.
-
-    Args:
-        models: Their models.
-        read: Whether other ranks go on with such an optimizer, and read its state before the next backward.
-    """
-    for shards in models:
-        retention.shorten_retention(shards.group, may_be_read=read)
-
-
 def _complete_soon(state_dicts: Iterable[StateDictSource]) -> None:
-    """Have state dicts of an optimizer that is gone fetched before its state is freed on other ranks."""
+    """Have the state dicts of a freed optimizer fetched before peers free its state."""
     for state_dict in list(state_dicts):
         state_dict.complete_before_backward()

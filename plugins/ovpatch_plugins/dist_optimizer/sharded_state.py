@@ -23,10 +23,10 @@ from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazySource, LazyTensor, TensorMeta
 from ovpatch.overlap.tensors.shard import Shard, shard_view, view_flat
 from ovpatch.overlap.tensors.tensor_memory import has_sole_object, is_dense, is_unshared
+from ovpatch_plugins.dist_optimizer.agreement import OptimizerName
 from ovpatch_plugins.dist_optimizer.report import COUNTERS, note_shared_state
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
-from ovpatch_plugins.dist_optimizer.step_log import Turn
 
 #: The ``state`` of an optimizer.
 States = dict[Any, dict[Any, Any]]
@@ -94,13 +94,12 @@ class ShardedState(LazySource):
 
     Args:
         shards: The sharded gradients of the model.
-        turn: The terms and the number of the optimizer. They are the same on all ranks, and no
-            other optimizer of this model has them.
+        name: The name of the optimizer. It is the same on all ranks, and no other optimizer of
+            this model has it.
     """
 
-    def __init__(self, shards: ShardedGrads, turn: Turn) -> None:
+    def __init__(self, shards: ShardedGrads, name: OptimizerName) -> None:
         self.group = shards.group
-        self.turn = turn
         self._shards = shards
         # Indices of the model's parameters by id().
         self._index = {id(param): index for index, param in enumerate(shards.params)}
@@ -128,9 +127,9 @@ class ShardedState(LazySource):
 
         # - Steps of this rank, for peers that wait for them
         # The number of steps that have begun.
-        self._steps = turn.steps
+        self._steps = 0
         # The number of the next step once this rank has reached it, before it begins.
-        self._next_step = turn.steps
+        self._next_step = 0
         # The number of backwards at the last read since the last step.
         self._backwards_at_read = -1
         self._changed = threading.Condition()
@@ -138,13 +137,9 @@ class ShardedState(LazySource):
 
         # - Calls of peers, which may arrive from here on
         self._versions = SequenceLock(shards.params[0].device)
-        self._topic = f"state of {turn.name}, of {shards.identity}"
-        # Only this rank has created its optimizer again, so the former state holds the topic.
-        if turn.name in shards.states:
-            shards.states[turn.name]._withdraw()
-        shards.states[turn.name] = self
+        self._topic = f"state of {name}, of {shards.identity}"
         withdraw = PeerRpc.for_group(shards.group).register(self._topic, weak_method(self._answer))
-        self._withdraw: weakref.finalize[[], ShardedState] = weakref.finalize(self, withdraw)
+        weakref.finalize(self, withdraw)
 
     # ---------------------------------------------------------------- around a step
 
@@ -152,10 +147,6 @@ class ShardedState(LazySource):
     @abc.abstractmethod
     def can_divide(shards: ShardedGrads, index: int) -> bool:
         """Return whether a parameter's update can be sharded, and request the gradient for that."""
-
-    def next_turn(self) -> Turn:
-        """Return the turn of the next step."""
-        return Turn(self.turn.terms, number=self.turn.number, steps=self._steps, agreed=True)
 
     @property
     def was_read(self) -> bool:
@@ -274,11 +265,15 @@ class ShardedState(LazySource):
         values = [value for state in states.values() for value in state.values()]
         lazy_tensor.materialize(value for value in values if self._is_own(value))
 
-    def start_final_calls(self) -> bool:
-        """Start this rank's last calls to peers; return false if no peer can be called."""
+    def start_final_calls(self, backwards: int) -> bool:
+        """Start this rank's last calls to peers; return false if no peer can be called.
+
+        Args:
+            backwards: The backwards after which peers make their final calls at the latest.
+        """
         is_reachable = not PeerRpc.is_destroyed(self.group)
         if is_reachable:
-            self._final_reads.start_final_calls(self)
+            self._final_reads.start_final_calls(self, backwards)
         return is_reachable
 
     def discount(self) -> None:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import ovpatch
 from ovpatch.overlap.tensors.pending_param import is_pending
-from ovpatch_plugins.dist_optimizer import sharded_grads
+from ovpatch_plugins.dist_optimizer.optimizer_attach import find_sharded
 from tests.plugins.ddp.arms import Record, counted, data, device
 from tests.plugins.dist_optimizer.checks import SMALL, all_cases, check_all, ddp, params, train_step
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, Signed, net
@@ -347,10 +347,12 @@ def lost() -> tuple[list[str], bool, bool]:
             model(data(step, 5, 6)).square().mean().backward()
             if step == 0 or dist.get_rank() == 0:
                 opt.step()
-            else:  # rank 1 is lost in its step, after the ranks have told each other whether gradients are local
-                entry = sharded_grads.find(model.module[0].weight)
-                assert entry is not None
-                entry[0].agree_if_local(None)
+            else:
+                # Rank 1 is lost in its step, after ranks have voted.
+                sharded = find_sharded(opt)
+                assert sharded is not None
+                sharded._find_step_params(opt)
+                assert not sharded._agree_on_step(opt)
         if dist.get_rank() == 0:
             said = [error_of(model.module[0].weight.sum) for _ in range(2)]
         weight = weakref.ref(model.module[0].weight)

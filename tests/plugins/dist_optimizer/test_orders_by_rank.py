@@ -293,12 +293,10 @@ class LaterInterleaved(Interleaved):
     begin = 2
 
 
-# Without Interleaved, a limit that the documentation names: where ranks vote, one rank's step waits for a
-# peer whose backward waits for that rank.
 CASES: dict[str, type[Script]] = {cls.__name__: cls for cls in (
     Steps, LaterSteps, NewOptimizers, OneNewOptimizer, ThreeOptimizers, Constructions, Params, Groups, Clips,
     ClipOfBoth, ClipOfOne, ClipByOne, ClipByHand, ClipOfSome, Unscales, ClipOrUnscale, Reads, Saves,
-    SaveBeforeOneModel, ReadsOfState, NoGradient,
+    SaveBeforeOneModel, ReadsOfState, NoGradient, Interleaved, LaterInterleaved,
 )}  # fmt: skip
 
 
@@ -321,8 +319,8 @@ def test_ranks_that_differ_in_the_order_of_what_stock_does_not_pair(ranks, world
     results = ranks(world)(all_cases, trained, on(world, cases), timeout=120)
     check_all(results, check=checked)
     stock = {name for result in results for name, case in result.items() if not case["counters"]["steps"]}
-    # In this case ranks differ from the first step on.
-    assert stock <= {"Steps"}
+    # In these cases ranks differ from the first step on.
+    assert stock <= {"Steps", "Interleaved"}
 
 
 WITHOUT_VOTES = {cls.__name__: cls for cls in (LaterSteps, Clips, LaterInterleaved, Params)}
@@ -331,7 +329,7 @@ WITHOUT_VOTES = {cls.__name__: cls for cls in (LaterSteps, Clips, LaterInterleav
 def without_votes() -> dict[str, tuple[str, int]]:
     """As on GPUs, where ranks do not vote; return by case the error, and after how many steps it came."""
     found = {}
-    with apply(), mock.patch.object(ShardedGrads, "tells", False):
+    with apply(), mock.patch.object(ShardedGrads, "has_step_votes", False):
         for name, make in WITHOUT_VOTES.items():
             script = make()
             found[name] = error_of(script.train), min(script.models[0].reducer.grad_reducer.steps, STEPS)

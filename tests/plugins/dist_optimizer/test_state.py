@@ -479,7 +479,7 @@ def saved_by_stock() -> Any:
 def read_as_the_peer_steps() -> dict[str, Any]:
     """Read before a step, on rank 1 only once rank 0 waits for it in its own step, or has ended that."""
     # As on GPUs, where no vote makes ranks wait for each other before a step changes anything.
-    with apply(), mock.patch.object(ShardedGrads, "tells", False):
+    with apply(), mock.patch.object(ShardedGrads, "has_step_votes", False):
         model, opt = trained(3)
         opt.zero_grad()
         model(torch.ones(5, 6)).square().mean().backward()

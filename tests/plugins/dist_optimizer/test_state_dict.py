@@ -281,7 +281,7 @@ def too_late() -> str:
     found = opt.state_dict()
     opt.zero_grad()
     model(data(3, 5, 6)).square().mean().backward()
-    with mock.patch.object(ShardedGrads, "tells", False):
+    with mock.patch.object(ShardedGrads, "has_step_votes", False):
         if dist.get_rank() == 0:
             time.sleep(1)
             with pytest.raises(RuntimeError) as raised:

@@ -1,0 +1,405 @@
+"""Votes in which the ranks of a process group agree to shard the next step."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from threading import Condition
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ovpatch.overlap.comm.collectives import (
+    abort_step_communicators,
+    step_communicator,
+)
+from ovpatch.overlap.comm.consensus import wait_limit_s
+from ovpatch.overlap.comm.lifetimes import (
+    group_state,
+    group_values,
+    outside_modes,
+    reset_after_fork,
+    weak_method,
+)
+from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
+
+#: The longest wait for peers at an optimizer's first step, in seconds; a peer may save a checkpoint first.
+FIRST_STEP_TIMEOUT_S = 300.0
+
+#: The time after which a waiting rank logs a warning, in seconds.
+SILENCE_S = 5.0
+
+# The time after which a waiting rank searches for ranks that wait for each other.
+_SEARCH_PERIOD_S: Final = 1.0
+_SEARCH_PERIOD: Final = timedelta(seconds=_SEARCH_PERIOD_S)
+
+# Replies in a search are immediate, but a chain of ranks has one reply for each of them.
+_REPLY_TIMEOUT_S: Final = 10.0
+
+_log = logging.getLogger("ovpatch.dist_optimizer")
+
+_REMEDY: Final = (
+    "If the script shards the work itself, as ZeroRedundancyOptimizer does, nothing is wrong. Otherwise create the "
+    "same optimizers on every rank, and step them in the same order."
+)
+
+_REASON_ORDER: Final = (
+    "ranks stepped, clipped or unscaled optimizers in orders that differ, or with gradients of different parameters, "
+    "after which no optimizer of the process group is sharded. Use the same order on every rank; a set has none"
+)
+
+_REASON_MISSING: Final = (
+    "a rank did not reach a step that its peers have reached, and waited for them elsewhere, after which no optimizer "
+    "of the process group is sharded. Create and step the same optimizers in the same order on every rank"
+)
+
+_WAITING: Final = "{} waits for the first step of this optimizer on the other ranks, for up to {:g} s. {}"
+
+#: The name of votes among the operations of a process group; backwards have the name of their model.
+_VOTES: Final = ""
+
+# The outcomes of a vote on one rank. The largest one of all ranks counts.
+_AGREES: Final = 0
+# The rank leaves the models of this vote to torch.
+_LEAVES: Final = 1
+# The rank leaves all models of the process group to torch.
+_ENDS: Final = 2
+
+# Votes that a rank keeps for slower peers. Hosts of GPUs do not wait in votes, and run ahead by less than this.
+_MAX_KEPT_VOTES: Final = 64
+
+
+@dataclass(frozen=True)
+class OptimizerName:
+    """The name of an optimizer over one model, the same on all ranks.
+
+    Attributes:
+        terms: The optimizer's class and its parameters of the model.
+        number: Its number among the optimizers of the model with these terms.
+    """
+
+    terms: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.terms}, number {self.number}"
+
+
+def list_terms(optimizer: Optimizer, names: Iterable[str]) -> str:
+    """Return an optimizer's class and its parameters of one model, which must be the same on all ranks."""
+    known = sorted(names)
+    digest = hashlib.sha256("\n".join(known).encode()).hexdigest()[:12]
+    cls = type(optimizer)
+    return f"{cls.__module__}.{cls.__qualname__} of {len(known)} parameters from {known[0]} to {known[-1]} ({digest})"
+
+
+@dataclass(frozen=True)
+class Vote:
+    """The vote of one rank.
+
+    Attributes:
+        tag: 30 bits that name the next action of the rank.
+        text: A description of an optimizer that steps for the first time; "" in other votes.
+        outcome: The least outcome that this rank accepts.
+        spans_groups: Whether the optimizer has models of several process groups.
+    """
+
+    tag: int
+    text: str = ""
+    outcome: int = _AGREES
+    spans_groups: bool = False
+
+
+class StepVotes:
+    """The votes of one process group in steps: ranks agree before they change what is sharded.
+
+    [Note: the same everywhere] What one rank alone updates cannot be gathered from all ranks. A script may step an
+    optimizer on one rank only, or over other parameters on each rank, or two optimizers in orders that differ, and
+    PyTorch does not mind. So each vote carries a tag of the rank's next action, with all collectives until the next
+    vote, and votes pair by position. If tags differ, ranks do not run the same steps: no rank of the group votes
+    again, and torch runs all steps. The first vote of a group is a call to all peers, later ones are all-reduces.
+    Hosts that run ahead of their devices call peers in each optimizer's first vote and wait in no other.
+
+    A rank may wait in a vote for a peer that waits for this rank in a vote of
+    another process group, or in a backward of another model. So a rank that waits for some time searches the chain of
+    operations that ranks are inside of and that the next rank has not reached. If the chain leads back, no rank of it
+    will ever move. The searching rank then asks the missing ranks to end the votes once they reach this one, which is
+    final as soon as one of them has promised it. Each link is checked on the rank that it leads to, and a rank of the
+    chain cannot leave its operation before the next rank reaches it, so a closed chain is no coincidence.
+
+    Attributes:
+        reason: Why no rank of the group votes again; "" as long as ranks vote.
+        spans_groups: Whether some rank's optimizer of the last vote has models of several process groups.
+        has_passed_peers: Whether peers step another optimizer by shards while this rank has voted on its first step.
+        reached: The operations that this rank has begun, by name: the number of the newest one.
+        inside: The operations that this rank cannot leave without its peers, likewise.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.reason = ""
+        self.spans_groups = False
+        self.has_passed_peers = False
+        self.reached: dict[str, int] = {_VOTES: 0}
+        self.inside: dict[str, int] = {}
+
+        # - The group
+        self._group = weakref.ref(group)
+        self._rank = group.rank()
+        self._peers = [rank for rank in range(group.size()) if rank != self._rank]
+        self._topic = f"step votes on {device.type}"
+        self._timeout_s = wait_limit_s(group, FIRST_STEP_TIMEOUT_S)
+        # torch's fake backend has one process for all ranks, so there is no peer to call.
+        self._calls_peers = dist.get_backend(group) != "fake"
+
+        # - Votes by calls
+        # The newest votes of this rank by number, for slower peers.
+        self._votes: dict[int, Vote] = {}
+        # The newest vote that this rank has promised to end; see [Note: the same everywhere].
+        self._ended_vote = 0
+        self._changed = Condition()
+        # The newest vote for which this rank has warned that it waits.
+        self._warned_vote = 0
+        reset_after_fork(self, "_changed", Condition)
+
+        # - Votes by all-reduce
+        self._device = device
+        # Whether ranks have a communicator. They create it once they have agreed on an optimizer, since all ranks must
+        # do so at the same place.
+        self._is_connected = False
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        # The votes that this rank has left without waiting for them.
+        self._left: deque[tuple[int, dist.Work, torch.Tensor]] = deque()
+        if self._calls_peers:
+            withdraw = PeerRpc.for_group(group).register(self._topic, weak_method(self._reply))
+            weakref.finalize(self, withdraw)
+
+    @classmethod
+    def for_group(cls, group: dist.ProcessGroup, device: torch.device) -> StepVotes:
+        """Return the votes of a group on a type of device, created by the first call."""
+        return group_state(group).get_or_create((StepVotes, device.type), lambda: cls(group, device))
+
+    # ---------------------------------------------------------------- voting
+
+    def agree(self, vote: Vote, *, waits: bool) -> bool:
+        """Return whether all ranks vote on the same action and no rank leaves; all ranks call this.
+
+        A rank that leaves does not wait for its peers, because it continues alone, perhaps forever.
+
+        Args:
+            vote: The vote of this rank.
+            waits: Whether hosts wait for each other in each vote. Otherwise they do so at first steps only.
+        """
+        self.spans_groups = False
+        self.has_passed_peers = False
+        if self.reason:
+            return False
+        if waits and self._is_connected:
+            # The tensor of a vote must not inherit the script's modes, such as fake tensors.
+            with outside_modes():
+                return self._all_reduce(vote)
+        number, is_ended = self._cast(vote)
+        if vote.outcome or is_ended:
+            return False
+        if (waits or vote.text) and not self._call_peers(number, vote):
+            return False
+        if waits:
+            group = self._group()
+            assert group is not None
+            step_communicator(group, self._device)
+            self._is_connected = True
+        return True
+
+    def _cast(self, vote: Vote) -> tuple[int, bool]:
+        """Record a vote; return its number, and whether this rank has promised to end the votes in it."""
+        with self._changed:
+            self.reached[_VOTES] = number = self.reached[_VOTES] + 1
+            is_ended = number <= self._ended_vote
+            self._votes[number] = Vote(vote.tag, outcome=_ENDS) if is_ended else vote
+            self._votes.pop(number - _MAX_KEPT_VOTES, None)
+            self._changed.notify_all()
+        if is_ended:
+            self._end(_REASON_MISSING)
+        return number, is_ended
+
+    def _end(self, reason: str) -> None:
+        with self._changed:
+            self.reason = self.reason or reason
+            self._changed.notify_all()
+        group = self._group()
+        if group is not None:
+            abort_step_communicators(group)
+
+    def _all_reduce(self, vote: Vote) -> bool:
+        # A vote that this rank has left ends before its next one can. Peers may have found there that tags differ, and
+        # then vote no more.
+        while self._left and not vote.outcome:
+            self._wait(*self._left.popleft(), vote)
+            if self.reason:
+                return False
+        self.reached[_VOTES] = number = self.reached[_VOTES] + 1
+        outcome = vote.outcome
+        if number <= self._ended_vote:
+            outcome = _ENDS
+            self._end(_REASON_MISSING)
+        found = torch.tensor((outcome, vote.spans_groups, vote.tag, -vote.tag), dtype=torch.int32, device=self._device)
+        group = self._group()
+        assert group is not None
+        work = step_communicator(group, self._device).allreduce([found], self._options)
+        if outcome:
+            self._left.append((number, work, found))
+            return False
+        return self._wait(number, work, found, vote)
+
+    def _wait(self, number: int, work: dist.Work, found: torch.Tensor, vote: Vote) -> bool:
+        """Wait for an all-reduce; return whether ranks agree."""
+        self.inside[_VOTES] = number
+        begin = time.monotonic()
+        try:
+            while True:
+                try:
+                    work.wait(_SEARCH_PERIOD)
+                    break
+                except RuntimeError:
+                    # A completed work has failed: a peer has died, or the group's own timeout has passed.
+                    if work.is_completed():
+                        raise
+                if self._can_end(number, vote.text, time.monotonic() - begin):
+                    # The missing rank still writes to the memory of the all-reduce when it comes.
+                    self._left.append((number, work, found))
+                    return False
+        finally:
+            self.inside.pop(_VOTES, None)
+        outcome, self.spans_groups, high, low = found.tolist()
+        if high != -low or outcome == _ENDS:
+            self._end(_REASON_ORDER)
+        return not outcome and not self.reason
+
+    def _call_peers(self, number: int, own: Vote) -> bool:
+        """Call peers for their votes with a number until all have cast it; return whether ranks agree."""
+        group = self._group()
+        if group is None or not self._calls_peers:
+            return True
+        votes = {self._rank: own}
+        self.inside[_VOTES] = number
+        begin = time.monotonic()
+        try:
+            while missing := [rank for rank in self._peers if rank not in votes]:
+                replies = PeerRpc.for_group(group).call(self._topic, {"vote": number}, missing, _REPLY_TIMEOUT_S)
+                votes |= {rank: Vote(**header) for rank, (header, _) in replies.items() if header}
+                is_missing = len(votes) <= len(self._peers)
+                if is_missing and self._can_end(number, own.text, time.monotonic() - begin):
+                    return False
+        except PeerError as error:
+            self._end(f"{error} {_REMEDY}")
+            return False
+        finally:
+            self.inside.pop(_VOTES, None)
+        return self._judge(group, votes)
+
+    def _judge(self, group: dist.ProcessGroup, votes: Mapping[int, Vote]) -> bool:
+        self.spans_groups = any(vote.spans_groups for vote in votes.values())
+        outcome = max(vote.outcome for vote in votes.values())
+        # A rank that runs ahead has voted on another step, and goes on with it.
+        self.has_passed_peers = any(not (vote.text or vote.outcome) for vote in votes.values())
+        if outcome == _ENDS:
+            self._end(_REASON_MISSING)
+        elif len({vote.tag for vote in votes.values()}) > 1:
+            ranks: dict[str, list[str]] = {}
+            for rank, vote in sorted(votes.items()):
+                text = vote.text or "another optimizer"
+                ranks.setdefault(text, []).append(str(dist.get_global_rank(group, rank)))
+            parts = " but ".join(f"{text} on rank {', '.join(found)}" for text, found in ranks.items())
+            self._end(f"ranks step different optimizers: {parts}. {_REMEDY}")
+        return not outcome and not self.reason
+
+    # ---------------------------------------------------------------- ranks that wait for each other
+
+    def _can_end(self, number: int, text: str, waited_s: float) -> bool:
+        """Return whether a vote has to end without a missing rank, which has promised to end it as well.
+
+        Args:
+            number: The number of the vote.
+            text: The description of an optimizer at its first step. The process group's own timeout limits other votes.
+            waited_s: The time that this rank has waited, in seconds.
+        """
+        is_late = bool(text) and waited_s > self._timeout_s
+        if text and waited_s > SILENCE_S and self._warned_vote != number:
+            self._warned_vote = number
+            _log.warning("%s", _WAITING.format(text, self._timeout_s, _REMEDY))
+        if not (is_late or self._leads_to(_VOTES, number, [dist.get_rank()])):
+            return False
+        return self._promises_end(number)
+
+    def _leads_to(self, name: str, number: int, path: Sequence[int]) -> bool:
+        """Return whether a chain of waiting ranks leads from an operation of this rank to the first rank of a path."""
+        group = self._group()
+        if group is None or not self._calls_peers:
+            return False
+        question = {"name": name, "number": number, "path": list(path)}
+        try:
+            replies = PeerRpc.for_group(group).call(self._topic, question, timeout_s=_REPLY_TIMEOUT_S)
+        except PeerError:
+            # A rank that does not answer proves nothing.
+            return False
+        return any(header["is closed"] for header, _ in replies.values())
+
+    def _promises_end(self, number: int) -> bool:
+        """Have missing ranks end the votes once they reach this one; return whether one has promised it."""
+        group = self._group()
+        if group is None:
+            return False
+        try:
+            replies = PeerRpc.for_group(group).call(self._topic, {"end": number}, timeout_s=_REPLY_TIMEOUT_S)
+        except PeerError:
+            return False
+        if not any(header["is promised"] for header, _ in replies.values()):
+            return False
+        self._end(_REASON_MISSING)
+        return True
+
+    # ---------------------------------------------------------------- replies to peers
+
+    def _reply(self, question: Mapping[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        if "vote" in question:
+            return self._reply_vote(question["vote"]), []
+        if "end" in question:
+            with self._changed:
+                is_promised = self.reached[_VOTES] < question["end"]
+                if is_promised:
+                    self._ended_vote = max(self._ended_vote, question["end"])
+                    self._changed.notify_all()
+            return {"is promised": is_promised}, []
+        return {"is closed": self._closes(question["name"], question["number"], question["path"])}, []
+
+    def _reply_vote(self, number: int) -> dict[str, Any]:
+        """Return this rank's vote with a number; {} if it has not cast it within the caller's period of search."""
+        with self._changed:
+            is_known = self._changed.wait_for(
+                lambda: self.reason or max(self.reached[_VOTES], self._ended_vote) >= number, _SEARCH_PERIOD_S
+            )
+            if number in self._votes:
+                return asdict(self._votes[number])
+            # This rank has ended the votes, or promised to, or the vote is so old that ranks are far apart. A peer that
+            # has left the vote in which this rank ended them would wait forever without this reply.
+            return asdict(Vote(0, outcome=_ENDS)) if is_known else {}
+
+    def _closes(self, name: str, number: int, path: Sequence[int]) -> bool:
+        """Return whether this rank has not reached an operation, and waits for the first rank of the path itself."""
+        rank = dist.get_rank()
+        if self.reached.get(name, 0) >= number:
+            return False
+        if rank in path:
+            # Ranks of a chain that leads elsewhere find that themselves.
+            return rank == path[0]
+        chain = [*path, rank]
+        waits = [(votes, *operation) for _, votes in group_values(StepVotes) for operation in [*votes.inside.items()]]
+        return any(votes._leads_to(own_name, own_number, chain) for votes, own_name, own_number in waits)
