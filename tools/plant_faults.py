@@ -839,6 +839,13 @@ FAULTS: Final = (
         (_SHARDING_TESTS + "test_in_flight.py",),
     ),
     Fault(
+        "the owner of moved state does not wait for its readers",
+        _SHARDING + "sharded_optimizer.py",
+        "                state.note_read()\n                was_read = True",
+        "                pass",
+        (_SHARDING_TESTS + "test_whole_parameters.py::test_a_rank_that_owns_all_moved_state_waits_for_its_readers",),
+    ),
+    Fault(
         "updates by another owner are no writes",
         _SHARDING + "owned_state.py",
         "[self._writes.get(sharded.index, 1) for sharded in foreign]",

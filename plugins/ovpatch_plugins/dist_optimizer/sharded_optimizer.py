@@ -239,16 +239,25 @@ class ShardedOptimizer:
         """Create missing state, and wait for all that still reads or writes what this step overwrites."""
         COUNTERS.grads_sharded += self._num_lazy_grads
         was_read = False
-        for model, params in self._params_by_model.items():
+        new_models = []
+        for model in self._params_by_model:
             for sharded_optimizer in model.optimizers:
                 # Its gather would overwrite the parameters that this step updates.
                 if sharded_optimizer is not self:
                     sharded_optimizer._sync.finish()
             state = self._states.get(model)
             if state is None:
-                self._add_model(optimizer, model, params)
+                new_models.append(model)
             else:
                 was_read |= state.was_read
+        if new_models:
+            # A rank that has all of the moved state itself reads nothing, but its peers read from
+            # it, so every rank waits as if it had read.
+            for state in self._states.values():
+                state.note_read()
+                was_read = True
+            for model in new_models:
+                self._add_model(optimizer, model, self._params_by_model[model])
         if was_read:
             # Other models are left out: nothing of them changes, and peers may come to no step over them. A rank may
             # have read another model's state than its peer, so all models are announced before the first wait.

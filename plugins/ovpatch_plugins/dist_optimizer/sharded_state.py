@@ -153,6 +153,10 @@ class ShardedState(LazySource):
         """True if this rank has read state since its last step and the last backward."""
         return self._backwards_at_read == self._shards.backwards
 
+    def note_read(self) -> None:
+        """Note that ranks read state now, so that this rank waits for them before its next step."""
+        self._backwards_at_read = self._shards.backwards
+
     def announce_step(self) -> None:
         """Let peers that have read begin their steps.
 
@@ -383,7 +387,7 @@ class ShardedState(LazySource):
 
     def fetch_to_host(self, wanted: Sequence[LazyTensor]) -> list[Tensor]:
         """Return full tensors on the CPU, in new memory, of the version that this rank has."""
-        self._backwards_at_read = self._shards.backwards
+        self.note_read()
         keys = [lazy.key for lazy in wanted]
         version = self._versions.version
         arguments = self._final_reads.mark_final({"version": version, "entries": keys})

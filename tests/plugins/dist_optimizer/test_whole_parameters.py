@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 import ovpatch
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
+from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.ddp.checks import same_bits
 from tests.plugins.dist_optimizer import test_hooks_and_failures, test_loop_styles, test_models, test_scaler
@@ -382,3 +383,34 @@ def test_scalers(ranks, kind):
     check_each(results, steps=8)
     for case in results[0].values():
         assert len({record["scale"] for record in case["patched"]}) > 1, "no step was skipped"
+
+
+def waits_at_second_wrapper() -> list[bool]:
+    """Return what each wait for readers knew in the step in which one of two parameters has another wrapper."""
+    layers = nn.Sequential(nn.Linear(6, 6))
+    with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": SMALL}):
+        model = ddp(layers)
+        opt = torch.optim.Adafactor(model.parameters())
+        model(data(0, 5, 6)).square().mean().backward()
+        opt.step()
+        # Its gradient and its state stay with the first wrapper.
+        layers[0].weight.requires_grad_(False)
+        layers.append(nn.Linear(6, 6))
+        opt.add_param_group({"params": [*layers[1].parameters()]})
+        model = ddp(layers)
+        model(data(1, 5, 6)).square().mean().backward()
+        found = []
+        wait = ShardedState.wait_for_readers
+
+        def wait_for_readers(state: ShardedState) -> None:
+            found.append(state.was_read)
+            wait(state)
+
+        with mock.patch.object(ShardedState, "wait_for_readers", wait_for_readers):
+            opt.step()
+        return found
+
+
+def test_a_rank_that_owns_all_moved_state_waits_for_its_readers(ranks):
+    """The owner of the bias reads nothing of it, and began the next version while its peer read the last one."""
+    assert ranks(2)(waits_at_second_wrapper) == [[True, False]] * 2
