@@ -104,7 +104,9 @@ _FLOORS: Final = {
     "habit total norm": 1e-4,
     "habit expanded gradient": 1e-6,
     "optimizer fused": 1e-4,
-    "layer bfloat16": 0.1,
+    "layer bfloat16": 0.15,
+    # It divides by the root of a difference, which may be close to zero.
+    "optimizer rmsprop": 1e-4,
 }
 
 _PLACE: Final = re.compile(r"^( *)([A-Z]{2,})(?: or (.*))?\n", re.MULTILINE)

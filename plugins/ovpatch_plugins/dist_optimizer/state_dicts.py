@@ -205,7 +205,8 @@ class StateDictSource(LazySource):
     def _show(self, state: dict[Any, Any]) -> dict[Any, Any]:
         shown = dict(state)
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.ndim:
+            # State of a sparse embedding is sparse. It is this rank's own, like a scalar.
+            if isinstance(value, Tensor) and value.ndim and value.layout is torch.strided:
                 meta = TensorMeta(value.shape, (), value.dtype, _CPU)
                 lazy = lazy_tensor.make_lazy(meta, self, len(self._tensors))
                 shown[name] = lazy

@@ -15,13 +15,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from tests.plugins.ddp.arms import data
 from tests.plugins.ddp.checks import same_bits
-from tests.plugins.dist_optimizer.checks import both
+from tests.plugins.dist_optimizer.checks import both, ddp
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
 from tests.plugins.dist_optimizer.test_state import build, step, trained
 from tests.plugins.dist_optimizer.test_whole_parameters import instead
@@ -307,3 +308,32 @@ def test_state_of_whole_parameters(ranks):
         if rank == 0:
             compare(result["stock"], result["patched"]).assert_bitwise()
         assert (result["counters"]["bytes_pulled"] > 0) == (rank == 0)
+
+
+class WithSparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6, sparse=True)
+        self.linear = nn.Linear(6, 30)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.embedding((x[:, 0].detach().abs() * 3).long() % 9)
+        return self.linear(x + rows)
+
+
+def copies_with_sparse_momentum() -> list[Any]:
+    model = ddp(WithSparse())
+    opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    records = []
+    for number in range(3):
+        opt.zero_grad()
+        model(data(number, 5, 6)).square().mean().backward()
+        opt.step()
+        state = copy.deepcopy(opt.state_dict())["state"]
+        records.append({"state": {key: value["momentum_buffer"].to_dense() for key, value in state.items()}})
+    return records
+
+
+def test_sparse_state_is_shown_as_it_is(ranks):
+    for result in same_bits(ranks(2)(both, copies_with_sparse_momentum)):
+        assert result["counters"]["grads_sharded"] > 0
