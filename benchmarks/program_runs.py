@@ -27,7 +27,7 @@ _ERROR: Final = re.compile(r"^(?:\[?rank\d+\]?: ?)?((?:[\w.]+\.)?\w*(?:Error|Exc
 
 
 class ProgramError(Exception):
-    """A program failed, or did not come to its next report in time."""
+    """A program failed, or did not reach its next report in time."""
 
 
 def make_launcher(ranks: int) -> list[str]:
@@ -59,8 +59,8 @@ class Program:
         if features is not None:
             listed = [f"--features={features}"] if features else []
             command = [sys.executable, "-m", "ovpatch", "run", f"--report={self._report_file}", *listed, "--", *command]
-        self._entry = f"{_MARK}={uuid.uuid4().hex}"
-        name, _, value = self._entry.partition("=")
+        self._mark_entry = f"{_MARK}={uuid.uuid4().hex}"
+        name, _, value = self._mark_entry.partition("=")
         with self._log_file.open("w") as log:
             self._process = subprocess.Popen(
                 command,
@@ -121,7 +121,7 @@ class Program:
                 self._process.wait(1.0)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-        end_processes(self._entry)
+        end_processes(self._mark_entry)
         self._process.wait()
 
     def _read_log(self) -> None:
@@ -135,7 +135,7 @@ class Program:
         self._read_chars = end
 
     def _last_error(self) -> str:
-        """Return the first error in the log, because launchers print errors of their own after it."""
+        """Return the first error in the log, because launchers print their own errors after it."""
         text = self._log_file.read_text(encoding="utf-8", errors="replace")
         error = _ERROR.search(text)
         return error[1][:200] if error else f"ended with status {self._process.returncode}"

@@ -1,14 +1,14 @@
-"""Runs programs as users write them, stock and with ovpatch, by turns: step times and memory, as a table and as JSON.
+"""Compares programs as users write them, stock and with ovpatch: step times and memory, as a table and as JSON.
 
-    python -m benchmarks.programs                            # all programs, on all GPUs
-    python -m benchmarks.programs --quick --out FILE         # the most wanted ones, in nine minutes on two GPUs
+    python -m benchmarks.programs                         # all programs, on all GPUs.
+    python -m benchmarks.programs --quick --out FILE      # the most wanted ones, in nine minutes on two GPUs.
     python -m benchmarks.programs --only nano-124m --rounds 5
-    python -m benchmarks.programs --cpu-time                 # no GPUs: the CPU time of a step, over that of stock PyTorch
-    python -m benchmarks.programs --table FILE               # the table of results that --out has kept
+    python -m benchmarks.programs --cpu-time              # without GPUs: the CPU time of a step, and its ratio.
+    python -m benchmarks.programs --table FILE            # the table of the results in a file of --out.
 
 The programs are the scripts in ``benchmarks/programs/``. None of them imports ovpatch: ``ovpatch run`` patches them. A
 row of the table is one program. Rounds alternate between its variants, and a variant is compared with the stock run of
-the same round. If the models of all variants fit on a GPU, the processes of a row start once and train by turns.
+the same round. If the models of all variants fit on a GPU, the processes of a row start once and train in turn.
 Otherwise each round starts them again.
 
 The result of a row is appended to ``--out`` when the row is done. A program whose package is missing is skipped, and
@@ -25,6 +25,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import statistics
 import sys
 import sysconfig
@@ -141,7 +142,7 @@ _CPU_TIME: Final = {
     ),
 }
 SIZES: Final = {"full": _FULL, "tiny": _TINY, "cpu": _CPU_TIME}
-# What --quick runs, in this order, with the variants whose models fit on a GPU together.
+# The rows of --quick in their order, with the variants whose models fit on a GPU together.
 QUICK: Final[dict[str, tuple[str, ...]]] = {
     "nano-124m-compiled": ("stock", "best", "ovpatch", "dist_optimizer"),
     "trainer-llama-1.2b": ("stock", "ovpatch", "fsdp2"),
@@ -170,7 +171,7 @@ class Measurement:
         self.worked: dict[str, dict[str, Any]] = {}
 
     def run(self) -> None:
-        """Run the rounds of all variants by turns."""
+        """Run the rounds of all variants alternately."""
         together = not self._args.fresh and (not CUDA or len(self._row.variants) <= self._row.max_together)
         if together:
             self._run_together()
@@ -246,8 +247,8 @@ class Measurement:
             "peak_gib": max(rank["peak_gib"] for rank in ranks),
         }
         self.rounds.append(found)
-        told = f"{statistics.median(found['ms']):9.1f} ms, CPU {found['cpu_ms']:9.1f} ms, {found['peak_gib']:6.2f} GiB"
-        print(f"  round {number}: {variant:16}{told}", flush=True)
+        shown = f"{statistics.median(found['ms']):9.1f} ms, CPU {found['cpu_ms']:9.1f} ms, {found['peak_gib']:6.2f} GiB"
+        print(f"  round {number}: {variant:16}{shown}", flush=True)
 
     def _finish(self, program: Program, variant: str) -> None:
         self.worked[variant] = program.finish(self._end)
@@ -387,18 +388,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=6, help="steps of a program that are not timed")
     parser.add_argument("--steps", type=int, default=0, help="timed steps of a round; each program has its own default")
     parser.add_argument("--fresh", action="store_true", help="start the processes of each round again")
-    parser.add_argument("--budget-s", type=float, help="drop what is left after these seconds (no limit; --quick 510)")
-    parser.add_argument("--start-timeout-s", type=float, default=300.0, help="cut off a program whose start takes longer")
-    parser.add_argument("--round-timeout-s", type=float, default=300.0, help="cut off a round that takes longer")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append the result of each row, one JSON object a line")
+    parser.add_argument("--budget-s", type=float, help="drop the remaining rows after this (no limit; --quick 510)")
+    parser.add_argument("--start-timeout-s", type=float, default=300.0, help="limit of a program's start")
+    parser.add_argument("--round-timeout-s", type=float, default=300.0, help="limit of a round")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append the result of each row to this file, as JSON")
     parser.add_argument("--logs", type=Path, help="keep the logs of programs here")
     parser.add_argument("--table", type=Path, metavar="FILE", help="only print the table of the results in this file")
     parser.add_argument("--list", action="store_true", help="only print the names of programs and variants")
     args = parser.parse_args(arguments)
     if args.quick and (args.cpu_time or args.size not in (None, "full")):
-        parser.error("--quick has programs of its own. Leave --cpu-time and --size out, or choose programs by --only.")
+        parser.error("--quick has its own programs. Leave --cpu-time and --size out, or choose programs by --only.")
     if args.cpu_time and args.size not in (None, "cpu"):
-        parser.error(f"--cpu-time has programs of its own, not those of size {args.size}. Leave --size out.")
+        parser.error(f"--cpu-time has its own programs, and none of size {args.size}. Leave --size out.")
     args.size = "cpu" if args.cpu_time else args.size or "full"
     names = QUICK if args.quick else SIZES[args.size]
     if unknown := set(args.only or ()) - set(names):
@@ -454,4 +455,6 @@ def keep_goal(results: Iterable[dict[str, Any]]) -> bool:
 
 
 if __name__ == "__main__":
+    # A run that is cut off still ends its programs and prints what it has measured.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = Tokens(16 * args.batch * trainer.world_size, config.block_size, config.vocab_size)
+    data = Tokens(64 * args.batch * trainer.world_size, config.block_size, config.vocab_size)
     trainer.fit(Model(args), DataLoader(data, args.batch, shuffle=True, pin_memory=cuda))
 
 

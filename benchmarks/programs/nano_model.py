@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 @dataclass
 class GPTConfig:
-    """The shape of a GPT; the defaults are those of GPT-2 with 124M parameters."""
+    """The shape of a GPT. The defaults have the shape of GPT-2 with 124M parameters."""
 
     block_size: int = 1024
     vocab_size: int = 50304

@@ -1,4 +1,4 @@
-"""Prints the step times and the peak of memory of a training script, in rounds that scripts on one machine take by turns.
+"""Prints the step times and the peak of memory of a training script, in rounds.
 
 A script declares the options with :func:`add_options`, makes a :class:`StepTimes` before it uses the device, and calls
 ``end_step()`` after each optimizer step. Each rank prints lines of JSON that begin with :data:`PREFIX`.
@@ -114,7 +114,7 @@ class StepTimes:
             self._marks.append(time.perf_counter())
 
     def _wait_for_turn(self, name: str) -> None:
-        """Wait for a file, and exit if the process that would write it is gone."""
+        """Wait for a file, and exit if the process that writes it has ended."""
         if self._turns is None:
             return
         while not (self._turns / name).exists():
