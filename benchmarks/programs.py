@@ -29,7 +29,6 @@ import signal
 import statistics
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -42,9 +41,11 @@ import torch
 from benchmarks.program_runs import Program, ProgramError
 from benchmarks.runs import CUDA, described
 
+ROOT: Final = Path(__file__).resolve().parent.parent
 SCRIPTS: Final = Path(__file__).resolve().with_suffix("")
 CPU_TIME_GOAL: Final = 1.03
 _QUICK_BUDGET_S: Final = 510.0
+_EXIT_GRACE_S: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -130,16 +131,15 @@ _TINY: Final = {
     ),
     "lightning": Row("Lightning, tiny", "lightning_gpt.py", "--size=tiny --batch=2", packages=_LIGHTNING),
 }
+_CPU_NANO: Final = Row("nanoGPT, 11M", "nano_gpt.py", "--size=cpu --batch=4", steps=10)
+_CPU_RESNET: Final = Row(
+    "ResNet-50, batch 4 of 64 x 64", "vision.py", "--model=resnet50 --batch=4 --image=64", steps=10
+)
 _CPU_TIME: Final = {
-    "nano": Row("nanoGPT, 11M", "nano_gpt.py", "--size=cpu --batch=4"),
-    "nano-compiled": Row("nanoGPT, 11M, compiled", "nano_gpt.py", "--size=cpu --batch=4", is_compiled=True),
-    "resnet50": Row("ResNet-50, batch 4 of 64 x 64", "vision.py", "--model=resnet50 --batch=4 --image=64"),
-    "resnet50-compiled": Row(
-        "ResNet-50, batch 4 of 64 x 64, compiled",
-        "vision.py",
-        "--model=resnet50 --batch=4 --image=64",
-        is_compiled=True,
-    ),
+    "nano": _CPU_NANO,
+    "nano-compiled": replace(_CPU_NANO, title="nanoGPT, 11M, compiled", is_compiled=True),
+    "resnet50": _CPU_RESNET,
+    "resnet50-compiled": replace(_CPU_RESNET, title="ResNet-50, batch 4 of 64 x 64, compiled", is_compiled=True),
 }
 SIZES: Final = {"full": _FULL, "tiny": _TINY, "cpu": _CPU_TIME}
 # The rows of --quick in their order, with the variants whose models fit on a GPU together.
@@ -157,21 +157,51 @@ class Measurement:
     """The rounds of one row.
 
     Args:
+        name: The name of the row.
         row: The program.
         args: The command line.
-        folder: A folder for logs.
         end: The time of ``time.monotonic`` at which the budget is spent.
     """
 
-    def __init__(self, row: Row, args: argparse.Namespace, folder: Path, end: float) -> None:
-        self._row, self._args, self._folder, self._end = row, args, folder, end
-        self.device = ""
-        self.rounds: list[dict[str, Any]] = []
-        self.failed: dict[str, str] = {}
-        self.worked: dict[str, dict[str, Any]] = {}
+    def __init__(self, name: str, row: Row, args: argparse.Namespace, end: float) -> None:
+        self._name, self._row, self._args, self._end = name, row, args, end
+        self._folder = args.logs / f"{name}-{os.getpid()}"
+        self._steps = args.steps or row.steps
+        self._device = "cpu"
+        # The reason for which no variant ran, or "".
+        self._skipped = ""
+        self._rounds: list[dict[str, Any]] = []
+        # The reasons of failed variants.
+        self._failed: dict[str, str] = {}
+        # The counters of each variant's features that did work.
+        self._worked: dict[str, dict[str, Any]] = {}
+
+    def result(self) -> dict[str, Any]:
+        """Return the rounds so far, with their description and summary."""
+        row, args = self._row, self._args
+        settings = {name: getattr(args, name) for name in ("size", "rounds", "warmup", "fresh", "backend")}
+        settings |= {"steps": self._steps, "arguments": row.arguments, "packages": _versions()}
+        return {
+            **described("programs", settings, world=args.ranks, device=self._device),
+            "program": self._name,
+            "title": row.title + (f" ({args.backend})" if row.is_compiled and args.backend != "inductor" else ""),
+            "is_cpu_time": args.cpu_time,
+            "skipped": self._skipped,
+            "failed": self._failed,
+            "worked": self._worked,
+            "summary": summarize(self._rounds),
+            "rounds": self._rounds,
+        }
 
     def run(self) -> None:
-        """Run the rounds of all variants alternately."""
+        """Run the rounds of all variants alternately, unless a package is missing or the budget is spent."""
+        if missing := self._row.missing_package():
+            self._skipped = f"skipped: there is no package {missing}"
+        elif time.monotonic() >= self._end:
+            self._skipped = f"dropped: the budget of {self._args.budget_s:.0f} s is spent"
+        print(f"{self._row.title}{', ' + self._skipped if self._skipped else ''}", flush=True)
+        if self._skipped:
+            return
         together = not self._args.fresh and (not CUDA or len(self._row.variants) <= self._row.max_together)
         if together:
             self._run_together()
@@ -211,21 +241,22 @@ class Measurement:
 
     def _order(self, number: int) -> list[str]:
         """Return the variants of a round that have not failed. Every other round is reversed, against drift."""
-        left = [variant for variant in self._row.variants if variant not in self.failed]
+        left = [variant for variant in self._row.variants if variant not in self._failed]
         return left[::-1] if number % 2 else left
 
     def _attempt(self, variant: str, part: Any) -> None:
         try:
             part()
         except ProgramError as error:
-            self.failed[variant] = str(error)
-            print(f"  {variant}: {error}", flush=True)
+            is_budget_spent = time.monotonic() >= self._end
+            self._failed[variant] = f"cut off at {self._args.budget_s:.0f} s" if is_budget_spent else str(error)
+            print(f"  {variant}: {self._failed[variant]}", flush=True)
 
     def _start(self, variant: str, stack: ExitStack, folder: Path, *, has_turns: bool) -> Program:
         row, args, chosen = self._row, self._args, VARIANTS[variant]
         script = [str(SCRIPTS / row.script), *shlex.split(row.arguments), *chosen.arguments]
         script += [f"--compile={args.backend}"] if row.is_compiled else []
-        script += [f"--warmup={args.warmup}", f"--steps={args.steps or row.steps}"]
+        script += [f"--warmup={args.warmup}", f"--steps={self._steps}"]
         script += [f"--rounds={args.rounds}"] if has_turns else []
         program = Program(script, chosen.features, args.ranks, folder, has_turns=has_turns)
         stack.callback(program.end)
@@ -233,7 +264,7 @@ class Measurement:
 
     def _wait_until_ready(self, program: Program) -> None:
         deadline = min(self._end, time.monotonic() + self._args.start_timeout_s)
-        self.device = program.wait_for("ready", deadline)[0]["device"]
+        self._device = program.wait_for("ready", deadline)[0]["device"]
 
     def _take_round(self, program: Program, variant: str, number: int, number_of_program: int) -> None:
         deadline = min(self._end, time.monotonic() + self._args.round_timeout_s)
@@ -246,12 +277,14 @@ class Measurement:
             "cpu_ms": round(sum(rank["cpu_ms"] for rank in ranks), 3),
             "peak_gib": max(rank["peak_gib"] for rank in ranks),
         }
-        self.rounds.append(found)
+        self._rounds.append(found)
         shown = f"{statistics.median(found['ms']):9.1f} ms, CPU {found['cpu_ms']:9.1f} ms, {found['peak_gib']:6.2f} GiB"
         print(f"  round {number}: {variant:16}{shown}", flush=True)
 
     def _finish(self, program: Program, variant: str) -> None:
-        self.worked[variant] = program.finish(self._end)
+        # All rounds are measured, so the end of the budget only shortens the wait.
+        deadline = max(self._end, time.monotonic() + _EXIT_GRACE_S)
+        self._worked[variant] = program.finish(deadline)
 
 
 def summarize(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -341,31 +374,6 @@ def choose_rows(args: argparse.Namespace) -> dict[str, Row]:
     return {name: replace(rows[name], variants=variants) for name, variants in kept.items() if variants}
 
 
-def measure(name: str, row: Row, args: argparse.Namespace, end: float) -> dict[str, Any]:
-    """Run one row; return its result."""
-    measurement = Measurement(row, args, args.logs / f"{name}-{os.getpid()}", end)
-    missing = row.missing_package()
-    skipped = f"skipped: there is no package {missing}" if missing else ""
-    if time.monotonic() >= end:
-        skipped = f"dropped: the budget of {args.budget_s:.0f} s is spent"
-    print(f"{row.title}{', ' + skipped if skipped else ''}", flush=True)
-    if not skipped:
-        measurement.run()
-    settings = {k: v for k, v in vars(args).items() if k in ("size", "rounds", "warmup", "steps", "fresh", "backend")}
-    settings |= {"arguments": row.arguments, "packages": _versions()}
-    return {
-        **described("programs", settings, world=args.ranks, device=measurement.device or "cpu"),
-        "program": name,
-        "title": row.title + (f" ({args.backend})" if row.is_compiled and args.backend != "inductor" else ""),
-        "is_cpu_time": args.cpu_time,
-        "skipped": skipped,
-        "failed": measurement.failed,
-        "worked": measurement.worked,
-        "summary": summarize(measurement.rounds),
-        "rounds": measurement.rounds,
-    }
-
-
 def _versions() -> dict[str, str]:
     found = {}
     for name in ("transformers", "accelerate", "lightning", "pytorch-lightning", "torchvision"):
@@ -385,14 +393,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     gpus = torch.cuda.device_count()
     parser.add_argument("--ranks", type=int, default=gpus or 2, help="processes of a program, one on each GPU")
     parser.add_argument("--rounds", type=int, help="rounds of each variant (3; --quick 2, --cpu-time 5)")
-    parser.add_argument("--warmup", type=int, default=6, help="steps of a program that are not timed")
+    parser.add_argument("--warmup", type=int, default=10, help="steps of a program that are not timed")
     parser.add_argument("--steps", type=int, default=0, help="timed steps of a round; each program has its own default")
     parser.add_argument("--fresh", action="store_true", help="start the processes of each round again")
     parser.add_argument("--budget-s", type=float, help="drop the remaining rows after this (no limit; --quick 510)")
     parser.add_argument("--start-timeout-s", type=float, default=300.0, help="limit of a program's start")
     parser.add_argument("--round-timeout-s", type=float, default=300.0, help="limit of a round")
     parser.add_argument("--out", type=Path, metavar="FILE", help="append the result of each row to this file, as JSON")
-    parser.add_argument("--logs", type=Path, help="keep the logs of programs here")
+    parser.add_argument(
+        "--logs", type=Path, default=ROOT / ".programs", help="folder of the programs' logs (.programs)"
+    )
     parser.add_argument("--table", type=Path, metavar="FILE", help="only print the table of the results in this file")
     parser.add_argument("--list", action="store_true", help="only print the names of programs and variants")
     args = parser.parse_args(arguments)
@@ -427,17 +437,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     end = time.monotonic() + args.budget_s
     results: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        # Logs are kept only if the user wants them.
-        args.logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="programs-")))
-        try:
-            for name, row in rows.items():
-                results.append(measure(name, row, args, end))
+    try:
+        for name, row in rows.items():
+            measurement = Measurement(name, row, args, end)
+            try:
+                measurement.run()
+            finally:
+                results.append(measurement.result())
                 if args.out:
                     with args.out.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(results[-1]) + "\n")
-        finally:
-            print(f"\n{make_table(results)}", flush=True)
+    finally:
+        print(f"\n{make_table(results)}", flush=True)
     if args.cpu_time:
         print(f"\nCPU time of a step on all ranks, the least of {args.rounds} rounds; backend {args.backend}")
     return int(any(result["failed"] for result in results) or not keep_goal(results))

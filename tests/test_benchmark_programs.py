@@ -8,10 +8,11 @@ import shlex
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import program_runs, programs
+from benchmarks import program_runs, programs, tables
 from benchmarks.program_runs import Program, ProgramError
 from benchmarks.programs import SCRIPTS, SIZES, VARIANTS, Row, keep_goal, make_table, parse, summarize
 from ovpatch.insight.launch import find_processes
@@ -57,6 +58,23 @@ def test_the_table_of_recorded_results():
         "- GPT, ovpatch, `dist_optimizer`: OutOfMemoryError: out of memory\n"
         "- Lightning: skipped: there is no package lightning"
     )
+
+
+def test_pages_get_the_table_from_the_file_of_results(tmp_path, monkeypatch):
+    (tmp_path / "programs.jsonl").write_text(json.dumps(result("GPT", GPT, torch="2.11")) + "\n")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    filled = tables.fill("<!-- table programs -->\n<!-- /table -->")
+    assert "| GPT | 2 H100, 2030-01-01, 2 rounds | 45.0 ms, 13.2 GiB | 37.0 ms (0.83x), 12.5 GiB |" in filled
+    assert "torch 2.11, random weights and data" in filled
+
+
+def test_the_slowest_rank_counts_and_cpu_time_is_that_of_all_ranks(tmp_path):
+    args = parse(["--size=tiny", f"--logs={tmp_path}"])
+    measurement = programs.Measurement("GPT", SIZES["tiny"]["nano"], args, float("inf"))
+    ranks = [{"ms": [1.0, 4.0], "cpu_ms": 2.0, "peak_gib": 3.0}, {"ms": [2.0, 3.0], "cpu_ms": 1.0, "peak_gib": 4.0}]
+    program = SimpleNamespace(wait_for=lambda event, deadline, *, number: ranks)
+    measurement._take_round(program, "stock", 1, 0)
+    assert measurement.result()["rounds"] == [make_round(1, "stock", [2.0, 4.0], cpu_ms=3.0, peak_gib=4.0)]
 
 
 def test_a_variant_is_compared_with_the_stock_runs_of_its_rounds():
@@ -163,6 +181,24 @@ def test_rows_are_dropped_when_the_budget_is_spent(fake, tmp_path, capsys):
     assert json.loads((tmp_path / "out").read_text())["rounds"] == []
 
 
+def test_an_interrupted_run_keeps_its_rounds(fake, tmp_path, monkeypatch, capsys):
+    def interrupt(measurement, program, variant):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(programs.Measurement, "_finish", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        programs.main([*fake, "--rounds=2", "--only=fake", "--variants=stock"])
+    assert "| fake | 1 CPU ranks, " in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "out").read_text())["rounds"]) == 2
+
+
+def test_a_variant_is_cut_off_when_the_budget_is_spent(fake, tmp_path):
+    fake_script = tmp_path / "fake.py"
+    fake_script.write_text(FAKE.replace("for number in range(2):", "time.sleep(600)\nfor number in range(2):"))
+    assert programs.main([*fake, "--budget-s=1", "--rounds=1", "--only=fake", "--variants=stock"]) == 1
+    assert json.loads((tmp_path / "out").read_text())["failed"] == {"stock": "cut off at 1 s"}
+
+
 def test_a_program_that_hangs_is_cut_off_with_what_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(program_runs, "make_launcher", lambda ranks: [sys.executable])
     script = tmp_path / "hangs.py"
@@ -191,13 +227,14 @@ def test_rows_are_commands_that_their_scripts_take(tmp_path):
     for row in scripts.values():
         run = [*preloaded(), str(SCRIPTS / row.script), *shlex.split(row.arguments), "--best", f"--turns={tmp_path}"]
         done = subprocess.run(run, capture_output=True, text=True, timeout=100)
-        assert done.stderr.strip() == "the process that gives turns has ended"
+        assert "the process that gives turns has ended" in done.stderr
 
 
 def test_a_tiny_program_takes_turns_with_itself_under_ovpatch(tmp_path, monkeypatch):
     monkeypatch.setattr(program_runs, "make_launcher", lambda ranks: preloaded(ranks))
     out = tmp_path / "out"
     arguments = ["--size=tiny", "--only=nano", "--ranks=2", "--rounds=2", "--steps=2", "--warmup=2", f"--out={out}"]
+    arguments += [f"--logs={tmp_path / 'logs'}", "--start-timeout-s=120"]
     assert programs.main([*arguments, "--variants", "stock", "ovpatch"]) == 0
     found = json.loads(out.read_text())
     order = [(round["round"], round["variant"]) for round in found["rounds"]]
