@@ -331,9 +331,19 @@ def make_table(results: Iterable[dict[str, Any]]) -> str:
 def _cell(found: dict[str, Any], result: dict[str, Any]) -> str:
     if result["is_cpu_time"]:
         return f"{found['least_cpu_ms']:.1f} ms{_ratio(found, 'cpu_ratio', 3)}"
-    idle = found["variant"] in result["worked"] and not result["worked"][found["variant"]]
-    left = ", left to stock PyTorch" if idle and VARIANTS[found["variant"]].features is not None else ""
-    return f"{found['median_ms']:.1f} ms{_ratio(found, 'ratio', 2)}, {found['peak_gib']:.1f} GiB{left}"
+    cell = f"{found['median_ms']:.1f} ms{_ratio(found, 'ratio', 2)}, {found['peak_gib']:.1f} GiB"
+    return cell + _describe_work(found["variant"], result["worked"])
+
+
+def _describe_work(variant: str, worked: dict[str, dict[str, Any]]) -> str:
+    """Return a remark on the features of a variant, or "" if they worked as their column says."""
+    features = VARIANTS[variant].features
+    if features is None or variant not in worked:
+        return ""
+    if not worked[variant]:
+        return ", left to stock PyTorch"
+    # Plain ovpatch shards only models whose steps do not become longer.
+    return ", sharded" if not features and "dist_optimizer" in worked[variant] else ""
 
 
 def _ratio(found: dict[str, Any], key: str, digits: int) -> str:

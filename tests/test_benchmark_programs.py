@@ -45,6 +45,7 @@ def test_the_table_of_recorded_results():
     failed = {"dist_optimizer": "OutOfMemoryError: out of memory"}
     results = [
         result("GPT", GPT, worked=worked, failed=failed),
+        result("Llama", GPT[:2], worked={"ovpatch": {"ddp": {"backwards": 3}, "dist_optimizer": {"steps": 3}}}),
         result("on CPU", ON_CPU, device="cpu", is_cpu_time=True),
         result("Lightning", skipped="skipped: there is no package lightning"),
     ]
@@ -53,6 +54,7 @@ def test_the_table_of_recorded_results():
         "| --- | --- | --- | --- | --- |\n"
         "| GPT | 2 H100, 2030-01-01, 2 rounds | 45.0 ms, 13.2 GiB | 37.0 ms (0.83x), 12.5 GiB"
         " | 45.0 ms (0.90x), 9.0 GiB, left to stock PyTorch |\n"
+        "| Llama | 2 H100, 2030-01-01, 1 round | 40.0 ms, 13.2 GiB | 36.0 ms (0.90x), 12.0 GiB, sharded |  |\n"
         "| on CPU | 2 CPU ranks, 2030-01-01, 2 rounds | 100.0 ms | 103.5 ms (1.035x) |  |\n"
         "\n"
         "- GPT, ovpatch, `dist_optimizer`: OutOfMemoryError: out of memory\n"
