@@ -138,14 +138,23 @@ def merged(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
     }
 
 
-def described(benchmark: str, settings: dict[str, Any], *, world: int = 0) -> dict[str, Any]:
-    """Return the description of the run in a result; ``world`` ranks, by default those of the process group."""
+def described(benchmark: str, settings: dict[str, Any], *, world: int = 0, device: str = "") -> dict[str, Any]:
+    """Return the description of the run in a result.
+
+    Args:
+        benchmark: Its name.
+        settings: Its settings.
+        world: The number of ranks. Default: that of the process group.
+        device: The name of the device. Default: that of this process, which then has memory on the device.
+    """
+    if not device:
+        device = torch.cuda.get_device_name() if CUDA else platform.processor() or "cpu"
     return {
         "benchmark": benchmark,
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(sys.argv[1:]),
         "world": world or dist.get_world_size(),
-        "device": torch.cuda.get_device_name() if CUDA else platform.processor() or "cpu",
+        "device": device,
         "torch": torch.__version__,
         "ovpatch": ovpatch.__version__,
         "settings": settings,

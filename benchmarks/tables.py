@@ -469,6 +469,20 @@ def tp_host() -> str:
     )
 
 
+def programs() -> str:
+    """Return the table of ``benchmarks/programs.py``: one row per program."""
+    # That module imports torch, which no other table needs.
+    from benchmarks.programs import make_table
+
+    results = _results("programs")
+    return make_table(results) + (
+        f"\n\nMilliseconds of a step: the median of a round's steps, the slowest rank counts, then the median of the "
+        f"rounds. In brackets: the ratio to the stock run of the same round. Memory is the peak of torch's allocator "
+        f"after warm-up. torch {results[-1]['torch']}, random weights and data. Raw data: "
+        "`benchmarks/results/programs.jsonl`."
+    )
+
+
 def _seen(arms: dict[str, str], results: list[dict[str, Any]]) -> dict[str, str]:
     """Return the arms that any of the runs has."""
     seen = {row["arm"] for result in results for row in result["summary"]}
@@ -514,6 +528,7 @@ TABLES = {
     "zero_alone": zero_alone,
     "zero_step": zero_step,
     "moe_layer": moe_layer,
+    "programs": programs,
     "tp_blocks": tp_blocks,
     "tp_host": tp_host,
     "tp_operators": tp_operators,

@@ -132,10 +132,12 @@ PLACES: dict[str, tuple[str, ...]] = {
         "torchrun --nproc-per-node 2 -m benchmarks.megatron_step --linear",
         "torchrun --nproc-per-node 8 -m benchmarks.megatron_step --tp 2 --pp 4",
         "python -m benchmarks.suite",
+        "python -m benchmarks.programs --quick --out benchmarks/results/programs.jsonl",
         'make test PYTEST_ARGS="-m gpu"',
         'make test PYTEST_ARGS="-m gpu --share-gpu --hard-limit 1500"',
     ),
     "installs packages from an index": ("pip install 'ovpatch[megatron]'", "make setup", "make docs"),
+    "takes seven minutes": ("python -m benchmarks.programs --cpu-time",),
     "takes two minutes": (
         "make demo",
         "make demo DEMO_ARGS=--quick",
