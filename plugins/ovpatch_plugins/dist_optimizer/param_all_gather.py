@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -410,6 +410,9 @@ class ParamAllGather:
             an eighth of the parameters.
         copy_engines: Whether the copy engines of the GPUs gather parameters, and reduce the
             gradients of the same groups: ``on``, ``off`` or ``auto``.
+
+    Attributes:
+        copy_places: The groups and devices on which copy engines may gather the next parameters.
     """
 
     def __init__(self, *, overlap: bool, granularity: str, bucket_mb: float, copy_engines: str) -> None:
@@ -428,8 +431,16 @@ class ParamAllGather:
 
         # Whether shards of small parameters are updated in the memory that is gathered.
         self._updates_in_buffers = False
-        # The groups and devices on which copy engines may gather.
-        self._copy_places: Iterable[tuple[dist.ProcessGroup, torch.device]] = ()
+        self.copy_places: tuple[tuple[dist.ProcessGroup, torch.device], ...] = ()
+
+    def find_copy_places(self, params: Sequence[ShardedParam]) -> None:
+        """Set :attr:`copy_places` for the parameters of the next steps."""
+        places = dict.fromkeys((sharded.shards.group, sharded.param.device) for sharded in params)
+        # "auto" measures on CUDA only.
+        if self._copy_engines != "on":
+            is_auto = self._copy_engines == "auto"
+            places = {place: None for place in places if is_auto and place[1].type == "cuda"}
+        self.copy_places = tuple(places)
 
     def begin_update(self, params: Sequence[ShardedParam]) -> None:
         """Update this rank's shards of small parameters in the memory that is gathered.
@@ -465,13 +476,11 @@ class ParamAllGather:
         """Start the all-gather. All ranks call this for the same parameters."""
         if params != self._params or not self._buckets:
             self._set_buckets(params)
-        if self._copy_places:
-            self._choose_transport()
         with outside_modes():
             for bucket in self._buckets:
                 bucket._start()
                 COUNTERS.gathers_overlapped += self._overlaps and bool(bucket._works)
-        if self._copy_places:
+        if self.copy_places:
             self._attend_copies()
         COUNTERS.bytes_gathered += self._nbytes
         COUNTERS.gathers += len(self._buckets)
@@ -489,13 +498,18 @@ class ParamAllGather:
         """True if no stream has waited for a bucket yet."""
         return any(bucket._works for bucket in self._buckets)
 
-    def _choose_transport(self) -> None:
-        """Choose between copy engines and the backend, once, together with all ranks."""
+    def choose_transport(self) -> None:
+        """Choose between copy engines and the backend, once, together with all ranks.
+
+        A step calls this before it launches anything. A kernel that runs for the first time is loaded,
+        and the load waits for a collective of the script that is in flight. The peer may launch its part
+        of that after its own step, in which it would wait here for this rank.
+        """
         from ovpatch.overlap.copy_engine.selection import choose
 
         mode = self._copy_engines
         directory = cache_dir()
-        for group, device in self._copy_places:
+        for group, device in self.copy_places:
             reason = choose(
                 group,
                 device,
@@ -512,7 +526,7 @@ class ParamAllGather:
         """Count the gathers of copy engines, and let the backend's watchdog observe them."""
         from ovpatch.overlap.copy_engine.selection import attend, find_gatherer
 
-        for group, device in self._copy_places:
+        for group, device in self.copy_places:
             if find_gatherer(group, device) is not None:
                 COUNTERS.gathers_copied += sum(
                     bucket._group is group and bucket._device == device for bucket in self._buckets
@@ -526,12 +540,6 @@ class ParamAllGather:
         # If anything raises below, the next step must split again.
         self._buckets = []
         self._nbytes = sum(sharded.param.nbytes for sharded in params)
-        places = dict.fromkeys((sharded.shards.group, sharded.param.device) for sharded in params)
-        # "auto" measures on CUDA only.
-        if self._copy_engines != "on":
-            is_auto = self._copy_engines == "auto"
-            places = {place: None for place in places if is_auto and place[1].type == "cuda"}
-        self._copy_places = tuple(places)
         splits: list[list[ShardedParam]] = []
         for same_kind in group_by_kind(params, self._kind):
             if self._granularity == "size":

@@ -92,8 +92,16 @@ class ParamBroadcast:
         # In bytes.
         self._capacity = bucket_mb * MIB
         self._params: Sequence[ShardedParam] = []
+        # Copy engines broadcast nothing.
+        self.copy_places: tuple[tuple[dist.ProcessGroup, torch.device], ...] = ()
         self._buckets: list[BroadcastBucket] = []
         self._nbytes = 0
+
+    def find_copy_places(self, params: Sequence[ShardedParam]) -> None:
+        """Do nothing, because there are none."""
+
+    def choose_transport(self) -> None:
+        """Do nothing, because the backend broadcasts."""
 
     def begin_update(self, params: Sequence[ShardedParam]) -> None:
         """Do nothing, because the optimizer updates the parameters' own memory."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
+
 from ovpatch_plugins.dist_optimizer.sharded_grads import sort_models
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 
@@ -13,8 +16,20 @@ class ParamSync(Protocol):
     """The collectives that make the parameters of one optimizer full on all ranks after a step.
 
     A step calls :meth:`begin_update` before it changes shards, and then either :meth:`start` or, if
-    peers will not take part, :meth:`keep_update`. The next step calls :meth:`finish` first.
+    peers will not take part, :meth:`keep_update`. The next step calls :meth:`finish` first. A step
+    over other parameters than the last one calls :meth:`find_copy_places`.
+
+    Attributes:
+        copy_places: The groups and devices whose transport :meth:`choose_transport` chooses.
     """
+
+    copy_places: tuple[tuple[dist.ProcessGroup, torch.device], ...]
+
+    def find_copy_places(self, params: Sequence[ShardedParam]) -> None:
+        """Set :attr:`copy_places` for the parameters of the next steps."""
+
+    def choose_transport(self) -> None:
+        """Choose how parameters are sent, together with all ranks, before this rank's update."""
 
     def begin_update(self, params: Sequence[ShardedParam]) -> None:
         """Prepare the update of this rank's shards; the same parameters are synchronized next."""

@@ -227,6 +227,7 @@ class ShardedOptimizer:
             for sharded in params:
                 self._params_by_model[sharded.shards].append(sharded)
             self._group_models = _one_per_group(self._params_by_model)
+            self._sync.find_copy_places(params)
         if params:
             for model in self._params_by_model:
                 # A full tensor is gathered from shards that all hosts know to be of the same step. A replay of a CUDA
@@ -266,6 +267,8 @@ class ShardedOptimizer:
                 state.announce_step()
             for state in states:
                 state.wait_for_readers()
+        if self._sync.copy_places:
+            self._sync.choose_transport()
         # From here to the gather this rank calls no peer; see [Note: hosts before devices].
         if self._calls_no_peers:
             for model in self._group_models:
