@@ -18,6 +18,13 @@ from tests.plugins.dist_optimizer.checks import train_step as step
 from tests.support.equality import compare
 
 SWAP_FILES = ("sharded_state.py", "elementwise_state.py", "sharded_param.py")
+# The remaining functions of this file are around the swap.
+SWAP_FUNCTIONS = {"sharded_optimizer.py": ("_swapped_in",)}
+
+
+def is_of_swap(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename.rpartition("/")[2]
+    return file in SWAP_FILES or frame.f_code.co_name in SWAP_FUNCTIONS.get(file, ())
 
 
 def interrupted_at(number: int, function: Callable[[], Any]) -> str:
@@ -30,10 +37,10 @@ def interrupted_at(number: int, function: Callable[[], Any]) -> str:
 
     def profile(frame: FrameType, event: str, called: Any) -> None:
         nonlocal count, place
-        name = frame.f_code.co_filename.rpartition("/")[2]
-        if name in SWAP_FILES and event in ("call", "c_return"):
+        if event in ("call", "c_return") and is_of_swap(frame):
             count += 1
             if count == number:
+                name = frame.f_code.co_filename.rpartition("/")[2]
                 place = f"{name}:{frame.f_lineno} {event} {getattr(called, '__name__', '')}"
                 raise KeyboardInterrupt
 
