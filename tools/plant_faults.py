@@ -799,8 +799,8 @@ FAULTS: Final = (
     Fault(
         "gradients added under no_sync count as reduced",
         _REDUCTION + "grad_reducer.py",
-        "second one through the same output.\n            self.sharder.local = True",
-        "second one through the same output.\n            self.sharder.local = False",
+        "second one through the same output.\n            self.sharder.is_local = True",
+        "second one through the same output.\n            self.sharder.is_local = False",
         (_SHARDING_TESTS + "test_hooks_and_failures.py",),
     ),
     Fault(

@@ -367,7 +367,7 @@ class GradReducer:
         """Begin or reopen the armed backward; return whether the running backward is reduced."""
         if self.state is ReducerState.IDLE:
             # The backward runs under `no_sync`, or is a second one through the same output.
-            self.sharder.local = True
+            self.sharder.is_local = True
             # Hooks have nothing more to report, unless a later backward reduces these uses.
             self.is_muted = not plan_backward(self.facts, False).shares_usage
             return False
@@ -517,7 +517,7 @@ class GradReducer:
             else:
                 # Gradients so far are local until the missing ones come; see [Note: several graph
                 # tasks].
-                self.sharder.local = True
+                self.sharder.is_local = True
 
     def finish_static_first(self) -> None:
         """Learn how often a static graph uses each parameter, and end its first backward."""

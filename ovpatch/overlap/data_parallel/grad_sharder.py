@@ -31,7 +31,7 @@ class GradSharder:
             ranks.
         max_inflight_bytes: Limit of the bytes of full gradients that are in reduction at one time.
         identity: Name of the model, the same on all ranks and unique in the process group.
-        local: Whether gradients were added that no collective has reduced, as under ``no_sync()``.
+        is_local: Whether gradients were added that no collective has reduced, as under ``no_sync()``.
     """
 
     is_active = False
@@ -41,7 +41,7 @@ class GradSharder:
 
     def __init__(self) -> None:
         self.identity = ""
-        self.local = False
+        self.is_local = False
 
     def bind(self, reducer: object, group: dist.ProcessGroup) -> None:
         """Belong to a reducer; called again when its communicator changes.

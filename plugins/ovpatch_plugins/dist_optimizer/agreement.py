@@ -35,7 +35,7 @@ from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 FIRST_STEP_TIMEOUT_S = 300.0
 
 #: The time after which a waiting rank logs a warning, in seconds.
-SILENCE_S = 5.0
+WARNING_DELAY_S = 5.0
 
 # The time after which a waiting rank searches for ranks that wait for each other.
 _SEARCH_PERIOD_S: Final = 1.0
@@ -332,7 +332,7 @@ class StepVotes:
             waited_s: The time that this rank has waited, in seconds.
         """
         is_late = bool(text) and waited_s > self._timeout_s
-        if text and waited_s > SILENCE_S and self._warned_vote != number:
+        if text and waited_s > WARNING_DELAY_S and self._warned_vote != number:
             self._warned_vote = number
             _log.warning("%s", _WAITING.format(text, self._timeout_s, _REMEDY))
         if not (is_late or self._leads_to(_VOTES, number, [dist.get_rank()])):

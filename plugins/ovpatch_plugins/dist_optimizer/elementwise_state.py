@@ -32,7 +32,7 @@ class ElementwiseState(ShardedState):
     """
 
     @staticmethod
-    def can_divide(shards: ShardedGrads, index: int) -> bool:
+    def can_shard(shards: ShardedGrads, index: int) -> bool:
         """Return whether a parameter is sharded, and request its gradient in shards."""
         return shards.request_sharding(index)
 

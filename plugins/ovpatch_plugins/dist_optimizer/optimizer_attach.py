@@ -37,7 +37,7 @@ from ovpatch_plugins.dist_optimizer.step_patches import (
     NamedClasses,
     find_inner_optimizer,
     find_kind,
-    note_divided,
+    note_sharded,
     unsupported_reason,
 )
 
@@ -117,17 +117,17 @@ class OptimizerAttachment:
         if dropped_gathers:
             finish_dropped_gathers()
         kept = attached_values(optimizer)
-        sharded = kept.get(_SHARDED) or self._take_over(optimizer)
+        sharded = kept.get(_SHARDED) or self._attach(optimizer)
         if sharded is None:
             return inner(optimizer, *args, **kwargs)
         return sharded.step(inner, *args, **kwargs)
 
-    def make_whole(self, optimizer: Optimizer) -> None:
+    def unshard_for_compile(self, optimizer: Optimizer) -> None:
         """Make an optimizer stock whose step is compiled; a graph reads memory, and lazy tensors have none."""
         sharded = find_sharded(optimizer)
         if sharded is not None:
             sharded.unshard()
-            _leave_stock(optimizer, COMPILED)
+            _fall_back(optimizer, COMPILED)
         with torch._C.DisableTorchFunctionSubclass():
             grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
         lazy = [grad for grad in grads if isinstance(grad, LazyTensor)]
@@ -141,7 +141,7 @@ class OptimizerAttachment:
         @functools.wraps(original)
         def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
             load = functools.partial(original, self, *args, **kwargs)
-            sharded = optimizers._take_over(self)
+            sharded = optimizers._attach(self)
             if sharded is not None and sharded.is_elementwise:
                 load_in_fp32(self, load)
             else:
@@ -157,7 +157,7 @@ class OptimizerAttachment:
             sharded = find_sharded(self)
             if sharded is None:
                 return original(self, *args, **kwargs)
-            with sharded.undivided():
+            with sharded.pause_steps():
                 return original(self, *args, **kwargs)
 
         return state_dict
@@ -168,10 +168,10 @@ class OptimizerAttachment:
             return
         inner = find_inner_optimizer(optimizer)
         if inner is not None and _SHARDED not in attached_values(inner) and _has_sharded_grads(inner):
-            _leave_stock(inner, f"it is inside a {type(optimizer).__name__}, which divides the work itself")
-        self._take_over(optimizer)
+            _fall_back(inner, f"it is inside a {type(optimizer).__name__}, which divides the work itself")
+        self._attach(optimizer)
 
-    def _take_over(self, optimizer: Optimizer) -> ShardedOptimizer | None:
+    def _attach(self, optimizer: Optimizer) -> ShardedOptimizer | None:
         """Return what divides an optimizer's steps, made at the first call; None if it is stock."""
         kept = attached_values(optimizer)
         if _SHARDED not in kept:
@@ -184,7 +184,7 @@ class OptimizerAttachment:
                 return None  # not now; a model may be wrapped later
             reason = unsupported_reason(optimizer, self._named)
             if reason:
-                _leave_stock(optimizer, reason)
+                _fall_back(optimizer, reason)
             else:
                 self._remark_if_idle(optimizer)
                 kept[_SHARDED] = self._make(optimizer)
@@ -215,12 +215,12 @@ class OptimizerAttachment:
             )
             state_type = MainParamsState if options["main_params_in_fp32"] else ElementwiseState
             quiet = kind is Kind.ELEMENT_WISE
-            sharded = ShardedOptimizer(optimizer, gather, state_type, _leave_stock, calls_no_peers=quiet)
+            sharded = ShardedOptimizer(optimizer, gather, state_type, _fall_back, calls_no_peers=quiet)
             sharded.finalizers.append(finish_when_dropped(optimizer, gather))
             return sharded
         broadcast = ParamBroadcast(min(bucket_mb, _BROADCAST_MB))
         owned = OwnedState if kind is Kind.PER_PARAMETER else NamedOwnedState
-        return ShardedOptimizer(optimizer, broadcast, owned, _leave_stock)
+        return ShardedOptimizer(optimizer, broadcast, owned, _fall_back)
 
 
 def find_sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
@@ -242,14 +242,14 @@ def release_all() -> None:
 
 def _note_sharded(*, lazy: bool) -> None:
     """Note whether compiled steps have something to make whole: sharded optimizers, or lazy gradients."""
-    note_divided(divided=lazy or any(one is not None for _, one in find_owners(_SHARDED)))
+    note_sharded(is_any=lazy or any(one is not None for _, one in find_owners(_SHARDED)))
 
 
 def _has_sharded_grads(optimizer: Optimizer) -> bool:
     return any(sharded_grads.find(param) is not None for group in optimizer.param_groups for param in group["params"])
 
 
-def _leave_stock(optimizer: Optimizer, reason: str) -> None:
+def _fall_back(optimizer: Optimizer, reason: str) -> None:
     attached_values(optimizer)[_SHARDED] = None
     COUNTERS.stock_optimizers += 1
     text = f"{type(optimizer).__name__} stays stock: {reason}"

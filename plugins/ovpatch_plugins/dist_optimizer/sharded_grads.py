@@ -98,8 +98,8 @@ class ShardedGrads(GradSharder, GradSource):
         versions: The versions of the shards; an update of them is marked there.
         backwards: How many backwards were reduced.
         reduced: The reduced shards, by index of the parameter, padded to the same size on all ranks.
-        retired: Whether the model has other shards by now.
-        restored: Whether the model's gradients are reduced elsewhere by now, for good: ranks may step unevenly.
+        is_replaced: Whether the model has other shards by now.
+        is_detached: Whether the model's gradients are reduced elsewhere by now, for good: ranks may step unevenly.
         is_stock: Whether torch steps all optimizers over the model, for good.
         grads_of_backward: What was ``p.grad`` when the last backward ended, by index, as long as it exists.
         optimizers: The sharded optimizers over these parameters.
@@ -124,7 +124,7 @@ class ShardedGrads(GradSharder, GradSource):
         self.params, self.names, self.group = WeakParams(params), list(names), group
         self.sharded = self._agreed = frozenset[int]()
         self.max_inflight_bytes = max_inflight_bytes
-        self.retired = self.restored = False
+        self.is_replaced = self.is_detached = False
         self.backwards = self._searched = 0
         device = params[0].device
         self.versions = SequenceLock(device)
@@ -352,7 +352,7 @@ class ShardedGrads(GradSharder, GradSource):
         retained = self._kept.get(retention.Retention)
         if retained is not None and retained.retained:
             retention.release_retained(self.group)
-        self.local = False
+        self.is_local = False
         self.has_lazy_grads = bool(self.sharded)
 
     def fill_shared_grads(self) -> None:
@@ -434,11 +434,11 @@ class ShardedGrads(GradSharder, GradSource):
 
         Only after :meth:`cast_vote`.
         """
-        return not (self.local or self.restored) and self.was_sharded(index)
+        return not (self.is_local or self.is_detached) and self.was_sharded(index)
 
     def last_grads(self) -> list[tuple[int, Tensor]]:
         """Return the tensors that still exist of those that were ``p.grad`` when the last backward ended."""
-        if self.restored:
+        if self.is_detached:
             return []
         return [(index, grad) for index, ref in self._grads.grads.items() if (grad := ref()) is not None]
 
@@ -462,7 +462,7 @@ class ShardedGrads(GradSharder, GradSource):
             abort_step_communicators(self.group)
 
     def cast_vote(self, tag: int, *, text: str = "", spans_groups: bool = False) -> None:
-        """Make :attr:`local` the same on all ranks, which all call this.
+        """Make :attr:`is_local` the same on all ranks, which all call this.
 
         A rank with local gradients waits for no peer, since it continues alone, perhaps forever. Peers find that in the
         vote in which they wait. A vote in each step would stall hosts that run ahead of their devices. There the step
@@ -474,16 +474,16 @@ class ShardedGrads(GradSharder, GradSource):
             spans_groups: Whether the optimizer has models of several process groups.
         """
         # The model has votes also after the script has dropped the wrapper.
-        is_sharded = self._watch is not None and not (self.restored or self.retired)
+        is_sharded = self._watch is not None and not (self.is_detached or self.is_replaced)
         has_begun = bool(text) or self.backwards > 0
         if self.votes is None or not (is_sharded and has_begun) or is_destroyed(self.group):
             return
         # Ranks have left this model to torch together. A rank may have freed it since, and then casts no vote over it.
         if self.is_stock:
-            self.local = True
+            self.is_local = True
             return
         waits = self.has_step_votes
-        self.local = not self.votes.agree(Vote(tag, text, int(self.local), spans_groups), waits=waits)
+        self.is_local = not self.votes.agree(Vote(tag, text, int(self.is_local), spans_groups), waits=waits)
         if not waits:
             self._voted = (self._voted * 31 + self.votes.reached[""] + tag) % _VOTED
 
@@ -528,11 +528,11 @@ class ShardedGrads(GradSharder, GradSource):
 
     def retire(self) -> None:
         """Leave the parameters to other shards."""
-        self.retired = True
+        self.is_replaced = True
 
     def restore_grads(self) -> None:
         """Materialize all gradients, while there are peers to call; there will be no shards any more."""
-        self.restored = True
+        self.is_detached = True
         if self._watch is not None:
             self._watch.detach()  # another reducer comes
         if self._peers.start_final_calls():
@@ -656,7 +656,7 @@ def materialize_moved(places: Iterable[tuple[Tensor, ShardedGrads, int]]) -> boo
 
 def _watch_local_grads(reference: weakref.ref[ShardedGrads]) -> None:
     model = reference()
-    if model is None or model.retired:
+    if model is None or model.is_replaced:
         return
     for index in range(len(model.params)):
         param = model.params.find(index)
@@ -681,7 +681,7 @@ class _LocalGradHook:
         model = self._reference()
         entry = find(param)
         if model is not None and entry is not None and entry[0] is model:
-            model.local = True
+            model.is_local = True
 
 
 class _BeforeLocalGradHook:
@@ -695,7 +695,7 @@ class _BeforeLocalGradHook:
         if self.handle is not None:
             self.handle.remove()
         model = self._reference()
-        if model is not None and not model.retired:
+        if model is not None and not model.is_replaced:
             model.before_accumulate(self._index)
 
 

@@ -297,7 +297,7 @@ class ShardedOptimizer:
             self._sync.start(params)
 
     @contextmanager
-    def undivided(self) -> Iterator[None]:
+    def pause_steps(self) -> Iterator[None]:
         """Keep steps from beginning while the block runs; first wait for a step in another thread.
 
         Raises:
@@ -315,7 +315,7 @@ class ShardedOptimizer:
         if torch._C._current_graph_task_id() != -1:
             return REASON_IN_BACKWARD
         for model in self._params_by_model:
-            if model.restored:
+            if model.is_detached:
                 return REASON_DETACHED
         if not self._has_voted:
             self._has_voted = True
@@ -362,25 +362,25 @@ class ShardedOptimizer:
         # These loops run in each step, so they have no generator, whose every element would be a call.
         is_leaving = False
         for model in tags:
-            is_leaving |= model.local or model.is_stock
+            is_leaving |= model.is_local or model.is_stock
         spans_groups = len(tags) > 1 and len({model.group for model in tags}) > 1
         agreed = []
         is_local = is_leaving
         for model, tag in tags.items():
-            model.local |= is_leaving
+            model.is_local |= is_leaving
             model.cast_vote(tag, text=texts.get(model, ""), spans_groups=spans_groups)
-            is_local |= model.local
-            if not model.local and model.votes is not None and model.votes.spans_groups:
+            is_local |= model.is_local
+            if not model.is_local and model.votes is not None and model.votes.spans_groups:
                 agreed.append(model)
         # A rank that is in one of the groups only learns of a failure in another group by a second vote.
         for model in agreed:
-            model.local |= is_local
+            model.is_local |= is_local
             model.cast_vote(tags[model], text=texts.get(model, ""))
-            is_local |= model.local
+            is_local |= model.is_local
         if not is_local:
             return ""
         for model in tags:
-            model.local = True
+            model.is_local = True
             if self._leaves_waiting_hosts(model, is_leaving):
                 model.stay_away_from_hosts()
         reasons = [model.votes.reason for model in tags if model.votes is not None]
@@ -435,7 +435,7 @@ class ShardedOptimizer:
                 continue
             sharded = known.get(id(param))
             if sharded is None or (sharded.shards, sharded.index) != entry:
-                if not self._state_type.can_divide(*entry):
+                if not self._state_type.can_shard(*entry):
                     continue
                 sharded = ShardedParam(param, *entry)
             found.append(sharded)
@@ -490,7 +490,7 @@ class ShardedOptimizer:
         values = [value for state in state_dict["state"].values() for value in state.values()]
         if not any(isinstance(value, LazyTensor) and isinstance(value.source, ShardedState) for value in values):
             return
-        source = StateDictSource(state_dict["state"], weakref.WeakMethod(self.undivided))
+        source = StateDictSource(state_dict["state"], weakref.WeakMethod(self.pause_steps))
         state_dict["state"] = source.shown
         if threading.get_ident() == self._step_thread_id:
             self._state_dicts.add(source)

@@ -145,7 +145,7 @@ class ShardedState(LazySource):
 
     @staticmethod
     @abc.abstractmethod
-    def can_divide(shards: ShardedGrads, index: int) -> bool:
+    def can_shard(shards: ShardedGrads, index: int) -> bool:
         """Return whether a parameter's update can be sharded, and request the gradient for that."""
 
     @property
@@ -244,7 +244,7 @@ class ShardedState(LazySource):
     def load(self, states: States) -> None:
         """Shard loaded state; see [Note: versions of state]."""
         # After a cast, for instance, the model has other shards.
-        if self._shards.retired:
+        if self._shards.is_replaced:
             return
         # No peer replies after the end of the group, so shards could not be gathered again.
         if PeerRpc.is_destroyed(self.group):

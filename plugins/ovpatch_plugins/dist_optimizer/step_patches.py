@@ -134,13 +134,13 @@ def _full_name(cls: type) -> str:
 get_dynamo_callback: Final = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 #: Whether there are divided optimizers, or lazy gradients. A graph guards on it, and could not read a table.
-is_any_divided = False
+is_any_sharded = False
 
 
-def note_divided(*, divided: bool) -> None:
+def note_sharded(*, is_any: bool) -> None:
     """Note whether compiled steps have something to make whole: divided optimizers, or lazy gradients."""
-    global is_any_divided
-    is_any_divided = divided
+    global is_any_sharded
+    is_any_sharded = is_any
 
 
 class StepDivider(Protocol):
@@ -149,7 +149,7 @@ class StepDivider(Protocol):
     def step(self, inner: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer; ``inner`` is the stock function of its class."""
 
-    def make_whole(self, optimizer: Optimizer) -> None:
+    def unshard_for_compile(self, optimizer: Optimizer) -> None:
         """Make an optimizer stock whose step is compiled."""
 
 
@@ -163,12 +163,12 @@ class StepPatches:
         named: Classes that the user has named.
 
     Attributes:
-        divider: What divides steps; None as long as no model is sharded.
+        attachment: What divides steps; None as long as no model is sharded.
     """
 
     def __init__(self, named: NamedClasses) -> None:
         self._named = named
-        self.divider: StepDivider | None = None
+        self.attachment: StepDivider | None = None
 
     def register(self, patches: Registrar) -> None:
         """Register the patches of all known classes."""
@@ -189,13 +189,13 @@ class StepPatches:
         def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
             # Torch's optimizers break the graph before this step. Dynamo is then about to compile what this calls.
             if torch.compiler.is_compiling() or get_dynamo_callback() is not None:
-                if is_any_divided:
-                    patches._make_whole(self)
+                if is_any_sharded:
+                    patches._unshard_for_compile(self)
                 return inner(self, *args, **kwargs)
-            if patches.divider is None:
+            if patches.attachment is None:
                 note_unmanaged(type(self).__name__)
                 return inner(self, *args, **kwargs)
-            return patches.divider.step(inner, self, *args, **kwargs)
+            return patches.attachment.step(inner, self, *args, **kwargs)
 
         if inner is original:
             return step
@@ -204,6 +204,6 @@ class StepPatches:
         return hooked  # type: ignore[no-any-return]
 
     @torch._disable_dynamo
-    def _make_whole(self, optimizer: Optimizer) -> None:
-        if self.divider is not None:
-            self.divider.make_whole(optimizer)
+    def _unshard_for_compile(self, optimizer: Optimizer) -> None:
+        if self.attachment is not None:
+            self.attachment.unshard_for_compile(optimizer)
