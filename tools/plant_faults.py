@@ -514,7 +514,7 @@ FAULTS: Final = (
     Fault(
         "the failure of another rank is swallowed",
         "ovpatch/overlap/comm/step_flags.py",
-        "raise RuntimeError(text(steps[0]))",
+        "raise RuntimeError(say_failed(steps[0]))",
         "return",
         (_DDP_TESTS + "test_failures.py",),
     ),
@@ -626,8 +626,8 @@ FAULTS: Final = (
     Fault(
         "one failure is reported in each step",
         "ovpatch/overlap/comm/step_flags.py",
-        "self._last, self._failed = step, 0",
-        "self._last = step",
+        "self._last_step = step\n        self._num_failed = 0",
+        "self._last_step = step",
         (_DDP_TESTS + "test_failures.py::test_a_rank_whose_peer_lost_a_backward_hears_of_it",),
     ),
     Fault(

@@ -211,7 +211,7 @@ def reported() -> list[str]:
 
 def test_the_report_says_which_and_why(ranks):
     for remarks in ranks(2)(reported):
-        assert any("OwnStep stays stock" in text and "not known to be element-wise" in text for text in remarks)
+        assert any("OwnStep falls back to torch" in text and "not known to be element-wise" in text for text in remarks)
 
 
 def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
