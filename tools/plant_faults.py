@@ -430,8 +430,8 @@ FAULTS: Final = (
     Fault(
         "orders that differ stay unnoticed where ranks do not vote",
         _SHARDING + "sharded_grads.py",
-        'self.votes.reached[""] + tag) % _VOTED',
-        "0) % _VOTED",
+        'self.votes.reached[""] + tag) % _DIGEST_MODULUS',
+        "0) % _DIGEST_MODULUS",
         (_SHARDING_TESTS + "test_orders_by_rank.py",),
     ),
     Fault(

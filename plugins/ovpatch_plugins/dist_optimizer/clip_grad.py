@@ -227,7 +227,8 @@ def _norms_by_all_reduce(
     for shards in sharded_grads.sort_models(indices_by_model):
         indices = sorted(indices_by_model[shards])
         # A stream waits for the collective below; see [Note: hosts before devices].
-        shards.wait_for_hosts()
+        if shards.host_barrier is not None:
+            shards.host_barrier.wait()
         local = [
             shards.local_shard(index) if _has_full_grad((shards, index)) else shards.reduced_shard(index)
             for index in indices

@@ -205,7 +205,7 @@ class OptimizerAttachment:
         # The search below visits all parameters. It can find something new only if parameters have
         # got shards since the last one.
         param_ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        key = sharded_grads.get_generation(), param_ids
+        key = sharded_grads.Generation.number, param_ids
         if values.get(_UNSHARDED_PARAMS) == key:
             return None
         # This is not final, because a model may be wrapped later.

@@ -15,6 +15,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ovpatch.overlap.comm.collectives import abort_step_communicators
 from ovpatch.overlap.comm.lifetimes import reset_after_fork, weak_method
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.peer_rpc import retention
@@ -209,7 +210,8 @@ class ShardedOptimizer:
             # a KeyboardInterrupt ends the step or peers never join the gather.
             self._sync.keep_update()
             raise
-        sort_new_state(optimizer, num_states)
+        if len(optimizer.state) > num_states:
+            _sort_new_state(optimizer, num_states)
         COUNTERS.steps += 1
         COUNTERS.params_updated += len(params)
         return result
@@ -282,7 +284,8 @@ class ShardedOptimizer:
         # From here to the gather this rank calls no peer; see [Note: hosts before devices].
         if self._calls_no_peers:
             for model in self._group_models:
-                model.arrive_at_hosts()
+                if model.host_barrier is not None:
+                    model.host_barrier.arrive()
 
     @contextmanager
     def _swapped_in(self, optimizer: Optimizer) -> Iterator[None]:
@@ -306,7 +309,8 @@ class ShardedOptimizer:
         finally:
             # Peers wait for the gather even if the state of one parameter could not be described.
             for model in self._group_models:
-                (model.start_host_barrier if self._calls_no_peers else model.wait_for_hosts)()
+                if model.host_barrier is not None:
+                    (model.start_host_barrier if self._calls_no_peers else model.host_barrier.wait)()
             self._sync.start(params)
 
     @contextmanager
@@ -405,8 +409,9 @@ class ShardedOptimizer:
             return ""
         for model in tags:
             model.is_local = True
-            if self._leaves_waiting_hosts(model, is_leaving):
-                model.stay_away_from_hosts()
+            if model.host_barrier is not None and self._leaves_waiting_hosts(model, is_leaving):
+                model.host_barrier.abort()
+                abort_step_communicators(model.group)
         reasons = [model.votes.reason for model in tags if model.votes is not None]
         return next(filter(None, reasons), REASON_LOCAL)
 
@@ -437,7 +442,7 @@ class ShardedOptimizer:
     def params_to_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters that have a gradient and whose update can be sharded."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        key = list(map(id, params)), sharded_grads.get_generation()
+        key = list(map(id, params)), sharded_grads.Generation.number
         # The class of a pending parameter would wait for the gather, although `.grad` does not
         # depend on it.
         with torch._C.DisableTorchFunctionSubclass():
@@ -602,7 +607,7 @@ def _evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
     return args, kwargs | {"closure": lambda: loss}
 
 
-def sort_new_state(optimizer: Optimizer, num_known: int) -> None:
+def _sort_new_state(optimizer: Optimizer, num_known: int) -> None:
     """Sort the state that a step has added by parameter, the order in which torch adds it.
 
     Args:
@@ -610,10 +615,10 @@ def sort_new_state(optimizer: Optimizer, num_known: int) -> None:
         num_known: The length of ``optimizer.state`` before the step.
     """
     state = optimizer.state
-    if len(state) > num_known:
-        places = {param: i for i, param in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-        for param in sorted(list(state)[num_known:], key=lambda param: places.get(param, -1)):
-            state[param] = state.pop(param)
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    places = {param: place for place, param in enumerate(params)}
+    for param in sorted(list(state)[num_known:], key=lambda param: places.get(param, -1)):
+        state[param] = state.pop(param)
 
 
 def _complete_soon(state_dicts: Iterable[StateDictSource]) -> None:

@@ -14,7 +14,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -23,7 +23,6 @@ from ovpatch_plugins.dist_optimizer.report import note_unmanaged
 
 if TYPE_CHECKING:
     from ovpatch.hookspecs import Registrar
-    from ovpatch_plugins.dist_optimizer.optimizer_attach import OptimizerAttachment
 
 ELEMENT_WISE: Final[tuple[type[Optimizer], ...]] = (
     torch.optim.SGD,
@@ -155,6 +154,16 @@ def note_sharded(*, is_any: bool) -> None:
     is_any_sharded = is_any
 
 
+class Attachment(Protocol):
+    """The interface of :class:`.OptimizerAttachment`, whose module imports this one."""
+
+    def step(self, inner: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer; ``inner`` is the stock function of its class."""
+
+    def unshard_for_compile(self, optimizer: Optimizer) -> None:
+        """Make state and gradients full, because a compiled step reads memory that shards lack."""
+
+
 class StepPatches:
     """The patches of ``step`` functions.
 
@@ -170,7 +179,7 @@ class StepPatches:
 
     def __init__(self, named: NamedClasses) -> None:
         self._named = named
-        self.attachment: OptimizerAttachment | None = None
+        self.attachment: Attachment | None = None
 
     def register(self, patches: Registrar) -> None:
         """Register the patches of all known classes."""
