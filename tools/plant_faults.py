@@ -624,6 +624,13 @@ FAULTS: Final = (
         (_SHARDING_TESTS + "test_orders_by_rank.py",),
     ),
     Fault(
+        "collectives go on when a host waits in vain for its peers",
+        "ovpatch/overlap/comm/host_barrier.py",
+        "if self._should_abort_collectives and group is not None:",
+        "if False:",
+        ("tests/overlap/test_gate.py::test_who_waits_in_vain_for_hosts_aborts_the_collectives_in_flight",),
+    ),
+    Fault(
         "one failure is reported in each step",
         "ovpatch/overlap/comm/step_flags.py",
         "self._last_step = step\n        self._num_failed = 0",

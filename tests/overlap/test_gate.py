@@ -108,6 +108,31 @@ def test_a_deferred_wait_is_done_at_its_end_or_before_the_next_barrier(ranks, wo
     check_together(zip(*ranks(world)(deferred), strict=True))
 
 
+def failed_waits() -> list[list[str]]:
+    """Return the aborts of a deferred wait that fails: of a group's barrier and of another, in finish and in wait."""
+    found = []
+    for barrier in (HostBarrier.for_group(dist.group.WORLD), HostBarrier(dist.group.WORLD)):
+        barrier.wait()
+        for end in (barrier.finish, barrier.wait):
+            barrier.defer_wait()
+            aborted: list[str] = []
+            with contextlib.ExitStack() as patches:
+                for name in ("abort_transport", "abort_step_communicators"):
+                    record = mock.Mock(side_effect=lambda group, name=name: aborted.append(name))
+                    patches.enter_context(mock.patch.object(host_barrier, name, record))
+                patches.enter_context(mock.patch.object(HostBarrier, "_pass", side_effect=RuntimeError("no peer")))
+                patches.enter_context(pytest.raises(RuntimeError, match="no peer"))
+                end()
+            barrier.finish()
+            found.append(aborted)
+    return found
+
+
+def test_who_waits_in_vain_for_hosts_aborts_the_collectives_in_flight(ranks):
+    aborted = ["abort_step_communicators", "abort_transport"]
+    assert ranks(2)(failed_waits) == [[aborted, [], [], []]] * 2
+
+
 def signalled() -> bool:
     """While rank 1 waits for rank 0, a signal handler waits as well, as if it saved a checkpoint."""
     barrier, read = HostBarrier.for_group(dist.group.WORLD), []

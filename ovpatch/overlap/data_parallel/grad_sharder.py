@@ -52,7 +52,7 @@ class GradSharder:
         self.identity = ""
         # The next reduced backward reduces local gradients as well, and resets this.
         self.is_local = False
-        # Peers may still read the shards of a replaced sharder, so it lives on without a reducer.
+        # Hooks and optimizers may still hold a replaced sharder, and must not act for it.
         self.is_replaced = False
 
     def bind(self, reducer: object, group: dist.ProcessGroup) -> None:
