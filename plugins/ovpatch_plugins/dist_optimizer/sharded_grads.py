@@ -356,7 +356,8 @@ class ShardedGrads(GradSharder, GradSource):
         if barrier is not None:
             # The condition is the same on all ranks, so either all exchange a flag or none does.
             must_send_fp32 = barrier.wait(must_send_fp32 if can_send_low_precision else None)
-            # The flag of one device may be read as the flag of another one.
+            # With several devices a flag means nothing, because the flag of one device may be read
+            # as the flag of another one.
             must_send_fp32 |= len(barrier.devices) > 1
         else:
             must_send_fp32 = True
