@@ -430,8 +430,8 @@ FAULTS: Final = (
     Fault(
         "orders that differ stay unnoticed where ranks do not vote",
         _SHARDING + "sharded_grads.py",
-        'self.votes.reached[""] + tag) % _VOTED',
-        "0) % _VOTED",
+        'self.votes.reached[""] + tag) % _DIGEST_MODULUS',
+        "0) % _DIGEST_MODULUS",
         (_SHARDING_TESTS + "test_orders_by_rank.py",),
     ),
     Fault(
@@ -514,7 +514,7 @@ FAULTS: Final = (
     Fault(
         "the failure of another rank is swallowed",
         "ovpatch/overlap/comm/step_flags.py",
-        "raise RuntimeError(text(steps[0]))",
+        "raise RuntimeError(say_failed(steps[0]))",
         "return",
         (_DDP_TESTS + "test_failures.py",),
     ),
@@ -624,10 +624,17 @@ FAULTS: Final = (
         (_SHARDING_TESTS + "test_orders_by_rank.py",),
     ),
     Fault(
+        "collectives go on when a host waits in vain for its peers",
+        "ovpatch/overlap/comm/host_barrier.py",
+        "if self._should_abort_collectives and group is not None:",
+        "if False:",
+        ("tests/overlap/test_gate.py::test_who_waits_in_vain_for_hosts_aborts_the_collectives_in_flight",),
+    ),
+    Fault(
         "one failure is reported in each step",
         "ovpatch/overlap/comm/step_flags.py",
-        "self._last, self._failed = step, 0",
-        "self._last = step",
+        "self._last_step = step\n        self._num_failed = 0",
+        "self._last_step = step",
         (_DDP_TESTS + "test_failures.py::test_a_rank_whose_peer_lost_a_backward_hears_of_it",),
     ),
     Fault(
@@ -799,8 +806,8 @@ FAULTS: Final = (
     Fault(
         "gradients added under no_sync count as reduced",
         _REDUCTION + "grad_reducer.py",
-        "second one through the same output.\n            self.sharder.local = True",
-        "second one through the same output.\n            self.sharder.local = False",
+        "second one through the same output.\n            self.sharder.is_local = True",
+        "second one through the same output.\n            self.sharder.is_local = False",
         (_SHARDING_TESTS + "test_hooks_and_failures.py",),
     ),
     Fault(

@@ -108,6 +108,29 @@ def test_a_deferred_wait_is_done_at_its_end_or_before_the_next_barrier(ranks, wo
     check_together(zip(*ranks(world)(deferred), strict=True))
 
 
+def failed_waits() -> list[list[int]]:
+    """Return the number of aborts by deferred waits that fail: of a group's barrier and another; in finish, in wait."""
+    found = []
+    for barrier in (HostBarrier.for_group(dist.group.WORLD), HostBarrier(dist.group.WORLD)):
+        barrier.wait()
+        for end in (barrier.finish, barrier.wait):
+            barrier.defer_wait()
+            with (
+                mock.patch.object(host_barrier, "abort_transport") as transport,
+                mock.patch.object(host_barrier, "abort_step_communicators") as communicators,
+                mock.patch.object(HostBarrier, "_pass", side_effect=RuntimeError("no peer")),
+                pytest.raises(RuntimeError, match="no peer"),
+            ):
+                end()
+            barrier.finish()
+            found.append([transport.call_count, communicators.call_count])
+    return found
+
+
+def test_who_waits_in_vain_for_hosts_aborts_the_collectives_in_flight(ranks):
+    assert ranks(2)(failed_waits) == [[[1, 1], [0, 0], [0, 0], [0, 0]]] * 2
+
+
 def signalled() -> bool:
     """While rank 1 waits for rank 0, a signal handler waits as well, as if it saved a checkpoint."""
     barrier, read = HostBarrier.for_group(dist.group.WORLD), []

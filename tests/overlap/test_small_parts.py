@@ -88,7 +88,7 @@ def test_failures_are_told_to_the_ranks_that_did_not_fail(ranks, failing, failed
 def raise_flags_now_and_then(failing: int, failed: list[int]) -> list[list[int]]:
     """As on CUDA, where one sum stands for several steps once the first ones are over."""
     flags = StepFlags(dist.distributed_c10d._get_default_group(), torch.device("cpu"), "test")
-    flags._period, flags._in_every_step = 4, False
+    flags._period, flags._is_in_every_step = 4, False
     for step in range(15):
         flags.start_all_reduce(step, failed=dist.get_rank() == failing and step in failed)
     return [list(steps) for steps in flags.failed_steps()]

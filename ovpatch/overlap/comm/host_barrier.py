@@ -13,6 +13,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from ovpatch.overlap.comm.collectives import abort_step_communicators, abort_transport
 from ovpatch.overlap.comm.consensus import (
     LATE_START_S,
     RankMismatchError,
@@ -67,6 +68,8 @@ class HostBarrier:
     def __init__(self, group: dist.ProcessGroup, name: str = "") -> None:
         store = group_store(group)
         assert store is not None, "the process group was destroyed"
+        # Whether a failed `finish` aborts the group's own collectives; see `for_group`.
+        self._should_abort_collectives = False
         # The barrier must not keep the group alive after destroy_process_group().
         self._group = weakref.ref(group)
         self._world = group.size()
@@ -99,13 +102,16 @@ class HostBarrier:
     def for_group(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> HostBarrier:
         """Return the barrier of a process group, created by the first call.
 
-        Every rank of the group must call this before its peers wait at the barrier.
+        Every rank of the group must call this before its peers wait at the barrier. A rank that
+        calls :meth:`finish` has collectives in flight. If a peer does not arrive, the rank aborts
+        them, because they would never end.
 
         Args:
             group: The process group.
             device: The device to add to :attr:`devices`. Default: none.
         """
         barrier = group_state(group).get_or_create(HostBarrier, lambda: cls(group))
+        barrier._should_abort_collectives = True
         if device is not None:
             barrier.devices.add(device)
         return barrier
@@ -116,7 +122,7 @@ class HostBarrier:
         The rank must not call peers until it has waited, and must wait without a flag.
         """
         with self._lock:
-            self.finish()
+            self._finish()
             if self._world > 1 and not self._has_arrived:
                 self._arrive()
 
@@ -132,6 +138,16 @@ class HostBarrier:
         Raises:
             RuntimeError: See :meth:`wait`.
         """
+        try:
+            self._finish()
+        except RuntimeError:
+            group = self._group()
+            if self._should_abort_collectives and group is not None:
+                abort_step_communicators(group)
+                abort_transport(group)
+            raise
+
+    def _finish(self) -> None:
         if self._must_finish:
             with self._lock:
                 # Another thread may have waited while this one waited for the lock.
@@ -152,7 +168,7 @@ class HostBarrier:
         if self._world == 1:
             return bool(flag)
         with self._lock:
-            self.finish()
+            self._finish()
             return self._pass(flag)
 
     def abort(self) -> None:
@@ -165,7 +181,7 @@ class HostBarrier:
             RuntimeError: A deferred wait failed, see :meth:`wait`.
         """
         with self._lock:
-            self.finish()
+            self._finish()
             if self._world == 1:
                 return
             try:

@@ -297,8 +297,9 @@ class GradReducer:
         flags = self.flags
         if not sharder.is_active or flags is None:
             return
-        if sharder.update_sharded(flags.result(self.steps)):
-            self.hooks.set_prehooks(sharder.watched_params(), sharder)
+        watched_params = sharder.apply_flags(flags.result(self.steps))
+        if watched_params is not None:
+            self.hooks.set_prehooks(watched_params, sharder)
             self._make_sync(self.sync.group)
 
     def complete_last_backward(self) -> None:
@@ -324,7 +325,9 @@ class GradReducer:
             return False
         if self.state is ReducerState.REDUCING or self.state is ReducerState.FAILED:
             return False
-        self.sharder.wait_for_hosts()
+        # The broadcast blocks the host.
+        if self.sharder.host_barrier is not None:
+            self.sharder.host_barrier.wait()
         self.assignment.broadcast_order(self.group)
         self._make_sync(self.sync.group)
         self.facts = self.facts._replace(has_order=True)
@@ -367,7 +370,7 @@ class GradReducer:
         """Begin or reopen the armed backward; return whether the running backward is reduced."""
         if self.state is ReducerState.IDLE:
             # The backward runs under `no_sync`, or is a second one through the same output.
-            self.sharder.local = True
+            self.sharder.is_local = True
             # Hooks have nothing more to report, unless a later backward reduces these uses.
             self.is_muted = not plan_backward(self.facts, False).shares_usage
             return False
@@ -517,7 +520,7 @@ class GradReducer:
             else:
                 # Gradients so far are local until the missing ones come; see [Note: several graph
                 # tasks].
-                self.sharder.local = True
+                self.sharder.is_local = True
 
     def finish_static_first(self) -> None:
         """Learn how often a static graph uses each parameter, and end its first backward."""
@@ -679,7 +682,7 @@ class GradReducer:
     def reattach(self) -> None:
         """Put hooks on the parameters' present nodes, and learn the order of gradients again."""
         self.hooks.remove()
-        self.sharder.retire()
+        self.sharder.is_replaced = True
         self.hooks.attach()
         self._attach()
 
@@ -721,7 +724,7 @@ class GradReducer:
             skip_absent=config.skips_unused,
             max_inflight_bytes=sharder.max_inflight_bytes,
             before_first=sharder.before_first_collective if sharder.is_active else None,
-            before_wait=sharder.finish_host_barrier if sharder.is_active else None,
+            host_barrier=sharder.host_barrier,
         )
 
     def set_name(self, name: str) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from ovpatch.overlap.comm.host_barrier import HostBarrier
     from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
     from ovpatch.overlap.data_parallel.grad_sync import GradSync
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 class GradSharder:
     """Shards the gradients of one model; the base class shards none.
 
-    The methods follow the order in which a step calls them. A reducer skips those from
-    :meth:`update_sharded` to :meth:`get_flags` unless :attr:`is_active` is true.
+    The methods follow the order in which a step calls them. A reducer skips the calls of a step
+    unless :attr:`is_active` is true.
 
     Attributes:
         is_active: Whether gradients may be sharded at all.
@@ -31,17 +32,28 @@ class GradSharder:
             ranks.
         max_inflight_bytes: Limit of the bytes of full gradients that are in reduction at one time.
         identity: Name of the model, the same on all ranks and unique in the process group.
-        local: Whether gradients were added that no collective has reduced, as under ``no_sync()``.
+        host_barrier: The barrier at which hosts meet for the collectives; None if hosts do not run
+            ahead of their devices.
+        is_local: Whether gradients were added that no collective has reduced, as under
+            ``no_sync()``.
+        is_replaced: Whether the parameters have another sharder.
     """
 
+    # Most models have a sharder of the base class. These values are the same for all of them.
     is_active = False
     has_lazy_grads = False
     sharded: frozenset[int] = frozenset()
     max_inflight_bytes = math.inf
+    host_barrier: HostBarrier | None = None
 
     def __init__(self) -> None:
+        # An optimizer may step before the first forward, so the reducer sets the name as soon as it
+        # knows it.
         self.identity = ""
-        self.local = False
+        # The next reduced backward reduces local gradients as well, and resets this.
+        self.is_local = False
+        # Hooks and optimizers may still hold a replaced sharder, and must not act for it.
+        self.is_replaced = False
 
     def bind(self, reducer: object, group: dist.ProcessGroup) -> None:
         """Belong to a reducer; called again when its communicator changes.
@@ -53,15 +65,19 @@ class GradSharder:
 
     # ---------------------------------------------------------------- before a forward
 
-    def update_sharded(self, sums: Sequence[int]) -> bool:
-        """Let the flags of all ranks take effect; return whether :attr:`sharded` has changed.
+    def apply_flags(self, sums: Sequence[int]) -> list[int] | None:
+        """Let the flags of all ranks take effect, which may change :attr:`sharded`.
 
         Args:
             sums: The flags of :meth:`get_flags`, summed over the ranks; empty if no sum takes
                 effect.
+
+        Returns:
+            The parameters for which the reducer must call :meth:`before_accumulate`; None if
+            :attr:`sharded` is the same as before.
         """
         del sums
-        return False
+        return None
 
     def make_bucket(
         self,
@@ -78,10 +94,6 @@ class GradSharder:
         """
         del indices, params, dtype
         return None
-
-    def watched_params(self) -> list[int]:
-        """Return the parameters for which the reducer must call :meth:`before_accumulate`."""
-        return []
 
     # ---------------------------------------------------------------- in a backward
 
@@ -102,13 +114,7 @@ class GradSharder:
         """
 
     def before_first_collective(self) -> None:
-        """Prepare for the first collective of the backward."""
-
-    def finish_host_barrier(self) -> None:
-        """Let the hosts meet before a stream, or the host, waits for a collective."""
-
-    def wait_for_hosts(self) -> None:
-        """Have the host wait for its peers before a collective that blocks it."""
+        """Prepare for the first collective of the backward, and arrive at the host barrier."""
 
     def get_flags(self) -> list[int]:
         """Return the flags of this rank; their number is the same on all ranks."""
@@ -128,10 +134,7 @@ class GradSharder:
 
     # ---------------------------------------------------------------- the end
 
-    def retire(self) -> None:
-        """Stop sharding, because the model gets another sharder."""
-
-    def restore_grads(self) -> None:
+    def detach(self) -> None:
         """Make every ``p.grad`` full, and stop sharding for good; all ranks call this."""
 
 
@@ -186,8 +189,12 @@ class ShardingChoice(Protocol):
 class _Registration:
     """The factory in use, the choice of its models, and terms that are the same on all ranks."""
 
+    # None if no feature shards gradients.
     factory: GradSharderFactory | None = None
+    # None if the factory shards all models.
     choice: ShardingChoice | None = None
+    # Ranks compare these when they wrap a model, because other settings would give other
+    # collectives.
     terms: Mapping[str, Any] = {}
 
 

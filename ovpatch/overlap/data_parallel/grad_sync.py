@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import Collectives, Work, WorkWithEpilogue
+from ovpatch.overlap.comm.host_barrier import HostBarrier
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.data_parallel.grad_bucket import Bucket, GradBucket, get_grad
 from ovpatch.overlap.data_parallel.grad_readiness import GradReadiness
@@ -40,7 +41,8 @@ class GradSync:
             must leave out the same buckets.
         max_inflight_bytes: Limit of the bytes in reduction that can be freed afterwards.
         before_first: Called once per backward, before its first collective.
-        before_wait: Called before a stream, or the host, waits for collectives.
+        host_barrier: A barrier that hosts finish before a stream, or the host, waits for
+            collectives. Default: none.
 
     Attributes:
         buckets: See the argument.
@@ -62,7 +64,7 @@ class GradSync:
         skip_absent: bool = False,
         max_inflight_bytes: float = math.inf,
         before_first: Callable[[], None] | None = None,
-        before_wait: Callable[[], None] | None = None,
+        host_barrier: HostBarrier | None = None,
     ) -> None:
         self.buckets = list(buckets)
         self.group = group
@@ -71,7 +73,7 @@ class GradSync:
         self._should_skip_absent = skip_absent
         self._max_inflight_bytes = max_inflight_bytes
         self._before_first = before_first
-        self._before_wait = before_wait
+        self._host_barrier = host_barrier
         self._labels = [profiler_label(feature, "all_reduce", f"bucket {number}") for number in range(len(buckets))]
         self._collectives = {bucket.device: Collectives(group, bucket.device, average=average) for bucket in buckets}
         # - The running backward
@@ -193,8 +195,8 @@ class GradSync:
         while len(self._in_flight) > 1 and self._inflight_bytes > self._max_inflight_bytes:
             oldest, oldest_works = self._in_flight.popleft()
             self._inflight_bytes -= oldest.freeable_nbytes
-            if self._before_wait is not None:
-                self._before_wait()
+            if self._host_barrier is not None:
+                self._host_barrier.finish()
             _wait_for_results(oldest_works)
             oldest.free_reduced(but=self._readiness.absent | self._copied)
 
@@ -202,14 +204,14 @@ class GradSync:
 
     def wait_for_peers(self) -> None:
         """Have the host wait until all ranks have taken part; no shard is written yet."""
-        if self._before_wait is not None:
-            self._before_wait()
+        if self._host_barrier is not None:
+            self._host_barrier.finish()
         _wait_for_results(self._works)
 
     def wait(self) -> None:
         """Make the current stream (the host, without streams) wait for all started collectives."""
-        if self._before_wait is not None:
-            self._before_wait()
+        if self._host_barrier is not None:
+            self._host_barrier.finish()
         for work in self._works:
             work.wait()
         self._works = []

@@ -129,11 +129,6 @@ def find_dtensor(param: Tensor) -> Any:
     return None if record is None else record.dtensor()
 
 
-def _explain_foreign_type(params: Iterable[Tensor]) -> str:
-    foreign = {*map(type, params)} - {Parameter}
-    return f"it is a {foreign.pop().__name__}" if foreign else ""
-
-
 def _explain_shared_memory(params: Iterable[Tensor], aliases: int, owners: int) -> str:
     references = count_sole_references() + aliases
     # One loop with local names, because there may be thousands of parameters.
@@ -181,11 +176,12 @@ def mark_pending(
         immediately, and must not try again: another thread may drop its alias in between.
     """
     _register_fork_hook()
-    if reason := _explain_foreign_type(params):
-        return reason
+    if foreign_types := {*map(type, params)} - {Parameter}:
+        return f"it is a {foreign_types.pop().__name__}"
     try:
         # Before the class, see [Note: pending by type].
-        _add_pending(params, wait)
+        params_by_id = {id(param): param for param in params}
+        PENDING.update(dict.fromkeys(params_by_id, (params_by_id.get, wait)))
         for param in params:
             param.__class__ = PendingParameter
         # Aliases are counted after the class is set. An alias that another thread creates later
@@ -205,11 +201,6 @@ def mark_pending(
     return reason
 
 
-def _add_pending(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
-    tensors_by_id = {id(tensor): tensor for tensor in tensors}
-    PENDING.update(dict.fromkeys(tensors_by_id, (tensors_by_id.get, wait)))
-
-
 def _mark_with_dtensors(params: Sequence[Tensor], wait: Callable[[], None], aliases: int, owners: int) -> str:
     """Mark the DTensors over marked parameters; return the reason if the parameters cannot be pending.
 
@@ -225,7 +216,7 @@ def _mark_with_dtensors(params: Sequence[Tensor], wait: Callable[[], None], alia
     if not reason:
         for param in covered:
             dtensor = dtensors[id(param)]
-            _add_pending([dtensor], wait)
+            PENDING[id(dtensor)] = ({id(dtensor): dtensor}.get, wait)
             dtensor.__class__ = _get_pending_dtensor_class()
     return reason
 

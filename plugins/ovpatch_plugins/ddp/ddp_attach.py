@@ -288,7 +288,7 @@ def restore_stock(ddp: Wrapper, reason: str = "") -> None:
     _refuse_inside_backward(ddp)
     reducer = ddp.reducer.grad_reducer
     reducer.recover()
-    reducer.sharder.restore_grads()
+    reducer.sharder.detach()
     reducer.hooks.remove()
     stock_helper = _get_values(ddp).pop(_STOCK_HELPER)
     # A static graph in which each parameter is used once is not declared again. The stock reducer

@@ -31,11 +31,12 @@ from ovpatch.overlap.comm.lifetimes import (
 )
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 
-#: The longest wait for peers at an optimizer's first step, in seconds; a peer may save a checkpoint first.
+#: The longest wait for peers at an optimizer's first step, in seconds. A peer may save a checkpoint
+#: before.
 FIRST_STEP_TIMEOUT_S = 300.0
 
 #: The time after which a waiting rank logs a warning, in seconds.
-SILENCE_S = 5.0
+WARNING_DELAY_S = 5.0
 
 # The time after which a waiting rank searches for ranks that wait for each other.
 _SEARCH_PERIOD_S: Final = 1.0
@@ -61,9 +62,9 @@ _REASON_MISSING: Final = (
     "of the process group is sharded. Create and step the same optimizers in the same order on every rank"
 )
 
-_WAITING: Final = "{} waits for the first step of this optimizer on the other ranks, for up to {:g} s. {}"
+_WARNING_WAITING: Final = "{} waits for the first step of this optimizer on its peers, for up to {:g} s. {}"
 
-#: The name of votes among the operations of a process group; backwards have the name of their model.
+#: The name of votes among the operations of a process group. Backwards have their model's name.
 _VOTES: Final = ""
 
 # The outcomes of a vote on one rank. The largest one of all ranks counts.
@@ -73,7 +74,8 @@ _LEAVES: Final = 1
 # The rank leaves all models of the process group to torch.
 _ENDS: Final = 2
 
-# Votes that a rank keeps for slower peers. Hosts of GPUs do not wait in votes, and run ahead by less than this.
+# Votes that a rank keeps for slower peers. Hosts of GPUs do not wait in votes, and run ahead by
+# less than this.
 _MAX_KEPT_VOTES: Final = 64
 
 
@@ -94,7 +96,10 @@ class OptimizerName:
 
 
 def list_terms(optimizer: Optimizer, names: Iterable[str]) -> str:
-    """Return an optimizer's class and its parameters of one model, which must be the same on all ranks."""
+    """Return the terms of an optimizer: its class and its parameters of one model.
+
+    They must be the same on all ranks.
+    """
     known = sorted(names)
     digest = hashlib.sha256("\n".join(known).encode()).hexdigest()[:12]
     cls = type(optimizer)
@@ -121,24 +126,28 @@ class Vote:
 class StepVotes:
     """The votes of one process group in steps: ranks agree before they change what is sharded.
 
-    [Note: the same everywhere] What one rank alone updates cannot be gathered from all ranks. A script may step an
-    optimizer on one rank only, or over other parameters on each rank, or two optimizers in orders that differ, and
-    PyTorch does not mind. So each vote carries a tag of the rank's next action, with all collectives until the next
-    vote, and votes pair by position. If tags differ, ranks do not run the same steps: no rank of the group votes
-    again, and torch runs all steps. The first vote of a group is a call to all peers, later ones are all-reduces.
-    Hosts that run ahead of their devices call peers in each optimizer's first vote and wait in no other.
+    [Note: the same everywhere] What one rank alone updates cannot be gathered from all ranks. A
+    script may step an optimizer on one rank only, or over other parameters on each rank, or two
+    optimizers in orders that differ, and PyTorch does not mind. So each vote carries a tag of the
+    rank's next action, which includes all collectives until the next vote. Votes pair by position. If
+    tags differ, ranks do not run the same steps: no rank of the group votes again, and torch runs
+    all steps. The first vote of a group is a call to all peers, later ones are all-reduces. Hosts
+    that run ahead of their devices call peers in each optimizer's first vote and wait in no other.
 
-    A rank may wait in a vote for a peer that waits for this rank in a vote of
-    another process group, or in a backward of another model. So a rank that waits for some time searches the chain of
-    operations that ranks are inside of and that the next rank has not reached. If the chain leads back, no rank of it
-    will ever move. The searching rank then asks the missing ranks to end the votes once they reach this one, which is
-    final as soon as one of them has promised it. Each link is checked on the rank that it leads to, and a rank of the
-    chain cannot leave its operation before the next rank reaches it, so a closed chain is no coincidence.
+    A rank may wait in a vote for a peer that waits for this rank in a vote of another process
+    group, or in a backward of another model. So a rank that waits for some time searches the chain
+    of operations that ranks are inside of and that the next rank has not reached. If the chain
+    leads back, no rank of it will ever move. The searching rank then calls the missing ranks, and
+    they promise to end the votes once they reach this one. One promise is final. Each link is
+    checked on the rank that it leads to. A rank of the chain cannot leave its operation before the
+    next rank reaches it, so a closed chain is no coincidence.
 
     Attributes:
         reason: Why no rank of the group votes again; "" as long as ranks vote.
-        spans_groups: Whether some rank's optimizer of the last vote has models of several process groups.
-        has_passed_peers: Whether peers step another optimizer by shards while this rank has voted on its first step.
+        spans_groups: Whether some rank's optimizer of the last vote has models of several process
+            groups.
+        has_passed_peers: Whether peers step another optimizer by shards while this rank has voted
+            on its first step.
         reached: The operations that this rank has begun, by name: the number of the newest one.
         inside: The operations that this rank cannot leave without its peers, likewise.
     """
@@ -171,8 +180,8 @@ class StepVotes:
 
         # - Votes by all-reduce
         self._device = device
-        # Whether ranks have a communicator. They create it once they have agreed on an optimizer, since all ranks must
-        # do so at the same place.
+        # Whether ranks have a communicator. They create it once they have agreed on an optimizer,
+        # since all ranks must do so at the same place.
         self._is_connected = False
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -196,7 +205,8 @@ class StepVotes:
 
         Args:
             vote: The vote of this rank.
-            waits: Whether hosts wait for each other in each vote. Otherwise they do so at first steps only.
+            waits: Whether hosts wait for each other in each vote. Otherwise they do so at first
+                steps only.
         """
         self.spans_groups = False
         self.has_passed_peers = False
@@ -219,7 +229,7 @@ class StepVotes:
         return True
 
     def _cast(self, vote: Vote) -> tuple[int, bool]:
-        """Record a vote; return its number, and whether this rank has promised to end the votes in it."""
+        """Record a vote; return its number, and whether this rank has promised to end it."""
         with self._changed:
             self.reached[_VOTES] = number = self.reached[_VOTES] + 1
             is_ended = number <= self._ended_vote
@@ -239,8 +249,8 @@ class StepVotes:
             abort_step_communicators(group)
 
     def _all_reduce(self, vote: Vote) -> bool:
-        # A vote that this rank has left ends before its next one can. Peers may have found there that tags differ, and
-        # then vote no more.
+        # A vote that this rank has left ends before its next one can. Peers may have found there
+        # that tags differ, and then vote no more.
         while self._left and not vote.outcome:
             self._wait(*self._left.popleft(), vote)
             if self.reason:
@@ -250,7 +260,11 @@ class StepVotes:
         if number <= self._ended_vote:
             outcome = _ENDS
             self._end(_REASON_MISSING)
-        found = torch.tensor((outcome, vote.spans_groups, vote.tag, -vote.tag), dtype=torch.int32, device=self._device)
+        found = torch.tensor(
+            (outcome, vote.spans_groups, vote.tag, -vote.tag),
+            dtype=torch.int32,
+            device=self._device,
+        )
         group = self._group()
         assert group is not None
         work = step_communicator(group, self._device).allreduce([found], self._options)
@@ -269,7 +283,8 @@ class StepVotes:
                     work.wait(_SEARCH_PERIOD)
                     break
                 except RuntimeError:
-                    # A completed work has failed: a peer has died, or the group's own timeout has passed.
+                    # A completed work has failed: a peer has died, or the group's own timeout has
+                    # passed.
                     if work.is_completed():
                         raise
                 if self._can_end(number, vote.text, time.monotonic() - begin):
@@ -284,7 +299,7 @@ class StepVotes:
         return not outcome and not self.reason
 
     def _call_peers(self, number: int, own: Vote) -> bool:
-        """Call peers for their votes with a number until all have cast it; return whether ranks agree."""
+        """Call peers until all have cast the vote of a number; return whether ranks agree."""
         group = self._group()
         if group is None or not self._calls_peers:
             return True
@@ -308,7 +323,7 @@ class StepVotes:
     def _judge(self, group: dist.ProcessGroup, votes: Mapping[int, Vote]) -> bool:
         self.spans_groups = any(vote.spans_groups for vote in votes.values())
         outcome = max(vote.outcome for vote in votes.values())
-        # A rank that runs ahead has voted on another step, and goes on with it.
+        # A rank that runs ahead has voted on another step, and continues with it.
         self.has_passed_peers = any(not (vote.text or vote.outcome) for vote in votes.values())
         if outcome == _ENDS:
             self._end(_REASON_MISSING)
@@ -324,23 +339,30 @@ class StepVotes:
     # ---------------------------------------------------------------- ranks that wait for each other
 
     def _can_end(self, number: int, text: str, waited_s: float) -> bool:
-        """Return whether a vote has to end without a missing rank, which has promised to end it as well.
+        """Return whether a vote ends without a missing rank, which has promised to end it as well.
 
         Args:
             number: The number of the vote.
-            text: The description of an optimizer at its first step. The process group's own timeout limits other votes.
+            text: The description of an optimizer at its first step. The process group's own timeout
+                limits other votes.
             waited_s: The time that this rank has waited, in seconds.
         """
         is_late = bool(text) and waited_s > self._timeout_s
-        if text and waited_s > SILENCE_S and self._warned_vote != number:
+        if text and waited_s > WARNING_DELAY_S and self._warned_vote != number:
             self._warned_vote = number
-            _log.warning("%s", _WAITING.format(text, self._timeout_s, _REMEDY))
+            _log.warning("%s", _WARNING_WAITING.format(text, self._timeout_s, _REMEDY))
         if not (is_late or self._leads_to(_VOTES, number, [dist.get_rank()])):
             return False
         return self._promises_end(number)
 
     def _leads_to(self, name: str, number: int, path: Sequence[int]) -> bool:
-        """Return whether a chain of waiting ranks leads from an operation of this rank to the first rank of a path."""
+        """Return whether a chain of waiting ranks leads to the first rank of a path.
+
+        Args:
+            name: The name of the operation of this rank with which the chain begins.
+            number: The number of that operation.
+            path: The ranks of the chain before it, and this rank.
+        """
         group = self._group()
         if group is None or not self._calls_peers:
             return False
@@ -348,12 +370,12 @@ class StepVotes:
         try:
             replies = PeerRpc.for_group(group).call(self._topic, question, timeout_s=_REPLY_TIMEOUT_S)
         except PeerError:
-            # A rank that does not answer proves nothing.
+            # A rank that does not reply proves nothing.
             return False
         return any(header["is closed"] for header, _ in replies.values())
 
     def _promises_end(self, number: int) -> bool:
-        """Have missing ranks end the votes once they reach this one; return whether one has promised it."""
+        """Have missing ranks end the votes in this one; return whether a rank has promised it."""
         group = self._group()
         if group is None:
             return False
@@ -381,19 +403,21 @@ class StepVotes:
         return {"is closed": self._closes(question["name"], question["number"], question["path"])}, []
 
     def _reply_vote(self, number: int) -> dict[str, Any]:
-        """Return this rank's vote with a number; {} if it has not cast it within the caller's period of search."""
+        """Return this rank's vote of a number; {} if it casts none in the caller's period."""
         with self._changed:
             is_known = self._changed.wait_for(
-                lambda: self.reason or max(self.reached[_VOTES], self._ended_vote) >= number, _SEARCH_PERIOD_S
+                lambda: self.reason or max(self.reached[_VOTES], self._ended_vote) >= number,
+                _SEARCH_PERIOD_S,
             )
             if number in self._votes:
                 return asdict(self._votes[number])
-            # This rank has ended the votes, or promised to, or the vote is so old that ranks are far apart. A peer that
-            # has left the vote in which this rank ended them would wait forever without this reply.
+            # This rank has ended the votes, or promised to, or the vote is so old that ranks are
+            # far apart. A peer that has left the vote in which this rank ended them would wait
+            # forever without this reply.
             return asdict(Vote(0, outcome=_ENDS)) if is_known else {}
 
     def _closes(self, name: str, number: int, path: Sequence[int]) -> bool:
-        """Return whether this rank has not reached an operation, and waits for the first rank of the path itself."""
+        """Return whether this rank lacks an operation, and waits for the first rank of the path."""
         rank = dist.get_rank()
         if self.reached.get(name, 0) >= number:
             return False

@@ -61,7 +61,7 @@ def wrap_clip_grad_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         # A compiled function must trace the original, and its graph cannot read shards.
         if torch.compiler.is_compiling() or get_dynamo_callback() is not None:
-            if step_patches.is_any_divided:
+            if step_patches.is_any_sharded:
                 parameters = _fill_lazy_grads(parameters)
             return original(parameters, *args, **kwargs)
         # The functions below read the parameters again, which a generator allows only once.
@@ -90,7 +90,7 @@ def wrap_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         if torch.compiler.is_compiling() or get_dynamo_callback() is not None:
-            if step_patches.is_any_divided:
+            if step_patches.is_any_sharded:
                 tensors = _fill_lazy_grads(tensors)
             return original(tensors, norm_type, error_if_nonfinite, foreach)
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -129,7 +129,7 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
         foreach: bool | None = None,
     ) -> None:
         if torch.compiler.is_compiling() or get_dynamo_callback() is not None:
-            if step_patches.is_any_divided:
+            if step_patches.is_any_sharded:
                 parameters = _fill_lazy_grads(parameters)
             original(parameters, max_norm, total_norm, foreach)
             return
@@ -227,7 +227,8 @@ def _norms_by_all_reduce(
     for shards in sharded_grads.sort_models(indices_by_model):
         indices = sorted(indices_by_model[shards])
         # A stream waits for the collective below; see [Note: hosts before devices].
-        shards.wait_for_hosts()
+        if shards.host_barrier is not None:
+            shards.host_barrier.wait()
         local = [
             shards.local_shard(index) if _has_full_grad((shards, index)) else shards.reduced_shard(index)
             for index in indices

@@ -32,7 +32,7 @@ class ElementwiseState(ShardedState):
     """
 
     @staticmethod
-    def can_divide(shards: ShardedGrads, index: int) -> bool:
+    def can_shard(shards: ShardedGrads, index: int) -> bool:
         """Return whether a parameter is sharded, and request its gradient in shards."""
         return shards.request_sharding(index)
 
@@ -137,7 +137,7 @@ class ElementwiseState(ShardedState):
         laid_out = full.detach()
         if full.stride() != param.stride():
             laid_out = torch.empty_like(param, dtype=full.dtype).copy_(full)
-        local = shard_view(laid_out, self._shards.local_range(key[0])).clone()
+        local = shard_view(laid_out, self._shards.local_ranges[key[0]]).clone()
         self._local[key] = local
         # This reference to the memory would make the full tensor look shared.
         del laid_out

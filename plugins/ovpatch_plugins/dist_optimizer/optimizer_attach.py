@@ -1,4 +1,4 @@
-"""Which optimizers of this process divide their steps among the ranks, and which stay stock, and why."""
+"""The sharded optimizers of this process, and the optimizers that fell back to torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ovpatch.overlap.comm import collectives
-from ovpatch.overlap.comm.lifetimes import attached_values, drop_values, find_owners, group_values, is_exiting_by_error
+from ovpatch.overlap.comm.lifetimes import (
+    attached_values,
+    drop_values,
+    find_owners,
+    group_values,
+    is_exiting_by_error,
+)
 from ovpatch.overlap.peer_rpc import retention
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.tensors import lazy_tensor, pending_param
@@ -37,27 +43,31 @@ from ovpatch_plugins.dist_optimizer.step_patches import (
     NamedClasses,
     find_inner_optimizer,
     find_kind,
-    note_divided,
+    note_sharded,
     unsupported_reason,
 )
 
 _log = logging.getLogger("ovpatch.dist_optimizer")
 
-_BROADCAST_MB = 64.0  # at a time, of parameters that one rank updates for all: a flat buffer takes as much, twice
+# The MiB of parameters in one broadcast. Its flat buffer takes twice as much memory.
+_MAX_BROADCAST_MB: Final = 64.0
 
-COMPILED = "its step is compiled by now, and a compiled step reads whole state and gradients in memory"
+_REASON_COMPILED: Final = "its step is compiled, and a compiled step reads full state and gradients in memory"
 
-# What is kept for each optimizer that this feature knows: what divides its steps; None if it is stock.
+# The key of an optimizer's :class:`ShardedOptimizer`; its value is None once the optimizer has
+# fallen back to torch.
 _SHARDED: Final = "dist_optimizer"
-# What is kept for each optimizer that had nothing to divide at its last step: by what that was found.
-_SEEN: Final = "dist_optimizer: seen"
+# The key of the parameters that an optimizer had when none of them had sharded gradients. Such an
+# optimizer is not searched again until parameters have got shards.
+_UNSHARDED_PARAMS: Final = "dist_optimizer: parameters without shards"
 
 
 def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``destroy_process_group``: parameters arrive, and peers get what they still ask for, before it is gone.
+    """Wrap ``destroy_process_group``: finish gathers, and serve peers, while there is a group.
 
-    A rank that has finished waits for one that still saves a checkpoint, as it does at its own exit; not if an
-    exception ends it, as its peers may wait for it in a collective.
+    A rank that has finished waits for a peer that still saves a checkpoint, as it does at its own
+    exit. It does not wait if an exception ends it, because its peers may wait for it in a
+    collective.
     """
 
     @functools.wraps(original)
@@ -67,27 +77,31 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         except RuntimeError as error:
             _log.warning("parameters did not arrive; each later read of them raises this, too: %s", error)
         finish_dropped_gathers()
+        # `destroy_process_group(WORLD)` destroys all groups, as it does without an argument.
         ending = None if group is dist.group.WORLD else group
-        leaving = not is_exiting_by_error()
+        should_serve = not is_exiting_by_error()
         copies = sys.modules.get("ovpatch.overlap.copy_engine.selection")
-        if leaving:
+        if should_serve:
+            # State dicts that the script has read in part fetch the rest now, because no peer will
+            # reply later.
             for owner, _ in group_values(retention.Retention, ending):
-                # What was read in part is fetched now, because there will be no other time.
                 retention.prepare_backward(owner)
             if copies is not None:
                 copies.finish(ending)
             PeerRpc.shutdown_all(ending)
-            drop_values(retention.Retention, ending)  # no peer reads it any more
+            # No peer reads retained tensors after the shutdown.
+            drop_values(retention.Retention, ending)
             collectives.close_step_communicators(ending)
         original(group)
-        if leaving and copies is not None:
-            copies.forget(ending)  # not before: to give memory back is to wait for all that runs on the device
+        if should_serve and copies is not None:
+            # The release of this memory waits for all work on the device, so it comes last.
+            copies.forget(ending)
 
     return destroy_process_group
 
 
 def wrap_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``Optimizer.zero_grad``: the class of a pending parameter is not asked for each ``grad`` that is dropped."""
+    """Wrap ``Optimizer.zero_grad``: drop gradients without calls of a pending parameter's class."""
 
     @functools.wraps(original)
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
@@ -101,7 +115,7 @@ def wrap_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class OptimizerAttachment:
-    """Divides the steps of optimizers whose parameters' gradients are sharded, for one set of options.
+    """Shards the steps of optimizers over sharded gradients, for one set of options.
 
     Args:
         options: Resolved options of the feature.
@@ -113,35 +127,43 @@ class OptimizerAttachment:
         self._named = named
 
     def step(self, inner: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
-        """Step an optimizer; ``inner`` is the stock function of its class."""
+        """Step an optimizer.
+
+        Args:
+            inner: The stock ``step`` function of its class.
+            optimizer: The optimizer.
+            *args: Positional arguments of ``inner``.
+            **kwargs: Keyword arguments of ``inner``.
+        """
+        # The parameters of a freed optimizer may belong to this one, and be in flight.
         if dropped_gathers:
             finish_dropped_gathers()
-        kept = attached_values(optimizer)
-        sharded = kept.get(_SHARDED) or self._take_over(optimizer)
+        sharded = attached_values(optimizer).get(_SHARDED) or self._attach(optimizer)
         if sharded is None:
             return inner(optimizer, *args, **kwargs)
         return sharded.step(inner, *args, **kwargs)
 
-    def make_whole(self, optimizer: Optimizer) -> None:
-        """Make an optimizer stock whose step is compiled; a graph reads memory, and lazy tensors have none."""
+    def unshard_for_compile(self, optimizer: Optimizer) -> None:
+        """Make state and gradients full, because a compiled step reads memory that shards lack."""
         sharded = find_sharded(optimizer)
         if sharded is not None:
             sharded.unshard()
-            _leave_stock(optimizer, COMPILED)
+            _fall_back(optimizer, _REASON_COMPILED)
         with torch._C.DisableTorchFunctionSubclass():
             grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+        # Backwards leave lazy gradients until all ranks know that no rank requests shards.
         lazy = [grad for grad in grads if isinstance(grad, LazyTensor)]
-        lazy_tensor.materialize(lazy)  # until all ranks know that no rank wants sharded gradients any more
-        _note_sharded(lazy=sharded is not None or bool(lazy))
+        lazy_tensor.materialize(lazy)
+        _update_is_any_sharded(has_lazy_grads=sharded is not None or bool(lazy))
 
     def wrap_load(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``Optimizer.load_state_dict``: state that was saved in fp32 stays so where parameters have main ones."""
-        optimizers = self
+        """Wrap ``Optimizer.load_state_dict``: main parameters keep state that was saved in fp32."""
+        attachment = self
 
         @functools.wraps(original)
         def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
             load = functools.partial(original, self, *args, **kwargs)
-            sharded = optimizers._take_over(self)
+            sharded = attachment._attach(self)
             if sharded is not None and sharded.is_elementwise:
                 load_in_fp32(self, load)
             else:
@@ -150,55 +172,65 @@ class OptimizerAttachment:
         return load_state_dict
 
     def wrap_state_dict(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap ``Optimizer.state_dict``: a step in another thread, as of a script that saves beside it, ends before."""
+        """Wrap ``Optimizer.state_dict``: wait for a step in another thread.
+
+        A script may save a checkpoint in a thread while it trains. During a step the optimizer's
+        state consists of shards.
+        """
 
         @functools.wraps(original)
         def state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
             sharded = find_sharded(self)
             if sharded is None:
                 return original(self, *args, **kwargs)
-            with sharded.undivided():
+            with sharded.pause_steps():
                 return original(self, *args, **kwargs)
 
         return state_dict
 
     def before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Look at an optimizer before its step, as a global step hook: those whose step is not patched are reported."""
+        """Report an optimizer whose step is not patched; torch calls this global hook."""
         if torch.compiler.is_compiling() or attached_values(optimizer).get(_SHARDED) is not None:
             return
         inner = find_inner_optimizer(optimizer)
         if inner is not None and _SHARDED not in attached_values(inner) and _has_sharded_grads(inner):
-            _leave_stock(inner, f"it is inside a {type(optimizer).__name__}, which divides the work itself")
-        self._take_over(optimizer)
+            _fall_back(inner, f"it is inside a {type(optimizer).__name__}, which shards the work itself")
+        self._attach(optimizer)
 
-    def _take_over(self, optimizer: Optimizer) -> ShardedOptimizer | None:
-        """Return what divides an optimizer's steps, made at the first call; None if it is stock."""
-        kept = attached_values(optimizer)
-        if _SHARDED not in kept:
-            seen = sharded_grads.get_generation(), [list(map(id, group["params"])) for group in optimizer.param_groups]
-            if kept.get(_SEEN) == seen:  # no parameter has got shards since
-                return None
-            if not _has_sharded_grads(optimizer):
-                kept[_SEEN] = seen
-                note_unmanaged(type(optimizer).__name__)
-                return None  # not now; a model may be wrapped later
-            reason = unsupported_reason(optimizer, self._named)
-            if reason:
-                _leave_stock(optimizer, reason)
-            else:
-                self._remark_if_idle(optimizer)
-                kept[_SHARDED] = self._make(optimizer)
-                _note_sharded(lazy=False)
-        return kept[_SHARDED]  # type: ignore[no-any-return]
+    def _attach(self, optimizer: Optimizer) -> ShardedOptimizer | None:
+        """Return the sharded optimizer, created by the first call; None if torch runs the step."""
+        values = attached_values(optimizer)
+        if _SHARDED in values:
+            return values[_SHARDED]  # type: ignore[no-any-return]
+        # The search below visits all parameters. It can find something new only if parameters have
+        # got shards since the last one.
+        param_ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        key = sharded_grads.Generation.number, param_ids
+        if values.get(_UNSHARDED_PARAMS) == key:
+            return None
+        # This is not final, because a model may be wrapped later.
+        if not _has_sharded_grads(optimizer):
+            values[_UNSHARDED_PARAMS] = key
+            note_unmanaged(type(optimizer).__name__)
+            return None
+        if reason := unsupported_reason(optimizer, self._named):
+            _fall_back(optimizer, reason)
+            return None
+        self._remark_if_idle(optimizer)
+        sharded = self._make(optimizer)
+        values[_SHARDED] = sharded
+        _update_is_any_sharded(has_lazy_grads=False)
+        return sharded
 
     def _remark_if_idle(self, optimizer: Optimizer) -> None:
-        """Remark that an optimizer has no parameter that can be sharded, if so: its steps are stock's."""
+        """Remark that torch does all the work of an optimizer, if no parameter can be sharded."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        entries = [entry for entry in map(sharded_grads.find, params) if entry is not None]
-        if not any(shards.can_be_sharded(index) for shards, index in entries):
-            minimum, largest = self._options["min_param_numel"], max(param.numel() for param in params)
+        places = [place for place in map(sharded_grads.find, params) if place is not None]
+        if not any(shards.can_be_sharded(index) for shards, index in places):
+            minimum = self._options["min_param_numel"]
+            largest = max(param.numel() for param in params)
             remark(
-                f"{type(optimizer).__name__} had nothing to divide at its first step: none of its {len(params)} "
+                f"{type(optimizer).__name__} had nothing to shard at its first step: none of its {len(params)} "
                 f"parameters is dense and has min_param_numel={minimum} elements (the largest has {largest})"
             )
 
@@ -214,44 +246,51 @@ class OptimizerAttachment:
                 copy_engines=options["copy_engines"],
             )
             state_type = MainParamsState if options["main_params_in_fp32"] else ElementwiseState
-            quiet = kind is Kind.ELEMENT_WISE
-            sharded = ShardedOptimizer(optimizer, gather, state_type, _leave_stock, calls_no_peers=quiet)
+            sharded = ShardedOptimizer(
+                optimizer,
+                gather,
+                state_type,
+                _fall_back,
+                # The step of a class that the user has named may do anything.
+                calls_no_peers=kind is Kind.ELEMENT_WISE,
+            )
             sharded.finalizers.append(finish_when_dropped(optimizer, gather))
             return sharded
-        broadcast = ParamBroadcast(min(bucket_mb, _BROADCAST_MB))
+        broadcast = ParamBroadcast(min(bucket_mb, _MAX_BROADCAST_MB))
         owned = OwnedState if kind is Kind.PER_PARAMETER else NamedOwnedState
-        return ShardedOptimizer(optimizer, broadcast, owned, _leave_stock)
+        return ShardedOptimizer(optimizer, broadcast, owned, _fall_back)
 
 
 def find_sharded(optimizer: Optimizer) -> ShardedOptimizer | None:
-    """Return what divides an optimizer's steps; None if it is stock."""
+    """Return the sharded optimizer of an optimizer; None if torch runs its steps."""
     return attached_values(optimizer).get(_SHARDED)
 
 
 def release_all() -> None:
-    """Make every optimizer in this process stock again, its state whole."""
-    for _, one in find_owners(_SHARDED):
-        if one is not None:
-            one.unshard()
-    for name in (_SHARDED, _SEEN):
-        for optimizer, _ in find_owners(name):
-            del attached_values(optimizer)[name]
-    _note_sharded(lazy=False)
+    """Detach from every optimizer in this process; its state becomes full."""
+    for _, sharded in find_owners(_SHARDED):
+        if sharded is not None:
+            sharded.unshard()
+    for key in (_SHARDED, _UNSHARDED_PARAMS):
+        for optimizer, _ in find_owners(key):
+            del attached_values(optimizer)[key]
+    _update_is_any_sharded(has_lazy_grads=False)
     finish_dropped_gathers()
 
 
-def _note_sharded(*, lazy: bool) -> None:
-    """Note whether compiled steps have something to make whole: sharded optimizers, or lazy gradients."""
-    note_divided(divided=lazy or any(one is not None for _, one in find_owners(_SHARDED)))
+def _update_is_any_sharded(*, has_lazy_grads: bool) -> None:
+    has_optimizers = any(sharded is not None for _, sharded in find_owners(_SHARDED))
+    note_sharded(is_any=has_lazy_grads or has_optimizers)
 
 
 def _has_sharded_grads(optimizer: Optimizer) -> bool:
     return any(sharded_grads.find(param) is not None for group in optimizer.param_groups for param in group["params"])
 
 
-def _leave_stock(optimizer: Optimizer, reason: str) -> None:
+def _fall_back(optimizer: Optimizer, reason: str) -> None:
     attached_values(optimizer)[_SHARDED] = None
     COUNTERS.stock_optimizers += 1
-    text = f"{type(optimizer).__name__} stays stock: {reason}"
+    text = f"{type(optimizer).__name__} falls back to torch: {reason}"
+    # A script that creates an optimizer per epoch would fill the log with the same line.
     if remark(text):
         _log.warning("%s", text)

@@ -79,7 +79,7 @@ class OwnedState(ShardedState):
         super().__init__(shards, name)
 
     @staticmethod
-    def can_divide(shards: ShardedGrads, index: int) -> bool:
+    def can_shard(shards: ShardedGrads, index: int) -> bool:
         """Return whether one rank may update a parameter for all ranks."""
         return shards.can_be_sharded(index)
 

@@ -556,7 +556,7 @@ class ParamAllGather:
             shards.group,
             name=shards.names[first.index],
             communicator=step_communicator(shards.group, first.param.device),
-            before_wait=shards.finish_host_barrier,
+            before_wait=None if shards.host_barrier is None else shards.host_barrier.finish,
         )
         views = bucket.make_input_views() if self._updates_in_buffers else {}
         for sharded in params:

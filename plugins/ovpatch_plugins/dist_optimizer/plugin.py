@@ -152,7 +152,7 @@ def _register_work(patches: Registrar, options: Mapping[str, Any], named: NamedC
         why="finds infinities in this rank's gradients only, and thus decides whether this rank steps",
     )
     # From here on the patched steps are sharded.
-    steps.divider = optimizers
+    steps.attachment = optimizers
 
 
 def _register_readers(patches: Registrar) -> None:

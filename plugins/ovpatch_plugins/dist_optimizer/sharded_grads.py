@@ -1,4 +1,4 @@
-"""The gradients of one model, where each rank keeps a shard of each."""
+"""The sharded gradients of one model: each rank keeps a shard of each gradient."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.comm import host_barrier
 from ovpatch.overlap.comm.collectives import (
-    abort_step_communicators,
-    abort_transport,
     reduce_scatter_transport,
 )
 from ovpatch.overlap.comm.host_barrier import HostBarrier
@@ -44,66 +42,88 @@ from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, sh
 from ovpatch_plugins.dist_optimizer.agreement import OptimizerName, StepVotes, Vote
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.shard_reader import ShardReader
-from ovpatch_plugins.dist_optimizer.sharded_bucket import GradShards, GradSource, GradState, ShardedGradBucket
-
-_STRICT_BACKWARDS: Final = 3  # of a model, in which its kernels are loaded
-
-_OTHER_LAYOUT: Final = (
-    "ovpatch: parameter '{}' got another memory layout (memory_format?) after its model was wrapped, and shards of "
-    "its gradient and of its optimizer's state are in the old order. Change the layout before "
-    "DistributedDataParallel, or turn dist_optimizer off."
+from ovpatch_plugins.dist_optimizer.sharded_bucket import (
+    GradShards,
+    GradSource,
+    GradState,
+    ShardedGradBucket,
 )
 
-_OTHER_ORDER: Final = (
-    "ovpatch: ranks have stepped, clipped or unscaled optimizers over {} in orders that differ, or over different "
-    "parameters, so its parameters may be wrong since one of the last steps. Use the same order on every rank (a set "
-    "has none), or turn dist_optimizer off."
+# The first backwards of a model, in which CUDA loads its kernels.
+_NUM_STRICT_BACKWARDS: Final = 3
+
+_ERROR_OTHER_LAYOUT: Final = (
+    "ovpatch: parameter '{}' got another memory layout (memory_format?) after its model was wrapped, "
+    "and shards of its gradient and of its optimizer's state are in the old order. Change the layout "
+    "before DistributedDataParallel, or turn dist_optimizer off."
 )
 
-#: More than a rank's digest of its votes, so that the sum of its squares over 2,047 ranks is an int32.
-_VOTED: Final = 1021
-
-_TOO_EARLY: Final = (
-    "ovpatch: the gradient of parameter '{}' was read, or added to, during a backward that has already reduced it "
-    "and freed its memory. Read it after the backward; if several reentrant checkpoints use the parameter, set "
-    "use_reentrant=False; or set OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0."
+_ERROR_OTHER_ORDER: Final = (
+    "ovpatch: ranks have stepped, clipped or unscaled optimizers over {} in orders that differ, or "
+    "over different parameters, so its parameters may be wrong since one of the last steps. Use the "
+    "same order on every rank (a set has none), or turn dist_optimizer off."
 )
+
+_ERROR_IN_FLIGHT: Final = (
+    "ovpatch: the gradient of parameter '{}' was read, or added to, during a backward that had "
+    "already reduced it and freed its memory. Read it after the backward; if several reentrant "
+    "checkpoints use the parameter, set use_reentrant=False; or set "
+    "OVPATCH_DIST_OPTIMIZER_GRADS_IN_FLIGHT_MB=0."
+)
+
+# A rank's digest of its votes is smaller than this number, so the sum of its squares over 2,047
+# ranks fits in an int32.
+_DIGEST_MODULUS: Final = 1021
+
+_TAG_MASK: Final = (1 << 30) - 1
 
 
 class ShardedGrads(GradSharder, GradSource):
-    """This rank's shards of one model's gradients. Methods stand in the order of a gradient's life.
+    """This rank's shards of one model's gradients.
 
-    [Note: sharded on request] An optimizer that updates shards requests sharded gradients; a script that looks at
-    ``p.grad`` reads full ones, which is noticed. Ranks exchange both as step flags. A gradient is reduce-scattered from
-    the step on in which all ranks request it and none has ever read it; otherwise it is all-reduced, as under stock. So
-    a script that reads gradients pays for a few slow reads, and is then as fast as without this feature.
+    The methods follow the life of a gradient.
 
-    [Note: one dtype on all ranks] Backends add in the dtype that is sent; the copy engines' kernel adds half precision
-    in fp32, without a cast before. Half precision is exact for a single contribution only. If any rank has a gradient
-    when backward begins, or its static graph reaches a parameter twice, or hooks of the script may change gradients,
-    all ranks send fp32. Ranks exchange this at the host barrier. Where a graph that is not static reaches a parameter
-    twice behind the first collective (reentrant checkpoints), its sum is sent rounded.
+    [Note: sharded on request] An optimizer that updates shards requests sharded gradients. A script
+    that reads ``p.grad`` gets full ones, and this class counts the read. Ranks exchange both as
+    step flags. A gradient is reduce-scattered from the step on in which all ranks request it and
+    none has ever read it; otherwise it is all-reduced, as in stock PyTorch. So a script that reads
+    gradients pays for a few slow reads, and is then as fast as without this feature.
+
+    [Note: one dtype on all ranks] Backends add in the dtype that is sent. The kernel of the copy
+    engines adds low precision in fp32, without a cast before. Low precision is exact for a single
+    contribution only. All ranks send fp32 if any rank has a gradient when backward begins, its
+    static graph reaches a parameter twice, or hooks of the script may change gradients. Ranks
+    exchange this at the host barrier. If another graph reaches a parameter twice after the first
+    collective (reentrant checkpoints), its sum is sent rounded.
 
     Args:
         params: The parameters, the same on all ranks, in registration order.
         names: Their fully qualified names.
         group: The process group over which they are reduced.
-        min_numel: Returns how many elements make a parameter worth sharding.
-        max_inflight_bytes: How many bytes of full gradients may be under reduction at a time.
-        sparse: Parameters, by index, that are not sharded, since their gradients are sparse.
-        in_fp32: Whether gradients of half precision are averaged in fp32.
+        min_numel: Returns the number of elements from which a parameter is worth sharding.
+        max_inflight_bytes: Limit of the bytes of full gradients that are in reduction at one time.
+        sparse: Parameters, by index, that are not sharded, because their gradients are sparse.
+        in_fp32: Whether low-precision gradients are averaged in fp32.
         sums_in_fp32: Whether they are added up in fp32 over several microbatches.
 
     Attributes:
-        versions: The versions of the shards; an update of them is marked there.
-        backwards: How many backwards were reduced.
-        reduced: The reduced shards, by index of the parameter, padded to the same size on all ranks.
-        retired: Whether the model has other shards by now.
-        restored: Whether the model's gradients are reduced elsewhere by now, for good: ranks may step unevenly.
+        params: See the argument; held weakly.
+        names: See the argument.
+        group: See the argument.
+        backwards: The number of reduced backwards.
+        reduced: The reduced shards, by index of the parameter, padded to the same size on all
+            ranks.
+        versions: The versions of the shards. Every update of the shards is marked there.
+        grads_of_backward: The tensors that were ``p.grad`` when the last backward ended, by index,
+            while they exist.
+        local_ranges: The range of each parameter's elements that this rank owns.
+        is_detached: Whether the stock reducer reduces the model's gradients for good, so that ranks
+            may step unevenly.
         is_stock: Whether torch steps all optimizers over the model, for good.
-        grads_of_backward: What was ``p.grad`` when the last backward ended, by index, as long as it exists.
+        votes: The votes of the process group; None if this rank has no peers.
         optimizers: The sharded optimizers over these parameters.
-        owners: The elements that each rank owns, and the parameters' owners, by terms of the optimizer and index.
+        owners: The elements that each rank owns, and the parameters' owners by terms of the
+            optimizer and index.
     """
 
     is_active = True
@@ -121,61 +141,93 @@ class ShardedGrads(GradSharder, GradSource):
         sums_in_fp32: bool,
     ) -> None:
         super().__init__()
-        self.params, self.names, self.group = WeakParams(params), list(names), group
-        self.sharded = self._agreed = frozenset[int]()
+        self.params = WeakParams(params)
+        self.names = list(names)
+        self.group = group
         self.max_inflight_bytes = max_inflight_bytes
-        self.retired = self.restored = False
-        self.backwards = self._searched = 0
+        self._rank = group.rank()
+        self._world = group.size()
         device = params[0].device
-        self.versions = SequenceLock(device)
-        self.is_stock = False
-        self._requested: set[int] = set()
-        self._read: set[int] = set()
-        self._grads = GradShards(self.names, [GradState.FULL] * len(params))
-        self.grads_of_backward: Mapping[int, weakref.ref[Tensor]] = self._grads.grads
-        self.reduced = self._grads.shards
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.owners: tuple[list[int], dict[str, dict[int, int]]] = [0] * group.size(), {}
-        self._reducer: weakref.ref[object] | None = None
-        self._watch: weakref.finalize[..., Any] | None = None
-        self._rank, self._world = group.rank(), group.size()
-        self._barrier: HostBarrier | None = None
-        if self._world > 1 and host_barrier.is_needed(device):
-            self._barrier = HostBarrier.for_group(group, device)
-        self._halves = [i for i, param in enumerate(params) if in_fp32 and param.dtype in LOW_PRECISION_DTYPES]
-        self._sums_in_fp32, self._must_send_fp32 = sums_in_fp32, False
+        self._values = group_state(group).values
+        # The group of the reducer's collectives, over the same ranks.
         self._communicator = group
-        self.votes = StepVotes.for_group(group, device) if self._world > 1 else None
-        self._voted = 0
-        self._names: Counter[str] = Counter()
-        self._kept = group_state(group).values
-        # Once: in a step the optimizer's parameters are shards, and peers call at any time.
+        self._reducer: weakref.ref[object] | None = None
+        # Runs when the reducer is freed, as with its wrapper. Later gradients are local.
+        self._reducer_finalizer: weakref.finalize[..., Any] | None = None
+
+        # - Geometry
+        # In a step the optimizer's parameters are shards, and peers call at any time, so sizes and
+        # strides are read once.
         self._numels = [param.numel() for param in params]
         self._strides = [param.stride() for param in params]
-        self._peers = ShardReader(group, self.versions, self._grads.shards, self._numels)
+        self.local_ranges = [shard_range(numel, self._world, self._rank) for numel in self._numels]
         self._can_be_sharded = [
             i not in sparse and can_be_sharded(param, self._world, min_numel(param)) for i, param in enumerate(params)
         ]
+
+        # - Agreement on sharded gradients; see [Note: sharded on request]
+        # The parameters, by index, for which an optimizer of this rank requests shards.
+        self._requested: set[int] = set()
+        # The parameters, by index, whose full gradients this rank has read.
+        self._read: set[int] = set()
+        # The parameters, by index, whose gradients all ranks agree to shard.
+        self._agreed = frozenset[int]()
+        self.sharded = frozenset[int]()
+
+        # - Shards
+        self.backwards = 0
+        # The value of `backwards` when lazy gradients were last searched.
+        self._searched_backward = 0
+        self.versions = SequenceLock(device)
+        self._grads = GradShards(self.names, [GradState.FULL] * len(params))
+        self.reduced = self._grads.shards
+        self.grads_of_backward: Mapping[int, weakref.ref[Tensor]] = self._grads.grads
+        self._peers = ShardReader(group, self.versions, self._grads.shards, self._numels)
+
+        # - The dtype that is sent; see [Note: one dtype on all ranks]
+        # The parameters, by index, whose low-precision gradients are averaged in fp32.
+        self._low_precision_params = [
+            i for i, param in enumerate(params) if in_fp32 and param.dtype in LOW_PRECISION_DTYPES
+        ]
+        self._sums_in_fp32 = sums_in_fp32
+        # Whether this rank needs fp32 in the running backward.
+        self._must_send_fp32 = False
+
+        # - Steps
+        self.is_detached = False
+        self.is_stock = False
+        if self._world > 1 and host_barrier.is_needed(device):
+            self.host_barrier = HostBarrier.for_group(group, device)
+        self.votes = StepVotes.for_group(group, device) if self._world > 1 else None
+        # A digest of the votes that this rank has cast without waiting for its peers.
+        self._votes_digest = 0
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        # The number of optimizers on which ranks have agreed, by their terms.
+        self._num_optimizers: Counter[str] = Counter()
+        self.owners: tuple[list[int], dict[str, dict[int, int]]] = [0] * group.size(), {}
+
         for index, param in enumerate(params):
-            state = param_record(param)
-            if state.local_grad_hook is not None:
-                state.local_grad_hook.remove()
-            state.local_grad_hook, state.sharder = None, (weakref.ref(self), index)
-        _Generation.number += 1
+            record = param_record(param)
+            # The shards of a former wrapper have put this hook on the parameter.
+            if record.local_grad_hook is not None:
+                record.local_grad_hook.remove()
+                record.local_grad_hook = None
+            record.sharder = (weakref.ref(self), index)
+        Generation.number += 1
         group_state(group).get_or_create(_Models, _Models).add(self)
 
     def bind(self, reducer: object, group: dist.ProcessGroup) -> None:
         """Belong to a reducer; see :class:`GradSharder`.
 
-        Gradients that are added once the reducer is gone, as with its wrapper, are not reduced. Hooks on the parameters
-        note them from then on, until the parameters have other shards.
+        No collective reduces gradients that are added after the reducer was freed. Hooks on the
+        parameters note such gradients until the parameters have other shards.
         """
         self._communicator = group
         if self._reducer is None:
             self._reducer = weakref.ref(reducer)
             if any(self._can_be_sharded):
-                self._watch = weakref.finalize(reducer, _watch_local_grads, weakref.ref(self))
-                self._watch.atexit = False
+                self._reducer_finalizer = weakref.finalize(reducer, _watch_local_grads, weakref.ref(self))
+                self._reducer_finalizer.atexit = False
 
     # ---------------------------------------------------------------- which gradients are sharded
 
@@ -184,151 +236,156 @@ class ShardedGrads(GradSharder, GradSource):
         return self._can_be_sharded[index]
 
     def request_sharding(self, index: int, requested: bool = True) -> bool:
-        """Request a sharded gradient, or no longer; return whether the parameter can be sharded at all."""
+        """Request a sharded gradient, or end the request; return whether a shard is possible."""
         if self._can_be_sharded[index]:
             (self._requested.add if requested else self._requested.discard)(index)
         return self._can_be_sharded[index]
 
     def get_flags(self) -> list[int]:
-        """Return which gradients this rank requests sharded, and which it has read; two flags per parameter.
+        """Return two flags per parameter, and two numbers.
 
-        Two more let ranks compare a number: all have the same if their count times the sum of squares is the sum's.
+        The flags are the gradients that this rank requests sharded, and those that it has read. By
+        the two numbers ranks compare a digest: it is the same on all ranks if their count times the
+        sum of its squares is the square of its sum.
         """
         flags = [0] * (2 * len(self.params))
         for index in self._requested:
             flags[index] = 1
         for index in self._read:
             flags[len(self.params) + index] = 1
-        return [*flags, self._voted, self._voted**2]
+        return [*flags, self._votes_digest, self._votes_digest**2]
 
-    def update_sharded(self, sums: Sequence[int]) -> bool:
-        """Shard what all ranks request and none has read; see :class:`GradSharder`.
+    def apply_flags(self, sums: Sequence[int]) -> list[int] | None:
+        """Shard the gradients that all ranks request and none has read; see :class:`GradSharder`.
 
         Raises:
-            RuntimeError: Ranks have done different things in a step, or in another order.
+            RuntimeError: Ranks have taken different steps, or steps in another order.
         """
         if sums:
             count = len(self.params)
             if self._world * sums[-1] != sums[-2] ** 2:
-                raise RuntimeError(_OTHER_ORDER.format(self.identity))
+                raise RuntimeError(_ERROR_OTHER_ORDER.format(self.identity))
             self._agreed = frozenset(i for i in range(count) if sums[i] == self._world and sums[count + i] == 0)
             if self._agreed and not self._peers.is_serving:
-                self._peers.start_serving(self.identity, self._examples())
+                # Shards may have each of these dtypes.
+                dtypes = dict.fromkeys([*(param.dtype for param in self.params), torch.float32])
+                examples = [self.params[0].new_empty(0, dtype=dtype) for dtype in dtypes if dtype.is_floating_point]
+                self._peers.start_serving(self.identity, examples)
                 assert self._reducer is not None
-                # A slower peer may call once the reducer is gone.
+                # A slower peer may call after the reducer was freed.
                 weakref.finalize(self._reducer(), retention.retain, self.group, self._peers).atexit = False
-        # No host hears of a replay, which makes new gradients: a captured backward leaves full ones.
+        # Hosts cannot observe a replay, which makes new gradients, so a captured backward leaves
+        # full ones.
         sharded = frozenset() if is_capturing(self.versions.device) else self._agreed
-        changed, self.sharded = sharded != self.sharded, sharded
-        return changed
+        if sharded == self.sharded:
+            return None
+        self.sharded = sharded
+        # A parameter that is no longer sharded may still have a shard from the last backward.
+        return [i for i in range(len(self.params)) if i in sharded or self.is_lazy(i)]
 
     def make_bucket(
-        self, indices: Sequence[int], params: Sequence[torch.nn.Parameter], dtype: torch.dtype | None
+        self,
+        indices: Sequence[int],
+        params: Sequence[torch.nn.Parameter],
+        dtype: torch.dtype | None,
     ) -> GradBucket | None:
-        """Return a bucket that reduce-scatters, if one of the parameters is sharded; see :class:`GradSharder`."""
+        """Return a bucket that reduce-scatters if a parameter is sharded; see the base class."""
         if self.sharded.isdisjoint(indices):
             return None
         return ShardedGradBucket(indices, params, self, self._grads, self.sharded, self._world, dtype=dtype)
 
-    def watched_params(self) -> list[int]:
-        """Return the parameters with a shard; one that is no longer sharded may have one from the last backward."""
-        return [i for i in range(len(self.params)) if i in self.sharded or self.is_lazy(i)]
-
-    def _examples(self) -> list[Tensor]:
-        """Return one tensor for each dtype that shards may have."""
-        dtypes = dict.fromkeys([*(param.dtype for param in self.params), torch.float32])
-        return [self.params[0].new_empty(0, dtype=dtype) for dtype in dtypes if dtype.is_floating_point]
-
     # ---------------------------------------------------------------- in a backward
-
-    def before_accumulate(self, index: int) -> None:
-        """Materialize lazy gradients before something is added to one; an error if the running backward freed it."""
-        if self._searched < self.backwards:  # once: in the usual case the script has dropped them all
-            self._searched = self.backwards
-            with torch._C.DisableTorchFunctionSubclass():
-                params = [reference() for reference in self.params.references]
-                self.has_lazy_grads = LazyTensor in [type(param.grad) for param in params if param is not None]
-        if self.has_lazy_grads and self.is_lazy(index):
-            self._refuse_freed([index])
-            self.materialize_grads()  # all of them: the others will be added to as well
 
     def on_backward_start(self, *, staged: bool, counts: Sequence[int] | None) -> None:
         """Materialize gradients that the script still holds, but no parameter has.
 
         No collective of this backward has started, so no peer can have overwritten its shards.
         """
-        if self._halves:
+        if self._low_precision_params:
             self._grads.is_sent_in_low_precision = False
-            self._must_send_fp32 = staged or self._any_sum(
+            self._must_send_fp32 = staged or self._has_sum(
                 lambda i, grad: grad is not None or (counts is not None and counts[i] > 1)
             )
         if self.votes is not None:
             self.votes.reached[self.identity] = self.backwards + 1
+            # On a device only the stream waits for peers, so the host is not inside of anything.
             if not self.versions.is_asynchronous:
                 self.votes.inside[self.identity] = self.backwards + 1
-        retained = self._kept.get(retention.Retention)
+        retained = self._values.get(retention.Retention)
         if retained is not None and retained.before_backward:
             retention.prepare_backward(self.group)
         if self._grads.grads:
-            kept = self.last_grads()
+            last_grads = self.last_grads()
             self._grads.grads.clear()
-            if kept:
+            if last_grads:
                 lazy_tensor.materialize(
-                    [grad for index, grad in kept if self._is_own(grad) and grad is not self.params[index].grad]
+                    [grad for index, grad in last_grads if self._is_own(grad) and grad is not self.params[index].grad]
                 )
+
+    def before_accumulate(self, index: int) -> None:
+        """Materialize lazy gradients before the engine adds to one of them.
+
+        Raises:
+            RuntimeError: The running backward has freed the gradient.
+        """
+        # One search per backward saves a search per parameter. In the usual case the script has
+        # dropped all gradients.
+        if self._searched_backward < self.backwards:
+            self._searched_backward = self.backwards
+            with torch._C.DisableTorchFunctionSubclass():
+                params = [reference() for reference in self.params.references]
+                self.has_lazy_grads = LazyTensor in [type(param.grad) for param in params if param is not None]
+        if self.has_lazy_grads and self.is_lazy(index):
+            self._refuse_freed([index])
+            # The backward will add to the remaining gradients as well, and one fetch is cheaper
+            # than many.
+            self.materialize_grads()
 
     def before_first_collective(self) -> None:
         """Have the hosts meet; see [Note: one dtype on all ranks]."""
-        if not self._halves:
-            self.start_host_barrier()
+        if not self._low_precision_params:
+            if self.host_barrier is not None:
+                self.start_host_barrier()
             return
-        able = (
-            not self.sharded.isdisjoint(self._halves)
+        can_send_low_precision = (
+            not self.sharded.isdisjoint(self._low_precision_params)
             and reduce_scatter_transport(self._communicator, self.versions.device) is not None
         )
-        in_fp32 = self._must_send_fp32 or self._any_sum(lambda _, grad: fp32_accumulation.has_sum(grad))
-        self._grads.is_sent_in_low_precision = not self._meet_hosts(in_fp32 if able else None) and able
+        must_send_fp32 = self._must_send_fp32 or self._has_sum(lambda _, grad: fp32_accumulation.has_sum(grad))
+        barrier = self.host_barrier
+        if barrier is not None:
+            # The condition is the same on all ranks, so either all exchange a flag or none does.
+            must_send_fp32 = barrier.wait(must_send_fp32 if can_send_low_precision else None)
+            # With several devices a flag means nothing, because the flag of one device may be read
+            # as the flag of another one.
+            must_send_fp32 |= len(barrier.devices) > 1
+        else:
+            must_send_fp32 = True
+        self._grads.is_sent_in_low_precision = not must_send_fp32 and can_send_low_precision
 
-    def _any_sum(self, is_sum: Callable[[int, Tensor | None], bool]) -> bool:
-        """Return whether a sharded gradient of half precision is a sum, which is added up in fp32."""
-        return self._sums_in_fp32 and any(is_sum(i, self.params[i].grad) for i in self._halves if i in self.sharded)
+    def _has_sum(self, is_sum: Callable[[int, Tensor | None], bool]) -> bool:
+        """Return whether a sharded low-precision gradient is a sum that is added up in fp32."""
+        return self._sums_in_fp32 and any(
+            is_sum(i, self.params[i].grad) for i in self._low_precision_params if i in self.sharded
+        )
 
     def start_host_barrier(self) -> None:
-        """Arrive at the host barrier, and pass it in :meth:`finish_host_barrier`; in the first steps at once.
+        """Arrive at the host barrier, which this rank must have, and finish it later.
 
-        Kernels that are loaded in the first steps may wait for a collective that is in flight.
+        In the first steps the host waits immediately, because the load of a kernel may wait for a
+        collective that is in flight.
         """
-        if self._barrier is not None:
-            (self._barrier.wait if self.backwards < _STRICT_BACKWARDS else self._barrier.defer_wait)()
-
-    def finish_host_barrier(self) -> None:
-        """Have this host wait for the others if it has not yet; see [Note: hosts before devices]."""
-        if self._barrier is not None:
-            try:
-                self._barrier.finish()
-            except RuntimeError:  # this rank's collectives are under way already
-                abort_step_communicators(self.group)
-                abort_transport(self.group)
-                raise
-
-    def arrive_at_hosts(self) -> None:
-        """Tell the other hosts that this rank waits for them next, and calls no peer until then."""
-        if self._barrier is not None:
-            self._barrier.arrive()
-
-    def wait_for_hosts(self) -> None:
-        """Have the hosts meet before a collective."""
-        if self._barrier is not None:
-            self._barrier.wait()
-
-    def _meet_hosts(self, flag: bool | None) -> bool:
-        """Have the hosts meet and exchange a flag; return whether one is raised, or flags mean nothing."""
-        return self._barrier is None or self._barrier.wait(flag) or len(self._barrier.devices) > 1
+        barrier = self.host_barrier
+        assert barrier is not None
+        (barrier.wait if self.backwards < _NUM_STRICT_BACKWARDS else barrier.defer_wait)()
 
     # ---------------------------------------------------------------- at its end
 
     def wait_for_grads(self, sync: GradSync) -> None:
-        """Wait for all reductions of a backward: a new version, which begins when peers have read the last."""
+        """Wait for all reductions of a backward, and publish the shards.
+
+        They are a new version, which begins when peers have read the last one.
+        """
         self.backwards += 1
         states = self._grads.states
         freed = (
@@ -339,7 +396,8 @@ class ShardedGrads(GradSharder, GradSource):
         states[:] = [GradState.FULL] * len(states)
         for index in freed:
             states[index] = GradState.IN_FLIGHT
-        # Where only the device waits it may do so first: without this rank no shard can have been written.
+        # If only the device waits, it may wait for the collectives before the new version begins.
+        # Without this rank no peer can have written a shard.
         (sync.wait if self.versions.is_asynchronous else sync.wait_for_peers)()
         self.versions.begin_update()
         sync.wait()
@@ -349,20 +407,22 @@ class ShardedGrads(GradSharder, GradSource):
         self.versions.end_update()
         if self.votes is not None:
             self.votes.inside.pop(self.identity, None)
-        retained = self._kept.get(retention.Retention)
+        retained = self._values.get(retention.Retention)
         if retained is not None and retained.retained:
             retention.release_retained(self.group)
-        self.local = False
+        self.is_local = False
         self.has_lazy_grads = bool(self.sharded)
 
     def fill_shared_grads(self) -> None:
         """Fill the gradients whose memory the script holds; all buckets have been unpacked."""
         if GradState.ALIASED not in self._grads.states:
             return
-        held = [i for i, state in enumerate(self._grads.states) if state is GradState.ALIASED]
-        self._read.update(held)
+        aliased = [i for i, state in enumerate(self._grads.states) if state is GradState.ALIASED]
+        # Each such gradient costs a fetch from all peers, so it counts as read, and ranks will
+        # agree on full gradients.
+        self._read.update(aliased)
         with torch.no_grad():
-            for index, full in zip(held, self._pull(held), strict=True):
+            for index, full in zip(aliased, self._pull(aliased), strict=True):
                 self._grads.states[index] = GradState.SHARDED
                 grad = self.params[index].grad
                 if grad is not None:
@@ -370,49 +430,48 @@ class ShardedGrads(GradSharder, GradSource):
 
     # ---------------------------------------------------------------- what optimizers see
 
-    def local_range(self, index: int) -> Shard:
-        """Return which of a parameter's elements this rank owns."""
-        return shard_range(self._numels[index], self._world, self._rank)
-
     def ranges(self, index: int) -> list[Shard]:
-        """Return which of a parameter's elements each rank owns."""
-        return [shard_range(self._numels[index], self._world, rank) for rank in range(self._world)]
+        """Return the range of a parameter's elements that each rank owns."""
+        numel = self._numels[index]
+        return [shard_range(numel, self._world, rank) for rank in range(self._world)]
 
     def local_shard(self, index: int, grad: Tensor | None = None) -> Tensor:
-        """Return this rank's shard of what ``p.grad`` is now, ``[shard.numel]``.
+        """Return this rank's shard of the present ``p.grad``, ``[shard.numel]``.
 
-        It is the memory that the reduce-scatter writes, or a view of ``p.grad``, where that lies as the parameter does.
+        It is the memory that the reduce-scatter writes, or a view of ``p.grad`` if its elements are
+        stored in the order of the parameter's elements, or a copy.
 
         Args:
             index: The parameter.
-            grad: Its ``p.grad``, if that is known.
+            grad: Its ``p.grad``. Default: it is read.
         """
         grad = get_grad(self.params[index]) if grad is None else grad
         assert grad is not None
         if self._is_own(grad):
             return self.reduced_shard(index)
-        return shard_view(self.in_param_layout(index, grad), self.local_range(index))
+        return shard_view(self.in_param_layout(index, grad), self.local_ranges[index])
 
     def reduced_shard(self, index: int) -> Tensor:
-        """Return this rank's shard of the reduced gradient, ``[shard.numel]``, of the dtype that was reduced."""
-        return self._grads.shards[index][: self.local_range(index).numel]  # a new object: its memory may be replaced
+        """Return this rank's shard of the reduced gradient, ``[shard.numel]``, in its dtype."""
+        # This is a new tensor object, because the optimizer may give it other memory.
+        return self._grads.shards[index][: self.local_ranges[index].numel]
 
     def in_param_layout(self, index: int, grad: Tensor) -> Tensor:
-        """Return a full gradient whose elements lie in memory as the parameter's do."""
+        """Return a full gradient whose elements are in memory in the order of the parameter's."""
         param = self.params[index]
         return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
 
     def check_layout(self, index: int) -> None:
-        """Raise an error if a parameter's elements lie in another order than when the model was wrapped.
+        """Raise an error if a parameter's elements have another order than at the wrapping.
 
         Raises:
             RuntimeError: They do.
         """
         if self.params[index].stride() != self._strides[index]:
-            raise RuntimeError(_OTHER_LAYOUT.format(self.names[index]))
+            raise RuntimeError(_ERROR_OTHER_LAYOUT.format(self.names[index]))
 
     def is_lazy(self, index: int) -> bool:
-        """Return whether ``p.grad`` has not been materialized, so that its shards are what counts."""
+        """Return whether ``p.grad`` is lazy, so that the shards are its content."""
         return self._is_own(get_grad(self.params[index]))
 
     def _is_own(self, grad: Tensor | None) -> bool:
@@ -423,75 +482,74 @@ class ShardedGrads(GradSharder, GradSource):
         return get_grad(self.params[index]) is not None
 
     def was_sharded(self, index: int) -> bool:
-        """Return whether the last reduced backward left shards of a gradient, whatever ``p.grad`` is now.
+        """Return whether the last reduced backward left shards, whatever ``p.grad`` is now.
 
-        The same on all ranks.
+        The result is the same on all ranks.
         """
         return self._grads.states[index] is GradState.SHARDED
 
     def is_sharded(self, index: int) -> bool:
-        """Return :meth:`was_sharded`, unless ranks may have added gradients of their own since.
+        """Return :meth:`was_sharded`, unless ranks may have added their own gradients since.
 
-        Only after :meth:`cast_vote`.
+        The result is the same on all ranks after :meth:`cast_vote`, and only then.
         """
-        return not (self.local or self.restored) and self.was_sharded(index)
+        return not (self.is_local or self.is_detached) and self.was_sharded(index)
 
     def last_grads(self) -> list[tuple[int, Tensor]]:
-        """Return the tensors that still exist of those that were ``p.grad`` when the last backward ended."""
-        if self.restored:
+        """Return the tensors that were ``p.grad`` when the last backward ended and still exist."""
+        if self.is_detached:
             return []
         return [(index, grad) for index, ref in self._grads.grads.items() if (grad := ref()) is not None]
 
     def name_optimizer(self, terms: str) -> OptimizerName:
-        """Return the name of a new optimizer, which counts once ranks have agreed on it (:meth:`adopt_name`)."""
-        return OptimizerName(terms, self._names[terms] + 1)
+        """Return the name of a new optimizer, which counts from :meth:`adopt_name` on."""
+        return OptimizerName(terms, self._num_optimizers[terms] + 1)
 
     def adopt_name(self, name: OptimizerName) -> None:
         """Count an optimizer on which ranks have agreed."""
-        self._names[name.terms] = max(self._names[name.terms], name.number)
+        self._num_optimizers[name.terms] = max(self._num_optimizers[name.terms], name.number)
 
     @property
     def has_step_votes(self) -> bool:
-        """True if ranks wait for each other's vote before each step; hosts that run ahead of their devices do not."""
-        return self._barrier is None and self._world > 1
+        """True if ranks wait for each other's vote before each step.
 
-    def stay_away_from_hosts(self) -> None:
-        """Tell the other hosts that this one does not come, if they are in :meth:`wait_for_hosts`."""
-        if self._barrier is not None:
-            self._barrier.abort()
-            abort_step_communicators(self.group)
+        A vote in each step would stall hosts that run ahead of their devices.
+        """
+        return self.host_barrier is None and self._world > 1
 
     def cast_vote(self, tag: int, *, text: str = "", spans_groups: bool = False) -> None:
-        """Make :attr:`local` the same on all ranks, which all call this.
+        """Make :attr:`is_local` the same on all ranks, which all call this.
 
-        A rank with local gradients waits for no peer, since it continues alone, perhaps forever. Peers find that in the
-        vote in which they wait. A vote in each step would stall hosts that run ahead of their devices. There the step
-        flags show whether ranks have done the same in the same order, so an error follows within a period.
+        A rank with local gradients waits for no peer, because it continues alone, perhaps forever.
+        Peers find that in the vote in which they wait. If ranks do not wait in votes, the step
+        flags show whether they have done the same in the same order, so an error follows within a
+        period.
 
         Args:
             tag: The next action of this rank (:func:`tag_votes`).
             text: The description of an optimizer at its first step.
             spans_groups: Whether the optimizer has models of several process groups.
         """
-        # The model has votes also after the script has dropped the wrapper.
-        is_sharded = self._watch is not None and not (self.restored or self.retired)
+        # The model also has votes after the script has dropped the wrapper.
+        is_sharded = self._reducer_finalizer is not None and not (self.is_detached or self.is_replaced)
         has_begun = bool(text) or self.backwards > 0
         if self.votes is None or not (is_sharded and has_begun) or is_destroyed(self.group):
             return
-        # Ranks have left this model to torch together. A rank may have freed it since, and then casts no vote over it.
+        # Ranks have left this model to torch together. A rank may have freed it since, and then
+        # casts no vote over it.
         if self.is_stock:
-            self.local = True
+            self.is_local = True
             return
         waits = self.has_step_votes
-        self.local = not self.votes.agree(Vote(tag, text, int(self.local), spans_groups), waits=waits)
+        self.is_local = not self.votes.agree(Vote(tag, text, int(self.is_local), spans_groups), waits=waits)
         if not waits:
-            self._voted = (self._voted * 31 + self.votes.reached[""] + tag) % _VOTED
+            self._votes_digest = (self._votes_digest * 31 + self.votes.reached[""] + tag) % _DIGEST_MODULUS
 
     # ---------------------------------------------------------------- reading
 
     def fetch(self, wanted: Sequence[LazyTensor], *, counts_as_read: bool) -> list[Tensor]:
-        """Return full gradients, put together from all ranks' shards."""
-        indices = [one.key for one in wanted]
+        """Return full gradients, gathered from all ranks' shards."""
+        indices = [grad.key for grad in wanted]
         self._refuse_freed(indices)
         if counts_as_read:
             self._read.update(indices)
@@ -499,64 +557,69 @@ class ShardedGrads(GradSharder, GradSource):
         return self._pull(indices)
 
     def materialize_grads(self) -> None:
-        """Materialize every lazy ``p.grad`` but those that the running backward reduces."""
+        """Materialize every lazy ``p.grad``, except those that the running backward reduces."""
         states = self._grads.states
         lazy_tensor.materialize(
-            p.grad for i, p in enumerate(self.params) if states[i] is not GradState.IN_FLIGHT and self.is_lazy(i)
+            param.grad
+            for index, param in enumerate(self.params)
+            if states[index] is not GradState.IN_FLIGHT and self.is_lazy(index)
         )
 
     def _refuse_freed(self, indices: Iterable[int]) -> None:
         for index in indices:
             if self._grads.states[index] is GradState.IN_FLIGHT:
-                raise RuntimeError(_TOO_EARLY.format(self.names[index]))
+                raise RuntimeError(_ERROR_IN_FLIGHT.format(self.names[index]))
 
     def _pull(self, indices: Sequence[int]) -> list[Tensor]:
-        answers = self._peers.pull_shards(indices)
+        replies = self._peers.pull_shards(indices)
         full = []
         for position, index in enumerate(indices):
-            shards = {rank: tensors[position] for rank, tensors in answers.items()}
+            shards = {rank: tensors[position] for rank, tensors in replies.items()}
             shards[self._rank] = self._grads.shards[index]
+            # The full tensor must not inherit the script's modes, such as fake tensors.
             with outside_modes():
                 full.append(unshard(self.params[index], shards, self.ranges(index)))
         return full
 
     def norms_of_peers(self, indices: Sequence[int], norm_type: float) -> dict[int, list[float]]:
-        """Return the norm of each of the other ranks' shards, by rank; no peer takes part."""
+        """Return the norms of peers' shards, by rank; their serving threads reply."""
         return self._peers.pull_norms(indices, norm_type)
 
     # ---------------------------------------------------------------- the end
 
-    def retire(self) -> None:
-        """Leave the parameters to other shards."""
-        self.retired = True
-
-    def restore_grads(self) -> None:
-        """Materialize all gradients, while there are peers to call; there will be no shards any more."""
-        self.restored = True
-        if self._watch is not None:
-            self._watch.detach()  # another reducer comes
+    def detach(self) -> None:
+        """Materialize all gradients while there are peers to call, and stop sharding for good."""
+        self.is_detached = True
+        # The stock reducer reduces gradients that come later, so they are not local.
+        if self._reducer_finalizer is not None:
+            self._reducer_finalizer.detach()
         if self._peers.start_final_calls():
             self.materialize_grads()
 
 
 def make_sharded_grads(
-    params: Sequence[torch.nn.Parameter], names: Sequence[str], group: dist.ProcessGroup, **options: Any
+    params: Sequence[torch.nn.Parameter],
+    names: Sequence[str],
+    group: dist.ProcessGroup,
+    **options: Any,
 ) -> GradSharder:
-    """Return the sharder of a model; gradients stay full if its parameters lie on several devices.
+    """Return the sharder of a model.
+
+    Gradients stay full if the parameters are on several devices.
 
     Args:
         params: As for :class:`ShardedGrads`.
         names: As for :class:`ShardedGrads`.
         group: As for :class:`ShardedGrads`.
-        **options: All others of :class:`ShardedGrads`.
+        **options: The remaining arguments of :class:`ShardedGrads`.
     """
     if any(param.device != params[0].device for param in params):
         return GradSharder()
     return ShardedGrads(params, names, group, **options)
 
 
-class _Generation:
-    """How many :class:`ShardedGrads` there were: as long as it is the same, :func:`find` returns the same."""
+class Generation:
+    """The number of :class:`ShardedGrads` so far; while it is the same, :func:`find` is as well."""
 
     number = 0
 
@@ -565,22 +628,21 @@ class _Models(weakref.WeakSet[ShardedGrads]):
     """The sharded gradients of one process group."""
 
 
-def get_generation() -> int:
-    """Return a number that changes when parameters get other sharded gradients."""
-    return _Generation.number
-
-
 def find(param: Tensor) -> tuple[ShardedGrads, int] | None:
-    """Return the sharded gradients that a parameter's belongs to, and its index there."""
-    state = find_param_record(param)
-    if state is None or state.sharder is None:
+    """Return the sharded gradients to which a parameter's gradient belongs, and its index there."""
+    record = find_param_record(param)
+    if record is None or record.sharder is None:
         return None
-    grads = state.sharder[0]()
-    return None if grads is None else (grads, state.sharder[1])
+    reference, index = record.sharder
+    grads = reference()
+    return None if grads is None else (grads, index)
 
 
 def find_by_grad(grads: Sequence[Tensor]) -> list[tuple[ShardedGrads, int] | None]:
-    """Return for each gradient where it belongs, if the last backward left shards of it; the same on all ranks."""
+    """Return the place of each gradient of which the last backward left shards, else None.
+
+    The result is the same on all ranks.
+    """
     places: dict[int, tuple[ShardedGrads, int]] = {}
     for _, models in group_values(_Models):
         for model in models:
@@ -594,18 +656,20 @@ def list_models(group: dist.ProcessGroup) -> list[ShardedGrads]:
 
 
 def sort_models(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
-    """Return models, each once, in an order that is the same on all ranks: a script's may differ."""
+    """Return models without repetition, in an order that is the same on all ranks."""
     return sorted(dict.fromkeys(models), key=lambda shards: (shards.group.group_name, shards.identity))
 
 
 def tag_votes(kind: str, subjects: Mapping[ShardedGrads, Hashable]) -> dict[ShardedGrads, int]:
-    """Return the tag of each model's vote; the models are in the order of :func:`sort_models`.
+    """Return the tag of each model's vote.
 
-    The first vote of a group decides on all collectives until the last one, so each tag is of all the group's models.
+    The first vote of a group decides on all collectives until the last one, so each tag covers all
+    models of the group.
 
     Args:
-        kind: What ranks are about to do.
-        subjects: The parameters and other facts by model, as integers or tuples of these.
+        kind: The name of the action that ranks are about to take.
+        subjects: The parameters and other facts by model, as integers or tuples of these. The
+            models are in the order of :func:`sort_models`.
     """
     # The hash of integers is the same in all processes, that of a string is not.
     names = {shards: zlib.crc32(f"{kind} {shards.identity}".encode()) for shards in subjects}
@@ -616,11 +680,11 @@ def tag_votes(kind: str, subjects: Mapping[ShardedGrads, Hashable]) -> dict[Shar
 
 
 def vote(kind: str, places: Iterable[tuple[ShardedGrads, int]]) -> None:
-    """Have ranks agree on what they do with some parameters' gradients next; see :meth:`ShardedGrads.cast_vote`.
+    """Have ranks agree on the next action on gradients; see :meth:`ShardedGrads.cast_vote`.
 
     Args:
-        kind: What that is.
-        places: Where the gradients belong.
+        kind: The name of the action.
+        places: The models and indices of the gradients.
     """
     indices: dict[ShardedGrads, list[int]] = {}
     for shards, index in places:
@@ -630,25 +694,24 @@ def vote(kind: str, places: Iterable[tuple[ShardedGrads, int]]) -> None:
         shards.cast_vote(tag)
 
 
-_TAG_MASK: Final = (1 << 30) - 1
-
-
 def materialize_moved(places: Iterable[tuple[Tensor, ShardedGrads, int]]) -> bool:
-    """Materialize lazy gradients that the script has given to another parameter, or only keeps; return if there are.
+    """Materialize lazy gradients that the script has moved; return whether there are any.
 
-    What works on shards takes a lazy ``p.grad`` for the parameter's own, and writes over the shards of one that the
-    script has replaced. All ranks call this, before they meet.
+    The script has given such a gradient to another parameter, or only keeps it. Code that works on
+    shards takes a lazy ``p.grad`` for the parameter's own gradient, and overwrites the shards of a
+    gradient that the script has replaced. All ranks call this before they meet.
 
     Args:
-        places: Parameters, with where their gradients belong.
+        places: Parameters, with the models and indices of their gradients.
     """
     moved: dict[int, Tensor] = {}
     with torch._C.DisableTorchFunctionSubclass():
-        for param, shards, index in places:  # of each step: no call for a parameter
+        # This loop runs in each step, so it makes no Python call per parameter.
+        for param, shards, index in places:
             reference, grad = shards.grads_of_backward.get(index), param.grad
             last = None if reference is None else reference()
             if grad is not last:
-                moved |= {id(one): one for one in (grad, last) if type(one) is LazyTensor}
+                moved |= {id(tensor): tensor for tensor in (grad, last) if type(tensor) is LazyTensor}
     if moved:
         lazy_tensor.materialize(moved.values())
     return bool(moved)
@@ -656,54 +719,63 @@ def materialize_moved(places: Iterable[tuple[Tensor, ShardedGrads, int]]) -> boo
 
 def _watch_local_grads(reference: weakref.ref[ShardedGrads]) -> None:
     model = reference()
-    if model is None or model.retired:
+    if model is None or model.is_replaced:
         return
     for index in range(len(model.params)):
         param = model.params.find(index)
         if param is None or not param.requires_grad:
             continue
-        with torch._C.DisableTorchFunctionSubclass():  # a pending parameter is of one
-            if find(param) == (model, index):  # else another wrapper reduces its gradients
+        # The class of a pending parameter would wait for its gather.
+        with torch._C.DisableTorchFunctionSubclass():
+            # Otherwise another wrapper reduces the gradients of this parameter.
+            if find(param) == (model, index):
                 hook = _LocalGradHook(reference)
                 param_record(param).local_grad_hook = param.register_post_accumulate_grad_hook(hook)
-            if model.is_lazy(index):  # the reducer's hooks, which made it whole before something is added, are gone
+            # The reducer's hooks were freed with it. They would have materialized this gradient
+            # before the engine adds to it.
+            if model.is_lazy(index):
                 before = _BeforeLocalGradHook(reference, index)
                 before.handle = param.register_hook(before)
 
 
 class _LocalGradHook:
-    """A hook that notes that gradients are local; copies of the parameter, which have no shards, may have it, too."""
+    """A hook that notes that gradients are local.
+
+    Copies of the parameter, which have no shards, may have the hook as well.
+    """
 
     def __init__(self, reference: weakref.ref[ShardedGrads]) -> None:
         self._reference = reference
 
     def __call__(self, param: Tensor) -> None:
         model = self._reference()
-        entry = find(param)
-        if model is not None and entry is not None and entry[0] is model:
-            model.local = True
+        place = find(param)
+        if model is not None and place is not None and place[0] is model:
+            model.is_local = True
 
 
 class _BeforeLocalGradHook:
-    """A hook that makes gradients whole before a local one is added to them, once."""
+    """A hook that materializes gradients, once, before a local gradient is added to one."""
 
     def __init__(self, reference: weakref.ref[ShardedGrads], index: int) -> None:
-        self._reference, self._index = reference, index
+        self._reference = reference
+        self._index = index
         self.handle: RemovableHandle | None = None
 
     def __call__(self, _grad: Tensor) -> None:
         if self.handle is not None:
             self.handle.remove()
         model = self._reference()
-        if model is not None and not model.retired:
+        if model is not None and not model.is_replaced:
             model.before_accumulate(self._index)
 
 
 @contextmanager
 def updating_shards(places: Sequence[tuple[ShardedGrads, int]]) -> Iterator[None]:
-    """Mark that sharded gradients are changed in place while the block runs, on all ranks alike.
+    """Mark an update of sharded gradients in place while the block runs, on all ranks.
 
-    Some ranks may have materialized a gradient. The block changes that, and the shard follows, since peers read it.
+    A rank may have materialized a gradient. The block changes the full gradient there, and the
+    shard follows, because peers read the shard.
     """
     models = list(dict.fromkeys(model for model, _ in places))
     for model in models:

@@ -15,6 +15,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ovpatch.overlap.comm.collectives import abort_step_communicators
 from ovpatch.overlap.comm.lifetimes import reset_after_fork, weak_method
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.peer_rpc import retention
@@ -24,7 +25,11 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch_plugins.dist_optimizer import sharded_grads
 from ovpatch_plugins.dist_optimizer.agreement import OptimizerName, list_terms
 from ovpatch_plugins.dist_optimizer.elementwise_state import ElementwiseState
-from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, drop_main_params, round_state
+from ovpatch_plugins.dist_optimizer.main_params import (
+    MainParamsState,
+    drop_main_params,
+    round_state,
+)
 from ovpatch_plugins.dist_optimizer.param_sync import ParamSync
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
@@ -68,30 +73,32 @@ _ERROR_INSIDE_STEP: Final = (
 
 _GRAD: Final = operator.attrgetter("grad")
 
-# The backwards after which a script that accumulates gradients steps at the latest. A dropped optimizer keeps its
-# state for so long, because a slower peer may still read it.
+# The most backwards between two steps of a script that accumulates gradients. A dropped optimizer
+# keeps its state during as many backwards, because a slower peer may still read it.
 _MAX_ACCUMULATION_STEPS: Final = 64
 
 
 class ShardedOptimizer:
     """An optimizer of which each rank steps its shard.
 
-    [Note: innermost] While torch's own ``step`` runs, the optimizer's parameters, their gradients and their state are
-    this rank's shards, and it gets everything back whatever happens. The swap is inside of the class's own ``step``
-    function, so step hooks, LR schedulers, profilers and closures see full tensors, as in stock PyTorch. The shards are
-    other Parameter objects over the same memory, so a thread that saves a checkpoint never meets a shard.
+    [Note: innermost] While torch's own ``step`` runs, the optimizer's parameters, their gradients
+    and their state are this rank's shards, and it gets everything back whatever happens. The swap
+    is inside of the class's own ``step`` function, so step hooks, LR schedulers, profilers and
+    closures see full tensors, as in stock PyTorch. The shards are other Parameter objects over the
+    same memory, so a thread that saves a checkpoint never meets a shard.
 
     Args:
         optimizer: The optimizer; only a weak reference is stored.
         sync: Makes its parameters the same on all ranks after a step.
         state_type: The class of its state for one model.
         on_fallback: Called with the optimizer and the reason when it falls back to torch.
-        calls_no_peers: Whether the step of the class calls no peers. Hosts can then meet for the parameters' collective
-            while the step computes. Default: False.
+        calls_no_peers: Whether the step of the class calls no peers. Hosts can then meet for the
+            parameters' collective while the step computes. Default: False.
 
     Attributes:
         is_sharded: False once the optimizer has fallen back to torch.
-        finalizers: These run once the optimizer is freed, unless it has fallen back to torch before.
+        finalizers: These run once the optimizer is freed, unless it has fallen back to torch
+            before.
     """
 
     def __init__(
@@ -116,7 +123,8 @@ class ShardedOptimizer:
         self._step_lock = threading.RLock()
         reset_after_fork(self, "_step_lock", threading.RLock)
         self._is_stepping = False
-        # The thread of the last step. Only this thread may read state dicts later, because others would meet a step.
+        # The thread of the last step. Only this thread may read state dicts later, because others
+        # would meet a step.
         self._step_thread_id = 0
 
         # - Agreement with peers; see [Note: the same everywhere]
@@ -126,7 +134,8 @@ class ShardedOptimizer:
         self._tags: dict[ShardedGrads, int] = {}
 
         # - Parameters
-        # Those whose update can be sharded, and the key of that list: parameters and wrappers of the last step.
+        # Those whose update can be sharded, and the key of that list: parameters and wrappers of
+        # the last step.
         self._params: list[ShardedParam] = []
         self._params_key: tuple[list[int], int] = ([], -1)
         # The script's parameter of each element of `_params`.
@@ -189,33 +198,37 @@ class ShardedOptimizer:
                 with self._swapped_in(optimizer):
                     result = stock_step(optimizer, *args, **kwargs)
             except Exception:
-                # Peers may have updated their shards, so a graph over these parameters is stale here as well. They wait
-                # for the gather, too, because an error may be this rank's alone.
+                # Peers may have updated their shards, so a graph over these parameters is stale
+                # here as well. They wait for the gather, too, because an error may be this rank's
+                # alone.
                 torch.autograd.graph.increment_version([sharded.param for sharded in params])
                 self._start_gather(optimizer, params)
                 raise
             self._start_gather(optimizer, params)
         except BaseException:
-            # The state is already updated, so the parameters must keep the update as well, even if a KeyboardInterrupt
-            # ends the step or peers never join the gather.
+            # The state is already updated, so the parameters must keep the update as well, even if
+            # a KeyboardInterrupt ends the step or peers never join the gather.
             self._sync.keep_update()
             raise
-        sort_new_state(optimizer, num_states)
+        if len(optimizer.state) > num_states:
+            _sort_new_state(optimizer, num_states)
         COUNTERS.steps += 1
         COUNTERS.params_updated += len(params)
         return result
 
     def _find_step_params(self, optimizer: Optimizer) -> list[ShardedParam]:
-        """Return the parameters that have a gradient and whose update can be sharded; all values are complete."""
+        """Complete all values, and return the parameters that :meth:`params_to_step` selects."""
         # There may be no forward between two steps, so the last gather may still be in flight.
         self._sync.finish()
         self._step_thread_id = threading.get_ident()
-        # A state dict shows the moment of its first read, so its unread rest is fetched before state changes.
+        # A state dict shows the moment of its first read, so its unread rest is fetched before
+        # state changes.
         if self._state_dicts:
             for state_dict in list(self._state_dicts):
                 state_dict.complete_read()
         params = self.params_to_step(optimizer)
-        # A lazy gradient that the script gave to another parameter is no shard of that parameter's gradient.
+        # A lazy gradient that the script gave to another parameter is no shard of that parameter's
+        # gradient.
         if self._num_lazy_grads and sharded_grads.materialize_moved(
             [(sharded.param, sharded.shards, sharded.index) for sharded in params]
         ):
@@ -230,14 +243,15 @@ class ShardedOptimizer:
             self._sync.find_copy_places(params)
         if params:
             for model in self._params_by_model:
-                # A full tensor is gathered from shards that all hosts know to be of the same step. A replay of a CUDA
-                # graph makes new state, and no host knows. Optimizers with capturable=True are left to torch.
+                # A full tensor is gathered from shards that all hosts know to be of the same step.
+                # A replay of a CUDA graph makes new state, and no host knows. Optimizers with
+                # capturable=True are left to torch.
                 if is_capturing(model.versions.device):
                     raise RuntimeError(_ERROR_CAPTURED.format(type(optimizer).__name__))
         return self._last_params
 
     def _prepare_update(self, optimizer: Optimizer) -> None:
-        """Create missing state, and wait for all that still reads or writes what this step overwrites."""
+        """Create missing state, and wait for readers and writers of the memory that changes."""
         COUNTERS.grads_sharded += self._num_lazy_grads
         was_read = False
         new_models = []
@@ -260,8 +274,9 @@ class ShardedOptimizer:
             for model in new_models:
                 self._add_model(optimizer, model, self._params_by_model[model])
         if was_read:
-            # Other models are left out: nothing of them changes, and peers may come to no step over them. A rank may
-            # have read another model's state than its peer, so all models are announced before the first wait.
+            # Other models are left out: nothing of them changes, and peers may reach no step over
+            # them. A rank may have read another model's state than its peer, so all models are
+            # announced before the first wait.
             states = [self._states[model] for model in self._params_by_model]
             for state in states:
                 state.announce_step()
@@ -272,7 +287,8 @@ class ShardedOptimizer:
         # From here to the gather this rank calls no peer; see [Note: hosts before devices].
         if self._calls_no_peers:
             for model in self._group_models:
-                model.arrive_at_hosts()
+                if model.host_barrier is not None:
+                    model.host_barrier.arrive()
 
     @contextmanager
     def _swapped_in(self, optimizer: Optimizer) -> Iterator[None]:
@@ -296,11 +312,12 @@ class ShardedOptimizer:
         finally:
             # Peers wait for the gather even if the state of one parameter could not be described.
             for model in self._group_models:
-                (model.start_host_barrier if self._calls_no_peers else model.wait_for_hosts)()
+                if model.host_barrier is not None:
+                    (model.start_host_barrier if self._calls_no_peers else model.host_barrier.wait)()
             self._sync.start(params)
 
     @contextmanager
-    def undivided(self) -> Iterator[None]:
+    def pause_steps(self) -> Iterator[None]:
         """Keep steps from beginning while the block runs; first wait for a step in another thread.
 
         Raises:
@@ -314,11 +331,14 @@ class ShardedOptimizer:
     # ---------------------------------------------------------------- agreement
 
     def _agree_on_step(self, optimizer: Optimizer) -> str:
-        """Agree with peers to shard this step; return the reason for the fallback, the same on all ranks that wait."""
+        """Agree with peers to shard this step; return the reason for the fallback, or "".
+
+        All ranks that wait get the same reason.
+        """
         if torch._C._current_graph_task_id() != -1:
             return REASON_IN_BACKWARD
         for model in self._params_by_model:
-            if model.restored:
+            if model.is_detached:
                 return REASON_DETACHED
         if not self._has_voted:
             self._has_voted = True
@@ -326,20 +346,26 @@ class ShardedOptimizer:
         return self._vote(self._tags or self._tag_steps(), {})
 
     def _agree_at_first(self, optimizer: Optimizer) -> str:
-        """Agree with peers to shard the optimizer; every rank does so, also one that has nothing to update."""
+        """Agree with peers to shard the optimizer; return the reason for the fallback, or "".
+
+        Every rank does so, also one that has nothing to update.
+        """
         names: dict[ShardedGrads, list[str]] = {}
         for param in (param for group in optimizer.param_groups for param in group["params"]):
-            entry = sharded_grads.find(param)
-            if entry is not None and entry[0].votes is not None:
-                names.setdefault(entry[0], []).append(entry[0].names[entry[1]])
+            place = sharded_grads.find(param)
+            if place is not None and place[0].votes is not None:
+                names.setdefault(place[0], []).append(place[0].names[place[1]])
         models = sharded_grads.sort_models(names)
         self._names = {model: model.name_optimizer(list_terms(optimizer, names[model])) for model in models}
-        texts = {model: str(name) for model, name in self._names.items()}
-        tags = sharded_grads.tag_votes("first step", {model: zlib.crc32(texts[model].encode()) for model in models})
-        reason = self._vote(tags, texts)
+        descriptions = {model: str(name) for model, name in self._names.items()}
+        tags = sharded_grads.tag_votes(
+            "first step", {model: zlib.crc32(descriptions[model].encode()) for model in models}
+        )
+        reason = self._vote(tags, descriptions)
         if reason:
             return reason
-        # Until ranks agree on the next optimizer, peers may read the state of one that this rank has dropped.
+        # Until ranks agree on the next optimizer, peers may read the state of one that this rank
+        # has dropped.
         for model in models:
             retention.shorten_retention(model.group, may_be_read=False)
         COUNTERS.optimizers += 1
@@ -354,51 +380,54 @@ class ShardedOptimizer:
         self._tags = sharded_grads.tag_votes("step", subjects)
         return self._tags
 
-    def _vote(self, tags: Mapping[ShardedGrads, int], texts: Mapping[ShardedGrads, str]) -> str:
+    def _vote(self, tags: Mapping[ShardedGrads, int], descriptions: Mapping[ShardedGrads, str]) -> str:
         """Cast a vote for each model; return the reason for the fallback, "" if all ranks agree.
 
         Args:
             tags: The tags, by model.
-            texts: Descriptions of the optimizer at its first step, by model; later empty.
+            descriptions: Descriptions of the optimizer by model, at its first step; {} later.
         """
-        # One rule: what ends the sharding of one model ends it for the optimizer, and so for all of its models.
-        # These loops run in each step, so they have no generator, whose every element would be a call.
+        # One rule: what ends the sharding of one model ends it for the optimizer, and so for all of
+        # its models. These loops run in each step, so they have no generator, whose every element
+        # would be a call.
         is_leaving = False
         for model in tags:
-            is_leaving |= model.local or model.is_stock
+            is_leaving |= model.is_local or model.is_stock
         spans_groups = len(tags) > 1 and len({model.group for model in tags}) > 1
         agreed = []
         is_local = is_leaving
         for model, tag in tags.items():
-            model.local |= is_leaving
-            model.cast_vote(tag, text=texts.get(model, ""), spans_groups=spans_groups)
-            is_local |= model.local
-            if not model.local and model.votes is not None and model.votes.spans_groups:
+            model.is_local |= is_leaving
+            model.cast_vote(tag, text=descriptions.get(model, ""), spans_groups=spans_groups)
+            is_local |= model.is_local
+            if not model.is_local and model.votes is not None and model.votes.spans_groups:
                 agreed.append(model)
-        # A rank that is in one of the groups only learns of a failure in another group by a second vote.
+        # A rank that is in one of the groups only learns of a failure in another group by a second
+        # vote.
         for model in agreed:
-            model.local |= is_local
-            model.cast_vote(tags[model], text=texts.get(model, ""))
-            is_local |= model.local
+            model.is_local |= is_local
+            model.cast_vote(tags[model], text=descriptions.get(model, ""))
+            is_local |= model.is_local
         if not is_local:
             return ""
         for model in tags:
-            model.local = True
-            if self._leaves_waiting_hosts(model, is_leaving):
-                model.stay_away_from_hosts()
+            model.is_local = True
+            if model.host_barrier is not None and self._leaves_waiting_hosts(model, is_leaving):
+                model.host_barrier.abort()
+                abort_step_communicators(model.group)
         reasons = [model.votes.reason for model in tags if model.votes is not None]
         return next(filter(None, reasons), REASON_LOCAL)
 
     @staticmethod
     def _leaves_waiting_hosts(model: ShardedGrads, is_leaving: bool) -> bool:
-        """Return whether peers step the model by shards and wait for this host, which alone knows that it does not."""
+        """Return whether peers wait for this host, and do not know that it leaves the model."""
         if model.votes is None or model.votes.has_passed_peers:
             return model.votes is not None
-        has_sharded = any(one.is_sharded for one in model.optimizers)
+        has_sharded = any(optimizer.is_sharded for optimizer in model.optimizers)
         return not model.votes.reason and has_sharded and is_leaving
 
     def _end_sharding(self, reason: str) -> None:
-        """Leave this optimizer, and all others over models that are no longer sharded, to torch for good."""
+        """Fall back for good with this optimizer, and with all others over models that end here."""
         ending = {self}
         models = set(self._params_by_model) | set(self._names)
         if reason is not REASON_DETACHED:
@@ -416,8 +445,9 @@ class ShardedOptimizer:
     def params_to_step(self, optimizer: Optimizer) -> list[ShardedParam]:
         """Return the parameters that have a gradient and whose update can be sharded."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        key = list(map(id, params)), sharded_grads.get_generation()
-        # The class of a pending parameter would wait for the gather, although `.grad` does not depend on it.
+        key = list(map(id, params)), sharded_grads.Generation.number
+        # The class of a pending parameter would wait for the gather, although `.grad` does not
+        # depend on it.
         with torch._C.DisableTorchFunctionSubclass():
             if key != self._params_key:
                 self._params = self._find_params(params)
@@ -433,14 +463,14 @@ class ShardedOptimizer:
         known = {id(sharded.param): sharded for sharded in self._params}
         found = []
         for param in params:
-            entry = sharded_grads.find(param)
-            if entry is None:
+            place = sharded_grads.find(param)
+            if place is None:
                 continue
             sharded = known.get(id(param))
-            if sharded is None or (sharded.shards, sharded.index) != entry:
-                if not self._state_type.can_divide(*entry):
+            if sharded is None or (sharded.shards, sharded.index) != place:
+                if not self._state_type.can_shard(*place):
                     continue
-                sharded = ShardedParam(param, *entry)
+                sharded = ShardedParam(param, *place)
             found.append(sharded)
         return found
 
@@ -448,26 +478,26 @@ class ShardedOptimizer:
 
     def _add_model(self, optimizer: Optimizer, model: ShardedGrads, params: Sequence[ShardedParam]) -> None:
         """Begin to shard the state of one model's parameters."""
-        # Gradients and state may be shards of a former wrapper of the model. They are fetched now, because this rank
-        # calls no peer once it has arrived at the host barrier.
+        # Gradients and state may be shards of a former wrapper of the model. They are fetched now,
+        # because this rank calls no peer once it has arrived at the host barrier.
         held = [
             tensor
             for sharded in params
             for tensor in (sharded.param.grad, *optimizer.state.get(sharded.param, {}).values())
         ]
-        lazy_tensor.materialize(one for one in held if isinstance(one, LazyTensor) and one.source is not model)
+        lazy_tensor.materialize(value for value in held if isinstance(value, LazyTensor) and value.source is not model)
         name = self._names.get(model)
-        # The model was wrapped again, or its parameters came by add_param_group().
+        # The model was wrapped again, or add_param_group() added its parameters.
         if name is None:
             names = [model.names[sharded.index] for sharded in params]
             name = self._names[model] = model.name_optimizer(list_terms(optimizer, names))
-            # They hold the names of optimizers.
+            # The tags hash the names of optimizers.
             self._tags = {}
         model.adopt_name(name)
         model.optimizers.add(self)
         state = self._states[model] = self._state_type(model, name)
-        # Peers may read the state after the script has dropped the optimizer here: slower ones, and those that go on
-        # with it until this rank steps a new optimizer, which ends sharding.
+        # Peers may read the state after the script has dropped the optimizer here: slower ones, and
+        # those that continue with it until this rank steps a new optimizer, which ends sharding.
         keeper = weakref.finalize(optimizer, retention.retain, model.group, state, _MAX_ACCUMULATION_STEPS)
         keeper.atexit = False
         self._keepers[model] = keeper
@@ -476,7 +506,7 @@ class ShardedOptimizer:
             self._drop_model(optimizer, former)
 
     def _drop_model(self, optimizer: Optimizer, model: ShardedGrads) -> None:
-        """Stop keeping state for a model that was wrapped again, so that its parameters have other shards."""
+        """Stop keeping state for a model whose parameters have other shards in a new wrapper."""
         state = self._states.pop(model)
         self._keepers.pop(model).detach()
         self._names.pop(model, None)
@@ -489,11 +519,11 @@ class ShardedOptimizer:
         retention.retain(model.group, state)
 
     def _show_lazily(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Show lazy CPU tensors in a state dict whose state is sharded; ``optimizer.state`` keeps its own."""
+        """Replace sharded state in a state dict by lazy CPU tensors, but not in the optimizer."""
         values = [value for state in state_dict["state"].values() for value in state.values()]
         if not any(isinstance(value, LazyTensor) and isinstance(value.source, ShardedState) for value in values):
             return
-        source = StateDictSource(state_dict["state"], weakref.WeakMethod(self.undivided))
+        source = StateDictSource(state_dict["state"], weakref.WeakMethod(self.pause_steps))
         state_dict["state"] = source.shown
         if threading.get_ident() == self._step_thread_id:
             self._state_dicts.add(source)
@@ -536,19 +566,20 @@ class ShardedOptimizer:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        # They keep what peers read of an optimizer that is freed. This one lives, and keeps its shards for final calls.
+        # They keep what peers read of an optimizer that is freed. This one lives, and keeps its
+        # shards for final calls.
         for finalizer in (*self.finalizers, *self._keepers.values()):
             finalizer.detach()
         has_main_params = issubclass(self._state_type, MainParamsState)
         for state_dict in list(self._state_dicts):
-            # The fp32 state is rounded below, so state dicts are fetched before. Other unread state dicts show the full
-            # state that is restored below.
+            # The fp32 state is rounded below, so state dicts are fetched before. Other unread state
+            # dicts show the full state that is restored below.
             (state_dict.complete if has_main_params else state_dict.complete_read)()
         if has_main_params:
             drop_main_params(optimizer)
-        # All are marked before the first read, so that each peer's last read of one finds the mark. A peer that has
-        # promised to end the votes does so only when it reaches its own step, after more backwards. Its final reads end
-        # the retention, or this number of backwards.
+        # All are marked before the first read, so that each peer's last read of one finds the mark.
+        # A peer that has promised to end the votes does so only when it reaches its own step, after
+        # more backwards. Its final reads end the retention, or this number of backwards.
         reachable = [state for state in self._states.values() if state.start_final_calls(_MAX_ACCUMULATION_STEPS)]
         for state in reachable:
             state.unshard(optimizer.state)
@@ -565,7 +596,10 @@ def _one_per_group(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
 
 
 def _evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Evaluate a closure before the swap, because it reads full tensors; return one that returns its loss instead."""
+    """Evaluate a closure before the swap, and replace it by a function that returns its loss.
+
+    The closure reads full tensors.
+    """
     closure = args[0] if args else kwargs.get("closure")
     if closure is None:
         return args, kwargs
@@ -576,7 +610,7 @@ def _evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
     return args, kwargs | {"closure": lambda: loss}
 
 
-def sort_new_state(optimizer: Optimizer, num_known: int) -> None:
+def _sort_new_state(optimizer: Optimizer, num_known: int) -> None:
     """Sort the state that a step has added by parameter, the order in which torch adds it.
 
     Args:
@@ -584,10 +618,10 @@ def sort_new_state(optimizer: Optimizer, num_known: int) -> None:
         num_known: The length of ``optimizer.state`` before the step.
     """
     state = optimizer.state
-    if len(state) > num_known:
-        places = {param: i for i, param in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-        for param in sorted(list(state)[num_known:], key=lambda param: places.get(param, -1)):
-            state[param] = state.pop(param)
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    places = {param: place for place, param in enumerate(params)}
+    for param in sorted(list(state)[num_known:], key=lambda param: places.get(param, -1)):
+        state[param] = state.pop(param)
 
 
 def _complete_soon(state_dicts: Iterable[StateDictSource]) -> None:

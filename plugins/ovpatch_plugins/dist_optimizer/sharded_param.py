@@ -62,7 +62,7 @@ class ShardedParam:
         self.shards = shards
         self.index = index
         self.owner: int | None = None
-        self.shard = shards.local_range(index)
+        self.shard = shards.local_ranges[index]
 
         # - Geometry, computed once because every step needs it
         self.begin = self.shard.begin

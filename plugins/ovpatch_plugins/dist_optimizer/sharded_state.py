@@ -145,7 +145,7 @@ class ShardedState(LazySource):
 
     @staticmethod
     @abc.abstractmethod
-    def can_divide(shards: ShardedGrads, index: int) -> bool:
+    def can_shard(shards: ShardedGrads, index: int) -> bool:
         """Return whether a parameter's update can be sharded, and request the gradient for that."""
 
     @property
@@ -244,7 +244,7 @@ class ShardedState(LazySource):
     def load(self, states: States) -> None:
         """Shard loaded state; see [Note: versions of state]."""
         # After a cast, for instance, the model has other shards.
-        if self._shards.retired:
+        if self._shards.is_replaced:
             return
         # No peer replies after the end of the group, so shards could not be gathered again.
         if PeerRpc.is_destroyed(self.group):
@@ -479,11 +479,11 @@ class SwapCache:
         # The ids of the keys and values of `shown`, alternating.
         self._ids = list(map(id, itertools.chain.from_iterable(shown.items())))
         # All values of `shown`, in the order of `_names`.
-        self._shards = _values(shown.values())
+        self._shards = list(itertools.chain.from_iterable(map(_VALUES, shown.values())))
         self._names = _names(left)
 
         # - The values between steps
-        values = _values(left)
+        values = list(itertools.chain.from_iterable(map(_VALUES, left)))
         self._is_lazy = [type(value) is LazyTensor for value in values]
         # Their ids. Only this source creates its lazy tensors, and it does so without this object,
         # so the id of a lazy tensor is not reused unseen. Other values, such as the number of
@@ -524,7 +524,7 @@ class SwapCache:
         left = [states_by_id.get(id(sharded.param)) for sharded, _ in swapped]
         if None in left or _names(left) != self._names:
             return False
-        values = _values(left)
+        values = list(itertools.chain.from_iterable(map(_VALUES, left)))
         if list(map(id, values)) != self._value_ids:
             return False
         lazy = list(itertools.compress(values, self._is_lazy))
@@ -548,7 +548,7 @@ class SwapCache:
         # Another thread may have read a lazy tensor during the step.
         if list(map(type, lazy)).count(LazyTensor) != len(lazy):
             return False
-        values = _values(self.shown.values())
+        values = list(itertools.chain.from_iterable(map(_VALUES, self.shown.values())))
         is_same = map(operator.is_, values, self._shards)
         if len(values) != len(self._shards) or not all(is_same):
             return False
@@ -570,7 +570,3 @@ def _names(states: Iterable[Any]) -> list[Any]:
     """Return the number of names in each state, followed by all names."""
     states = list(states)
     return [*map(len, states), *itertools.chain.from_iterable(states)]
-
-
-def _values(states: Iterable[Any]) -> list[Any]:
-    return list(itertools.chain.from_iterable(map(_VALUES, states)))

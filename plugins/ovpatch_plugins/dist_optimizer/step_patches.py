@@ -1,9 +1,10 @@
-"""Which optimizers can divide their steps among the ranks, and the patches of their steps.
+"""The optimizers whose steps can be sharded, and the patches of their steps.
 
-An element-wise optimizer computes each element's update from that element's gradient and state alone, so it can be
-given any shard of a parameter. Others need a whole parameter but no other one, so one rank can update it for all.
-Whether a class does so cannot be seen from outside: those of torch are known, and the user may name others. A subclass
-with a ``step`` of its own may do anything there.
+An element-wise optimizer computes the update of each element from the gradient and state of that
+element alone, so it can be given any shard of a parameter. Other optimizers need a full parameter,
+but no second one, so one rank can update that parameter for all ranks. A class does not show from
+outside whether it does so. The feature knows the classes of torch, and the user may name others. A
+subclass with its own ``step`` may do anything there.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ ELEMENT_WISE: Final[tuple[type[Optimizer], ...]] = (
     torch.optim.Rprop,
 )
 
-# Not in every version of torch. The names and tensors of a parameter's state do not change after its first step.
+# Some versions of torch lack one of these classes. The names and tensors of a parameter's state do
+# not change after its first step.
 PER_PARAMETER: Final[tuple[type[Optimizer], ...]] = tuple(
     getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
 )
 
 
 class Kind(enum.Enum):
-    """How an optimizer's work is divided: by shards of every parameter, or by whole parameters.
+    """The ways to shard a step: by shards of every parameter, or by full parameters.
 
-    The ``NAMED`` ones are of classes that the user has named.
+    A ``NAMED`` kind belongs to classes that the user has named. Their steps may call peers.
     """
 
     ELEMENT_WISE = enum.auto()
@@ -57,7 +59,12 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class NamedClasses:
-    """Classes that the user has named, as ``module.Class``."""
+    """Classes that the user has named, as ``module.Class``.
+
+    Attributes:
+        element_wise: Those that update each element by itself.
+        per_parameter: Those that update each parameter by itself.
+    """
 
     element_wise: Sequence[str] = ()
     per_parameter: Sequence[str] = ()
@@ -70,13 +77,13 @@ class NamedClasses:
 
 
 def list_step_classes(named: NamedClasses) -> list[str]:
-    """Return the names of the known classes that define ``step``; the others inherit it."""
+    """Return the names of the known classes that define ``step``; subclasses inherit it."""
     known = [cls for cls in (*ELEMENT_WISE, *PER_PARAMETER) if "step" in vars(cls)]
     return list(dict.fromkeys([*map(_full_name, known), *named.element_wise, *named.per_parameter]))
 
 
 def find_kind(cls: type[Optimizer], named: NamedClasses) -> Kind | None:
-    """Return how the work of a class of optimizers can be divided, None if that is not known."""
+    """Return the way to shard the steps of a class; None if the class is unknown."""
     for base in cls.__mro__:
         if _full_name(base) in named.per_parameter:
             return Kind.PER_PARAMETER_NAMED
@@ -86,37 +93,40 @@ def find_kind(cls: type[Optimizer], named: NamedClasses) -> Kind | None:
             return Kind.ELEMENT_WISE
         if base in PER_PARAMETER:
             return Kind.PER_PARAMETER
+        # A subclass that overrides one of these may compute another update.
         if {"step", "_init_group"} & set(vars(base)):
             return None
     return None
 
 
 def unsupported_reason(optimizer: Optimizer, named: NamedClasses) -> str:
-    """Return why an optimizer stays stock, or ""."""
+    """Return the reason to leave an optimizer's steps to torch; "" if they can be sharded."""
     cls = type(optimizer)
     if find_kind(cls, named) is None:
         return (
-            f"{_full_name(cls)} is not known to be element-wise, nor to update each parameter by itself. If it is "
-            "element-wise, name it in OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE; if it updates each parameter by itself, "
-            "in OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
+            f"{_full_name(cls)} is not known to be element-wise, nor to update each parameter by itself. "
+            "If it is element-wise, name it in OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE; if it updates each "
+            "parameter by itself, in OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
         )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
+    groups = optimizer.param_groups
+    if any(group.get("differentiable") for group in groups):
         return "differentiable=True differentiates through the update"
-    if any(group.get("capturable") for group in optimizer.param_groups):
-        return "capturable=True: it may step inside a CUDA graph, whose replays no host sees"
-    if any(map(_has_epsilon_of_another, optimizer.param_groups)) and isinstance(optimizer, PER_PARAMETER):
-        return "without eps, Adafactor takes the first parameter's for all of a group, whose parameters differ in dtype"
+    if any(group.get("capturable") for group in groups):
+        return "capturable=True: it may step inside a CUDA graph, whose replays no host observes"
+    if isinstance(optimizer, PER_PARAMETER) and any(map(_shares_epsilon, groups)):
+        return "without eps, Adafactor uses the first parameter's for all of a group, whose parameters differ in dtype"
     return ""
 
 
-def _has_epsilon_of_another(group: Mapping[str, Any]) -> bool:
-    """Return whether torch's Adafactor takes the epsilon of one parameter's dtype for parameters of another one."""
+def _shares_epsilon(group: Mapping[str, Any]) -> bool:
+    """Return whether Adafactor uses the epsilon of one dtype for parameters of another dtype."""
     epsilon = group.get("eps")
     return isinstance(epsilon, tuple) and epsilon[0] is None and len({param.dtype for param in group["params"]}) > 1
 
 
 def find_inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
-    """Return the optimizer inside of a ``ZeroRedundancyOptimizer``, which is known to differ by rank."""
+    """Return the optimizer inside a ``ZeroRedundancyOptimizer``, which differs by rank, or None."""
+    # A script that uses this class has imported its module. Other scripts must not pay for that.
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
         return optimizer.optim  # type: ignore[no-any-return]
@@ -129,46 +139,47 @@ def _full_name(cls: type) -> str:
 
 # --- the patches ---
 
-#: Returns Dynamo's callback for the Python frames that its caller calls, None outside of compiled functions. This must
-#: be a function in C, because Dynamo would examine the frame of another one.
+#: Returns Dynamo's callback for the Python frames that its caller calls, None outside of compiled
+#: functions. It must be a function in C, because Dynamo would examine the frame of a Python one.
 get_dynamo_callback: Final = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
-#: Whether there are divided optimizers, or lazy gradients. A graph guards on it, and could not read a table.
-is_any_divided = False
+#: Whether there are sharded optimizers or lazy gradients. It is a global variable, because compiled
+#: graphs guard on it, and a graph cannot read a table of optimizers.
+is_any_sharded = False
 
 
-def note_divided(*, divided: bool) -> None:
-    """Note whether compiled steps have something to make whole: divided optimizers, or lazy gradients."""
-    global is_any_divided
-    is_any_divided = divided
+def note_sharded(*, is_any: bool) -> None:
+    """Set :data:`is_any_sharded`, the condition on which compiled steps unshard their optimizer."""
+    global is_any_sharded
+    is_any_sharded = is_any
 
 
-class StepDivider(Protocol):
-    """Divides the steps of optimizers whose parameters' gradients are sharded."""
+class Attachment(Protocol):
+    """The interface of :class:`.OptimizerAttachment`, whose module imports this one."""
 
     def step(self, inner: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer; ``inner`` is the stock function of its class."""
 
-    def make_whole(self, optimizer: Optimizer) -> None:
-        """Make an optimizer stock whose step is compiled."""
+    def unshard_for_compile(self, optimizer: Optimizer) -> None:
+        """Make state and gradients full, because a compiled step reads memory that shards lack."""
 
 
 class StepPatches:
     """The patches of ``step`` functions.
 
-    They are there from ``apply()`` on, since schedulers of learning rates keep the function that they find. What
-    divides a step is imported when a model's gradients are sharded.
+    ``apply()`` registers them, because schedulers of learning rates keep the function that they
+    find. The modules that shard a step are imported later, when a model's gradients are sharded.
 
     Args:
         named: Classes that the user has named.
 
     Attributes:
-        divider: What divides steps; None as long as no model is sharded.
+        attachment: Shards the steps; None as long as no model is sharded.
     """
 
     def __init__(self, named: NamedClasses) -> None:
         self._named = named
-        self.divider: StepDivider | None = None
+        self.attachment: Attachment | None = None
 
     def register(self, patches: Registrar) -> None:
         """Register the patches of all known classes."""
@@ -181,29 +192,32 @@ class StepPatches:
             )
 
     def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the ``step`` of a class of optimizers, inside of torch's own wrapper that calls step hooks."""
+        """Wrap the ``step`` of a class, inside of torch's own wrapper, which calls step hooks."""
         patches = self
         inner = getattr(original, "__wrapped__", original) if getattr(original, "hooked", False) else original
 
         @functools.wraps(inner)
         def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            # Torch's optimizers break the graph before this step. Dynamo is then about to compile what this calls.
+            # Torch's optimizers break the graph before this step. Dynamo is then about to compile
+            # the functions that this one calls.
             if torch.compiler.is_compiling() or get_dynamo_callback() is not None:
-                if is_any_divided:
-                    patches._make_whole(self)
+                if is_any_sharded:
+                    patches._unshard_for_compile(self)
                 return inner(self, *args, **kwargs)
-            if patches.divider is None:
+            if patches.attachment is None:
                 note_unmanaged(type(self).__name__)
                 return inner(self, *args, **kwargs)
-            return patches.divider.step(inner, self, *args, **kwargs)
+            return patches.attachment.step(inner, self, *args, **kwargs)
 
         if inner is original:
             return step
+        # Torch calls step hooks in a wrapper that it creates per class and marks as `hooked`.
         hooked: Any = Optimizer.profile_hook_step(step)
         hooked.hooked = True
         return hooked  # type: ignore[no-any-return]
 
+    # Dynamo would trace into the collectives that gather the state.
     @torch._disable_dynamo
-    def _make_whole(self, optimizer: Optimizer) -> None:
-        if self.divider is not None:
-            self.divider.make_whole(optimizer)
+    def _unshard_for_compile(self, optimizer: Optimizer) -> None:
+        if self.attachment is not None:
+            self.attachment.unshard_for_compile(optimizer)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ovpatch.overlap.comm.step_flags import PERIOD, StepFlags
+from ovpatch.overlap.comm.step_flags import PERIOD_STEPS, StepFlags
 from tests.plugins.ddp import test_failures, test_gradients_kept, test_loops
 from tests.plugins.ddp.arms import Record, both, data, device, record_steps, seen
 from tests.plugins.ddp.checks import same_bits
@@ -54,8 +54,8 @@ def test_training_goes_on_after_an_exception_on_gpus(ranks):
 
 
 def test_a_lost_backward_is_reported_on_gpus(ranks):
-    texts = ranks(2)(test_failures.failing_alone, 2, 2 * PERIOD - 1, backend="nccl", timeout=60)
-    assert f"ended the backward of a step from {PERIOD} to {2 * PERIOD - 1} on another rank" in texts[0]
+    texts = ranks(2)(test_failures.failing_alone, 2, 2 * PERIOD_STEPS - 1, backend="nccl", timeout=60)
+    assert f"ended the backward of a step from {PERIOD_STEPS} to {2 * PERIOD_STEPS - 1} on another rank" in texts[0]
 
 
 def dropped_sum() -> int:

@@ -211,7 +211,7 @@ def reported() -> list[str]:
 
 def test_the_report_says_which_and_why(ranks):
     for remarks in ranks(2)(reported):
-        assert any("OwnStep stays stock" in text and "not known to be element-wise" in text for text in remarks)
+        assert any("OwnStep falls back to torch" in text and "not known to be element-wise" in text for text in remarks)
 
 
 def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
@@ -236,14 +236,14 @@ def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
         return feature["remarks"], str(largest), feature["counters"]
 
 
-def test_an_optimizer_that_has_nothing_to_divide_is_reported(ranks):
+def test_an_optimizer_that_has_nothing_to_shard_is_reported(ranks):
     for remarks, largest, counters in ranks(2)(idle, True):
         expected = f"is dense and has min_param_numel=16384 elements (the largest has {largest})"
-        assert [text for text in remarks if "RMSprop had nothing to divide" in text and expected in text]
+        assert [text for text in remarks if "RMSprop had nothing to shard" in text and expected in text]
         assert (counters["optimizers"], counters["steps"]) == (1, 0)
         assert NO_WORK in remarks
     for remarks, _, counters in ranks(2)(idle, False):
-        assert [text for text in remarks if "RMSprop had nothing to divide: no parameter of a model" in text]
+        assert [text for text in remarks if "RMSprop had nothing to shard: no parameter of a model" in text]
         assert not any(counters[name] for name in ("optimizers", "steps", "params_updated", "norms", "gathers"))
 
 

@@ -74,7 +74,7 @@ def warned(silence: float) -> list[str]:
     handler = logging.StreamHandler(heard)
     logger.addHandler(handler)
     try:
-        with mock.patch.object(agreement, "SILENCE_S", silence):
+        with mock.patch.object(agreement, "WARNING_DELAY_S", silence):
             timed("rank 0", 1.0, 8)
     finally:
         logger.removeHandler(handler)
