@@ -685,6 +685,22 @@ def step_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.Pr
     return group if communicator is None else communicator
 
 
+def connect_step_communicator(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Create the step communicator of a group, and connect its ranks; all ranks call this.
+
+    NCCL connects ranks in the first collective of each kind, and hosts wait for each other there. A
+    step may be too late for that. A rank whose device runs a collective of the script waits in the
+    first kernel of its step, because the load of a kernel waits for the device. If a peer launches
+    its part of that collective after its own step, it never gets there.
+    """
+    communicator = step_communicator(group, device)
+    with outside_modes():
+        own = torch.zeros(1, dtype=torch.float32, device=device)
+        gathered = torch.empty(group.size(), dtype=torch.float32, device=device)
+        communicator.allreduce([own]).wait()
+        communicator._allgather_base(gathered, own).wait()
+
+
 def close_step_communicators(group: dist.ProcessGroup | None = None) -> None:
     """Shut down the step communicators of one model's group, or of all, after their collectives.
 

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.comm import host_barrier
 from ovpatch.overlap.comm.collectives import (
+    connect_step_communicator,
     reduce_scatter_transport,
 )
 from ovpatch.overlap.comm.host_barrier import HostBarrier
@@ -306,6 +307,10 @@ class ShardedGrads(GradSharder, GradSource):
             self._must_send_fp32 = staged or self._has_sum(
                 lambda i, grad: grad is not None or (counts is not None and counts[i] > 1)
             )
+        if not self.backwards and self.host_barrier is not None and any(self._can_be_sharded):
+            device = self.versions.device
+            if not is_capturing(device):
+                connect_step_communicator(self.group, device)
         if self.votes is not None:
             self.votes.reached[self.identity] = self.backwards + 1
             # On a device only the stream waits for peers, so the host is not inside of anything.

@@ -17,7 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ovpatch.overlap.comm.collectives import close_step_communicators, step_communicator
+from ovpatch.overlap.comm.collectives import (
+    close_step_communicators,
+    connect_step_communicator,
+    step_communicator,
+)
 from ovpatch.overlap.copy_engine import selection
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some
@@ -130,6 +134,7 @@ def made(count: int) -> list[Any]:
         assert communicator is not group
         assert communicator is step_communicator(group, torch.device("cpu"))
         assert communicator not in dist.distributed_c10d._world.pg_map
+        connect_step_communicator(group, torch.device("cpu"))
         total = torch.ones(3) * dist.get_rank()
         dist.all_reduce(total, group=communicator)
         found.append((communicator.size(), communicator.rank(), total.tolist()))
