@@ -3,9 +3,9 @@
     $ python tools/plant_faults.py              # all, more than half an hour
     $ python tools/plant_faults.py wait stale   # those whose names hold one of these words
 
-A fault of ``tools/faults.py`` is a small replacement in one file of a scratch copy of the repository, in which the tests
-that should catch it are run. The program ends with 1 if a fault is not caught, and with 2 if a replacement does not fit the sources, which
-``tests/test_planted_faults.py`` checks in every run of the tests.
+A fault of ``tools/faults.py`` is a small replacement in one file of a scratch copy of the repository, in which the
+tests that should catch it are run. The program ends with 1 if a fault is not caught, and with 2 if a replacement does
+not fit the sources, which ``tests/test_planted_faults.py`` checks in every run of the tests.
 """
 
 from __future__ import annotations
