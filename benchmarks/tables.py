@@ -68,7 +68,7 @@ _SHARDED_BY_DEFAULT = ("2b", "3.8b")
 
 
 def summary() -> str:
-    """Return the table of all runs of GPT: stock's best setting beside what a plain ``apply()`` does; new and large first."""
+    """Return the table of all runs of GPT: the best stock setting, and a plain ``apply()``; new and large first."""
     groups = [
         *group_runs("zero_step", _default_arm),
         *group_runs("zero_step_2_h100", _default_arm),
