@@ -63,7 +63,7 @@ def test_what_a_script_shards_itself_stays_stock(runner):
     assert_same(stock, patched)
     (parts,) = (one for one in patched.report["features"] if one["name"] == "dist_optimizer")
     assert (parts["counters"]["optimizers"], parts["counters"]["steps"]) == (0, 0)
-    assert any("inside a ZeroRedundancyOptimizer, which divides the work" in remark for remark in parts["remarks"])
+    assert any("inside a ZeroRedundancyOptimizer, which shards the work" in remark for remark in parts["remarks"])
 
 
 @pytest.mark.parametrize("name", cases(CLIPPING))

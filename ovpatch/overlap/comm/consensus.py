@@ -1,7 +1,7 @@
 """Agreement of ranks through the store of their process group, before they issue collectives.
 
 One of three ways for ranks to agree. This one blocks. ``comm.step_flags`` sums flags within a step,
-and ``comm.host_barrier`` synchronizes hosts.
+and ``comm.host_barrier`` synchronizes hosts. Steps of ``dist_optimizer`` vote, see its ``agreement.py``.
 """
 
 from __future__ import annotations

@@ -58,8 +58,9 @@ _REASON_ORDER: Final = (
 )
 
 _REASON_MISSING: Final = (
-    "a rank did not reach a step that its peers have reached, and waited for them elsewhere, after which no optimizer "
-    "of the process group is sharded. Create and step the same optimizers in the same order on every rank"
+    "a rank did not reach a step that its peers have reached, because it waited for them elsewhere or came too late. "
+    "No optimizer of the process group is sharded afterwards. Create and step the same optimizers in the same order "
+    "on every rank"
 )
 
 _WARNING_WAITING: Final = "{} waits for the first step of this optimizer on its peers, for up to {:g} s. {}"

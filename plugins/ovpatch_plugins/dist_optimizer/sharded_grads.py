@@ -309,7 +309,8 @@ class ShardedGrads(GradSharder, GradSource):
             )
         if not self.backwards and self.host_barrier is not None and any(self._can_be_sharded):
             device = self.versions.device
-            if not is_capturing(device):
+            # Gloo connects when the communicator is created, and has no kernels to load.
+            if device.type == "cuda" and not is_capturing(device):
                 connect_step_communicator(self.group, device)
         if self.votes is not None:
             self.votes.reached[self.identity] = self.backwards + 1
