@@ -408,7 +408,7 @@ FAULTS: Final = (
     Fault(
         "orders that differ stay unnoticed where ranks do not vote",
         _SHARDING + "sharded_grads.py",
-        'self.votes.reached[""] + tag) % _DIGEST_MODULUS',
+        "self.votes.reached[VOTES] + tag) % _DIGEST_MODULUS",
         "0) % _DIGEST_MODULUS",
         (_SHARDING_TESTS + "test_orders_by_rank.py",),
     ),
@@ -824,9 +824,16 @@ FAULTS: Final = (
         (_SHARDING_TESTS + "test_in_flight.py",),
     ),
     Fault(
+        "the transport of parameters is chosen after the update",
+        _SHARDING + "sharded_optimizer.py",
+        "        if self._sync.copy_places:\n            self._sync.choose_transport()",
+        "        pass",
+        (_SHARDING_TESTS + "test_copy_engines.py::test_ranks_choose_the_transport_before_they_update",),
+    ),
+    Fault(
         "the owner of moved state does not wait for its readers",
         _SHARDING + "sharded_optimizer.py",
-        "                state.note_read()\n                was_read = True",
+        "                state.note_read()",
         "                pass",
         (_SHARDING_TESTS + "test_whole_parameters.py::test_a_rank_that_owns_all_moved_state_waits_for_its_readers",),
     ),

@@ -66,7 +66,7 @@ _REASON_MISSING: Final = (
 _WARNING_WAITING: Final = "{} waits for the first step of this optimizer on its peers, for up to {:g} s. {}"
 
 #: The name of votes among the operations of a process group. Backwards have their model's name.
-_VOTES: Final = ""
+VOTES: Final = ""
 
 # The outcomes of a vote on one rank. The largest one of all ranks counts.
 _AGREES: Final = 0
@@ -157,7 +157,7 @@ class StepVotes:
         self.reason = ""
         self.spans_groups = False
         self.has_passed_peers = False
-        self.reached: dict[str, int] = {_VOTES: 0}
+        self.reached: dict[str, int] = {VOTES: 0}
         self.inside: dict[str, int] = {}
 
         # - The group
@@ -232,7 +232,7 @@ class StepVotes:
     def _cast(self, vote: Vote) -> tuple[int, bool]:
         """Record a vote; return its number, and whether this rank has promised to end it."""
         with self._changed:
-            self.reached[_VOTES] = number = self.reached[_VOTES] + 1
+            self.reached[VOTES] = number = self.reached[VOTES] + 1
             is_ended = number <= self._ended_vote
             self._votes[number] = Vote(vote.tag, outcome=_ENDS) if is_ended else vote
             self._votes.pop(number - _MAX_KEPT_VOTES, None)
@@ -256,7 +256,7 @@ class StepVotes:
             self._wait(*self._left.popleft(), vote)
             if self.reason:
                 return False
-        self.reached[_VOTES] = number = self.reached[_VOTES] + 1
+        self.reached[VOTES] = number = self.reached[VOTES] + 1
         outcome = vote.outcome
         if number <= self._ended_vote:
             outcome = _ENDS
@@ -276,7 +276,7 @@ class StepVotes:
 
     def _wait(self, number: int, work: dist.Work, found: torch.Tensor, vote: Vote) -> bool:
         """Wait for an all-reduce; return whether ranks agree."""
-        self.inside[_VOTES] = number
+        self.inside[VOTES] = number
         begin = time.monotonic()
         try:
             while True:
@@ -293,7 +293,7 @@ class StepVotes:
                     self._left.append((number, work, found))
                     return False
         finally:
-            self.inside.pop(_VOTES, None)
+            self.inside.pop(VOTES, None)
         outcome, self.spans_groups, high, low = found.tolist()
         if high != -low or outcome == _ENDS:
             self._end(_REASON_ORDER)
@@ -305,7 +305,7 @@ class StepVotes:
         if group is None or not self._calls_peers:
             return True
         votes = {self._rank: own}
-        self.inside[_VOTES] = number
+        self.inside[VOTES] = number
         begin = time.monotonic()
         try:
             while missing := [rank for rank in self._peers if rank not in votes]:
@@ -318,7 +318,7 @@ class StepVotes:
             self._end(f"{error} {_REMEDY}")
             return False
         finally:
-            self.inside.pop(_VOTES, None)
+            self.inside.pop(VOTES, None)
         return self._judge(group, votes)
 
     def _judge(self, group: dist.ProcessGroup, votes: Mapping[int, Vote]) -> bool:
@@ -352,7 +352,7 @@ class StepVotes:
         if text and waited_s > WARNING_DELAY_S and self._warned_vote != number:
             self._warned_vote = number
             _log.warning("%s", _WARNING_WAITING.format(text, self._timeout_s, _REMEDY))
-        if not (is_late or self._leads_to(_VOTES, number, [dist.get_rank()])):
+        if not (is_late or self._leads_to(VOTES, number, [dist.get_rank()])):
             return False
         return self._promises_end(number)
 
@@ -396,7 +396,7 @@ class StepVotes:
             return self._reply_vote(question["vote"]), []
         if "end" in question:
             with self._changed:
-                is_promised = self.reached[_VOTES] < question["end"]
+                is_promised = self.reached[VOTES] < question["end"]
                 if is_promised:
                     self._ended_vote = max(self._ended_vote, question["end"])
                     self._changed.notify_all()
@@ -407,7 +407,7 @@ class StepVotes:
         """Return this rank's vote of a number; {} if it casts none in the caller's period."""
         with self._changed:
             is_known = self._changed.wait_for(
-                lambda: self.reason or max(self.reached[_VOTES], self._ended_vote) >= number,
+                lambda: self.reason or max(self.reached[VOTES], self._ended_vote) >= number,
                 _SEARCH_PERIOD_S,
             )
             if number in self._votes:

@@ -40,7 +40,7 @@ from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, shard_view, unshard
-from ovpatch_plugins.dist_optimizer.agreement import OptimizerName, StepVotes, Vote
+from ovpatch_plugins.dist_optimizer.agreement import VOTES, OptimizerName, StepVotes, Vote
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.shard_reader import ShardReader
 from ovpatch_plugins.dist_optimizer.sharded_bucket import (
@@ -549,7 +549,7 @@ class ShardedGrads(GradSharder, GradSource):
         waits = self.has_step_votes
         self.is_local = not self.votes.agree(Vote(tag, text, int(self.is_local), spans_groups), waits=waits)
         if not waits:
-            self._votes_digest = (self._votes_digest * 31 + self.votes.reached[""] + tag) % _DIGEST_MODULUS
+            self._votes_digest = (self._votes_digest * 31 + self.votes.reached[VOTES] + tag) % _DIGEST_MODULUS
 
     # ---------------------------------------------------------------- reading
 

@@ -268,9 +268,9 @@ class ShardedOptimizer:
         if new_models:
             # A rank that has all of the moved state itself reads nothing, but its peers read from
             # it, so every rank waits as if it had read.
+            was_read |= bool(self._states)
             for state in self._states.values():
                 state.note_read()
-                was_read = True
             for model in new_models:
                 self._add_model(optimizer, model, self._params_by_model[model])
         if was_read:

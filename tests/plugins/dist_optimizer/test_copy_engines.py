@@ -21,6 +21,7 @@ from ovpatch.overlap.comm.collectives import step_communicator
 from ovpatch.overlap.copy_engine import selection
 from ovpatch.overlap.copy_engine.collectives import Engine
 from ovpatch_plugins.dist_optimizer import optimizer_attach
+from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather
 from tests.plugins.ddp.arms import data
 from tests.plugins.dist_optimizer import test_loop_styles, test_loops, test_main_params
 from tests.plugins.dist_optimizer.checks import SMALL, all_cases, check_all, on, some
@@ -85,6 +86,33 @@ def attended() -> list[Any]:
 def test_what_a_step_gathers_is_attended(ranks):
     for calls in ranks(2)(attended):
         assert calls == [(True, "cpu", True, True)] * 3
+
+
+def order_of_a_step() -> list[str]:
+    """Return which of two calls each step makes first, and which next."""
+    calls: list[str] = []
+
+    def noting(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    with in_files():
+        choose = noting("choose", selection.choose)
+        update = noting("update", ParamAllGather.begin_update)
+        with (
+            mock.patch.object(selection, "choose", choose),
+            mock.patch.object(ParamAllGather, "begin_update", update),
+        ):
+            all_cases(test_loops.train, {"adamw": {"optimizer": "adamw", "steps": 3}}, options=BY_COPIES)
+    return calls
+
+
+def test_ranks_choose_the_transport_before_they_update(ranks):
+    """The first kernel of an update may wait for a collective that a peer launches after its own step."""
+    assert ranks(2)(order_of_a_step) == [["choose", "update"] * 3] * 2
 
 
 @pytest.mark.gpu(2)
