@@ -63,7 +63,8 @@ def _render(name: str, fates: Sequence[Fate], complaint: str) -> str:
 
 
 def _block(fate: Fate, complaint: str) -> str:
-    said = {"running": f"{complaint}; its stacks:", "ok": "finished", "skipped": f"skipped: {fate.error}"}
+    finished = "finished; its stacks:" if fate.details else "finished"
+    said = {"running": f"{complaint}; its stacks:", "ok": finished, "skipped": f"skipped: {fate.error}"}
     lines = [f"-------- rank {fate.rank}: {said.get(fate.kind, fate.error)}"]
     lines += [text for text in (fate.details,) if text]
     if fate.output:

@@ -147,9 +147,11 @@ class Pool:
         fates = [worker.fate for worker in workers]
         if all(fate.kind == "ok" for fate in fates):
             return
-        hung = [worker for worker in workers if worker.fate.running and stacks.ask(worker.pid)]
-        for worker in hung:
-            worker.fate.details = stacks.of_the_case(stacks.read(worker.stack_file), worker_module)
+        hung = any(worker.fate.running for worker in workers)
+        # A rank that has finished may be the one for whose reply the others wait.
+        for worker in workers if hung else ():
+            if not worker.fate.bad and stacks.ask(worker.pid):
+                worker.fate.details = stacks.of_the_case(stacks.read(worker.stack_file), worker_module)
         for worker in workers:
             worker.fate.output = tail(worker.output_file)
         if not hung and not any(fate.bad for fate in fates):
