@@ -490,6 +490,17 @@ FAULTS: Final = (
         ("tests/overlap/test_peers_server.py::test_a_fork_is_no_rank_and_leaves_its_parent_alone",),
     ),
     Fault(
+        "a finalizer waits for the lock of the server",
+        _RPC + "server.py",
+        """            if self._handlers.get(topic) is handler:
+                self._handlers.pop(topic, None)
+""",
+        """            with self._changed:
+                self._handlers.pop(topic, None)
+""",
+        ("tests/overlap/test_peers_server.py::test_a_handler_is_withdrawn_without_the_lock",),
+    ),
+    Fault(
         "the failure of another rank is swallowed",
         "ovpatch/overlap/comm/step_flags.py",
         "raise RuntimeError(say_failed(steps[0]))",

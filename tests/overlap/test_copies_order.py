@@ -300,7 +300,7 @@ def mailboxes(world: int, slots: int, slot_bytes: int) -> list[PointToPoint]:
     for rank, group in enumerate(groups):
         given: dict[str, Any] = {"slots": slots, "slot_bytes": slot_bytes, "timeout_s": 1000.0, "allocate": allocate}
         found.append(PointToPoint(group, torch.device("cuda", rank), edges, **given))
-        found[-1]._closed.set()  # here tests look, and no thread
+        found[-1]._closed.put(None)  # here tests look, and no thread
     return found
 
 

@@ -63,6 +63,17 @@ def test_who_knows_the_secret_is_answered(server, directory):
     assert (header, tensor.tolist()) == ({"a": 1}, [1.0, 1.0])
 
 
+def test_a_handler_is_withdrawn_without_the_lock(server):
+    """The owner of the lock may wait for the thread in which the garbage collector frees the handler's owner."""
+    withdraw = server.register("withdrawn", lambda question: (question, []))
+    thread = threading.Thread(target=withdraw, daemon=True)
+    with server._changed:
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+    assert "withdrawn" not in server._handlers
+
+
 @pytest.mark.parametrize("at_once", [1, 5, 100])
 def test_no_more_are_called_at_once_than_may_be(directory, at_once):
     """Ranks that are not there yet do not take the place of others."""

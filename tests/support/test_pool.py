@@ -469,3 +469,30 @@ def _runs(pid):
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
     return False
+
+
+class _Owner:
+    pass
+
+
+_IN_OVPATCH = """
+import threading, weakref
+lock = getattr(threading, kind)()
+def take():
+    with lock:
+        pass
+owner = make()
+weakref.finalize(owner, take)
+del owner
+"""
+
+
+def _lock_in_a_finalizer(kind):
+    exec(_IN_OVPATCH, {"__name__": "ovpatch.pretended", "kind": kind, "make": _Owner})
+
+
+@pytest.mark.parametrize("kind", ["Condition", "Lock", "RLock"])
+def test_a_finalizer_that_takes_a_lock_fails(failing, kind):
+    text = str(failure(failing, 1, _lock_in_a_finalizer, kind))
+    assert "AssertionError: a finalizer takes a lock, which may hang:" in text
+    assert "in take" in text

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from _pytest.outcomes import Skipped
 
-from tests.support import guard, stacks, wire
+from tests.support import finalizers, guard, stacks, wire
 from tests.support.environment import updated
 from tests.support.gloo import use_one_thread
 
@@ -80,6 +80,7 @@ class Outcome:
 def main(connection: Connection, output: Path, stack_file: Path, environment: Mapping[str, str]) -> None:
     """Run cases until the pool hangs up."""
     _settle_process(output, environment)
+    finalizers.install()
     use_one_thread()
     _seed_what_is_there()
     keep = stacks.install(stack_file)
@@ -174,6 +175,8 @@ class _Runner:
         pending = getattr(sys.modules.get("ovpatch.overlap.tensors.pending_param"), "PENDING", None)
         if pending:
             raise AssertionError(f"the case leaves {len(pending)} parameters pending")
+        if locked := finalizers.take():
+            raise AssertionError(f"a finalizer takes a lock, which may hang:\n{locked[0]}")
         return b""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import queue
 import threading
 import time
 import weakref
@@ -139,12 +140,13 @@ class PointToPoint:
         # because a query may disturb the capture of a graph.
         self._checked_deadline = math.nan
         self._report_failure: Callable[[str], object] = str
-        self._closed = threading.Event()
+        # An event has a lock, which a thread may hold while the garbage collector stops the watch.
+        self._closed: queue.SimpleQueue[None] = queue.SimpleQueue()
         watched = (weakref.ref(self), self._closed, _WATCH_INTERVAL_S)
-        watch = threading.Thread(target=_watch, args=watched, name="ovpatch messages", daemon=True)
-        watch.start()
+        self._watch = threading.Thread(target=_watch, args=watched, name="ovpatch messages", daemon=True)
+        self._watch.start()
         # This also runs at exit, since threads do not survive the interpreter.
-        weakref.finalize(self, _stop, self._closed, watch)
+        weakref.finalize(self, _stop, self._closed, self._watch)
 
     def _make_edge(self, sender: int, receiver: int, index: int) -> _Edge:
         """Return this rank's end of an edge, the ``index``-th of the receiver."""
@@ -269,7 +271,7 @@ class PointToPoint:
 
     def drain(self) -> bool:
         """Let the host wait for all messages in flight; return whether they completed in time."""
-        self._closed.set()
+        self._closed.put(None)
         self._streams.mark()
         deadline = time.monotonic() + self.timeout_s
         while not self._streams.is_idle():
@@ -438,8 +440,11 @@ class _Copying:
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
-def _watch(owner: weakref.ref[PointToPoint], closed: threading.Event, pause_s: float) -> None:
-    while not closed.wait(pause_s):
+def _watch(owner: weakref.ref[PointToPoint], closed: queue.SimpleQueue[None], pause_s: float) -> None:
+    while True:
+        with suppress(queue.Empty):
+            closed.get(timeout=pause_s)
+            return
         messages = owner()
         if messages is None:
             return
@@ -448,8 +453,8 @@ def _watch(owner: weakref.ref[PointToPoint], closed: threading.Event, pause_s: f
         del messages
 
 
-def _stop(closed: threading.Event, watch: threading.Thread) -> None:
-    closed.set()
+def _stop(closed: queue.SimpleQueue[None], watch: threading.Thread) -> None:
+    closed.put(None)
     # The watch itself may have dropped the last reference.
     if watch is not threading.current_thread() and watch.is_alive():
         watch.join(_JOIN_TIMEOUT_S)

@@ -88,8 +88,7 @@ class Server:
         self._parked: list[Connection] = []
 
         self._start_thread("accept", self._accept_loop)
-        with self._changed:
-            self._start_spare_threads()
+        self._start_spare_threads()
 
     def register(self, topic: str, handler: Handler) -> Callable[[], None]:
         """Serve calls for a topic, and return a function that withdraws the handler.
@@ -106,10 +105,11 @@ class Server:
             self._changed.notify_all()
 
         def withdraw() -> None:
-            with self._changed:
-                # Another handler may have been registered since.
-                if self._handlers.get(topic) is handler:
-                    del self._handlers[topic]
+            # This is a finalizer, so the garbage collector may call it on any thread and at any
+            # line. It must not take a lock: this thread may be one for which the owner of the lock
+            # waits. Another handler may have been registered since.
+            if self._handlers.get(topic) is handler:
+                self._handlers.pop(topic, None)
 
         return withdraw
 
@@ -160,18 +160,27 @@ class Server:
             return
         with self._changed:
             self._num_idle_threads -= 1
-            self._start_spare_threads()
+        self._start_spare_threads()
         self._accepted.put(sock)
 
     def _start_spare_threads(self) -> None:
-        """Start threads until enough are idle. The caller holds the lock."""
-        while self._num_idle_threads < _NUM_SPARE_THREADS:
+        """Start threads until enough are idle."""
+        # The start of a thread waits for that thread, so the lock must be free.
+        while self._count_spare_thread():
             try:
                 self._start_thread("reply", self._work_loop)
             except RuntimeError:
                 # The interpreter is exiting, so the spare threads must suffice.
+                with self._changed:
+                    self._num_idle_threads -= 1
                 return
-            self._num_idle_threads += 1
+
+    def _count_spare_thread(self) -> bool:
+        """Count one more idle thread, if one must be started, and return whether it must."""
+        with self._changed:
+            is_missing = self._num_idle_threads < _NUM_SPARE_THREADS
+            self._num_idle_threads += is_missing
+        return is_missing
 
     def _work_loop(self) -> None:
         while (sock := self._accepted.get()) is not None:

@@ -87,7 +87,9 @@ def _share() -> tuple[list[str], list[int], bool]:
         ovpatch.apply("pipeline", options={"pipeline": COPIES})
         wrong = differences(stock, [train(case) for case in cases])
         ovpatch.revert()
-        return wrong, [one.slot_bytes for one in made], all(one._closed.is_set() for one in made)
+        for one in made:
+            one._watch.join(60)
+        return wrong, [one.slot_bytes for one in made], not any(one._watch.is_alive() for one in made)
 
 
 def test_schedules_of_a_group_share_slots(ranks: Any) -> None:
