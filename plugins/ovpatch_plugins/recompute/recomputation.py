@@ -223,10 +223,10 @@ class Recomputation:
                 raise self._make_error(f"it saved {len(self._saved)} tensors for backward, and now {self._seen}")
         except BaseException as error:
             self._drop()
-            # A value that may hold a graph is kept weakly, so the second forward may not find it any more.
+            # A value that may hold a graph is kept weakly, so the second forward may no longer find it.
             if isinstance(error, AttributeError):
                 raise self._make_error(
-                    f"its forward found an attribute that does not exist any more ({error}), because attributes that "
+                    f"its forward found an attribute that no longer exists ({error}), because attributes that "
                     "hold a graph, or an object that nothing else holds, are not kept for backward",
                     "Have the forward write the attribute before it reads it, store a detached tensor in it",
                 ) from error

@@ -346,7 +346,7 @@ def _lose_attribute() -> str:
 
 def test_an_attribute_with_a_graph_that_is_gone_is_an_error(ranks: Any) -> None:
     (text,) = ranks(1)(_lose_attribute)
-    assert text.startswith("block layers.1 does not compute the same again: its forward found an attribute that does")
+    assert text.startswith("block layers.1 does not compute the same again: its forward found an attribute that no")
     assert "Have the forward write the attribute before it reads it, store a detached tensor in it, leave" in text
     assert text.endswith("AttributeError")
 
