@@ -29,6 +29,7 @@ from ovpatch_plugins.dist_optimizer.sharded_param import (
     detach_shards,
 )
 from ovpatch_plugins.dist_optimizer.step_patches import get_dynamo_callback
+from ovpatch_plugins.dist_optimizer.vote_tags import vote
 
 _T = TypeVar("_T")
 
@@ -190,7 +191,7 @@ def _agree_on_clip(kind: str, params: Iterable[Tensor]) -> None:
     # Before the vote, as long as peers can be called.
     sharded_grads.materialize_moved(places)
     was_sharded = [(shards, index) for _, shards, index in places if shards.was_sharded(index)]
-    sharded_grads.vote(kind, was_sharded)
+    vote(kind, was_sharded)
 
 
 def _sharded_places(params: Iterable[Tensor]) -> dict[int, Place]:
@@ -343,7 +344,7 @@ def wrap_unscale(original: Unscale) -> Unscale:
         sharded_grads.materialize_moved([(sharded.param, sharded.shards, sharded.index) for sharded in stepped])
         places = [(sharded.shards, sharded.index) for sharded in stepped]
         was_sharded = [place for place in places if place[0].was_sharded(place[1])]
-        sharded_grads.vote("unscale", was_sharded)
+        vote("unscale", was_sharded)
         params = [sharded for sharded in stepped if sharded.shards.is_sharded(sharded.index)]
         if not params:
             return original(self, optimizer, inv_scale, found_inf, allow_fp16)

@@ -36,6 +36,7 @@ from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, call_with_params
 from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState, Shown
 from ovpatch_plugins.dist_optimizer.state_dicts import StateDictSource
+from ovpatch_plugins.dist_optimizer.vote_tags import tag_votes
 
 #: The ``step`` function of an optimizer's class.
 StockStep = Callable[..., Any]
@@ -292,7 +293,7 @@ class ShardedOptimizer:
     def _step_shards(self, stock_step: StockStep, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Run ``stock_step`` while the optimizer has this rank's shards; see [Note: innermost].
 
-        [Note: interrupts] A KeyboardInterrupt may come at the first instruction of any function. So
+        A KeyboardInterrupt may come at the first instruction of any function. So
         the shards are taken out in two ``finally`` clauses of one function: the ``__exit__`` of a
         context manager written in Python may be ended before it has done anything.
         """
@@ -372,9 +373,7 @@ class ShardedOptimizer:
         models = sharded_grads.sort_models(names)
         self._names = {model: model.name_optimizer(list_terms(optimizer, names[model])) for model in models}
         descriptions = {model: str(name) for model, name in self._names.items()}
-        tags = sharded_grads.tag_votes(
-            "first step", {model: zlib.crc32(descriptions[model].encode()) for model in models}
-        )
+        tags = tag_votes("first step", {model: zlib.crc32(descriptions[model].encode()) for model in models})
         reason = self._vote(tags, descriptions)
         if reason:
             return reason
@@ -391,7 +390,7 @@ class ShardedOptimizer:
             name = self._names.get(model)
             number = zlib.crc32(str(name).encode()) if name is not None else 0
             subjects[model] = (number, *sorted(sharded.index for sharded in params))
-        self._tags = sharded_grads.tag_votes("step", subjects)
+        self._tags = tag_votes("step", subjects)
         return self._tags
 
     def _vote(self, tags: Mapping[ShardedGrads, int], descriptions: Mapping[ShardedGrads, str]) -> str:

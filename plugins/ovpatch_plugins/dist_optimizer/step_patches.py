@@ -106,7 +106,7 @@ _HOOKS_CODE: Final = Optimizer.profile_hook_step(lambda: None).__code__
 def _inherits_step(cls: type[Optimizer]) -> bool:
     """Return whether the steps of a class are those that its next base class has now.
 
-    [Note: kept steps] The first instance of a class whose ``step`` has no hooks yet makes torch write the inherited
+    The first instance of a class whose ``step`` has no hooks yet makes torch write the inherited
     function, within a wrapper for hooks, into that class. A class without its own ``step`` may so keep the function
     from before ``apply()``, or from an earlier ``apply()``. That function is not patched, and its steps must not be
     sharded.
@@ -123,7 +123,7 @@ def _without_hooks(step: Any) -> Any:
 
 
 def _has_kept_step(cls: type[Optimizer]) -> bool:
-    """Return whether a class has kept a function that is not patched, see [Note: kept steps]."""
+    """Return whether a class has kept a function that is not patched, see :func:`_inherits_step`."""
     for base in cls.__mro__[: cls.__mro__.index(Optimizer)]:
         kept = _without_hooks(vars(base).get("step"))
         if kept is not None and not _inherits_step(base):
