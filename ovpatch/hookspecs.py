@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,21 @@ def make_count_parser(expected: str, least: int = 0) -> Callable[[str], int]:
         if not text.strip().isdecimal() or int(text) < least:
             raise ValueError(f"expected {expected}")
         return int(text)
+
+    return parse
+
+
+def make_seconds_parser(expected: str = "a time in seconds, more than 0") -> Callable[[str], float]:
+    """Return a ``parse`` for finite times above 0; what is ``expected`` is in the text of its errors."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"expected {expected}")
+        return value
 
     return parse
 
@@ -173,7 +189,10 @@ class Feature:
 
 
 class FeatureCounters:
-    """Totals since the process started: the annotated attributes of a subclass, all of them ``int``.
+    """The numbers of a feature in the report: the annotated attributes of a subclass, all of them ``int``.
+
+    Most are totals since the process started. Those of what exists are levels, such as the bytes that a rank keeps
+    now, and fall again. The docstring of the subclass says so.
 
     No dataclass: to make one takes half a millisecond, of each feature's part in ``apply()``.
     """

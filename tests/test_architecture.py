@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import fresh_reports
 from tests.support.environment import clean
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -368,6 +369,13 @@ TABLES = {
     "ovpatch_plugins.tp_linear.precomputed:PRECOMPUTED": "every linear asks; an entry goes with the gathered tensor",
     "ovpatch_plugins.tp_linear.takeover:LEFT": "names for the report",
 }
+
+
+def test_workers_forget_all_lines_of_the_report():
+    lines = {name for name, why in TABLES.items() if "for the report" in why or "of the report" in why}
+    assert lines - {"ovpatch.overlap.autotune.autotuner:_report_lines"} == fresh_reports.list_containers()
+
+
 CONTAINERS = {"dict", "set", "list", "deque", "defaultdict", "OrderedDict", "Counter"}
 
 

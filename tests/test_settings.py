@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ovpatch.hookspecs import Feature, Option, make_count_parser
+from ovpatch.hookspecs import Feature, Option, make_count_parser, make_seconds_parser
 from ovpatch.settings import options, settings
 from ovpatch.settings.options import OptionValue
 from ovpatch.settings.settings import SettingsError
@@ -25,6 +25,7 @@ DDP = Feature(
         Option("size", 25.0, "Size.", aliases=("bucket_size",)),
         Option("mode", "auto", "Mode.", choices=("auto", "ring", "tree")),
         Option("streams", 1, "Streams.", parse=make_count_parser("a number above 0", least=1)),
+        Option("patience_s", 20.0, "Patience.", parse=make_seconds_parser()),
         Option("path", None, "A path."),
     ),
 )
@@ -220,6 +221,8 @@ def test_every_option_says_where_its_value_comes_from():
         ("size", "1e2", 100.0),
         ("path", "/a b", "/a b"),
         ("streams", "2", 2),
+        ("patience_s", "2.5", 2.5),
+        ("patience_s", "3", 3.0),
     ],
 )
 def test_text_is_parsed_by_the_type_of_the_default(option, text, value):
@@ -253,6 +256,7 @@ def test_unparsable_values(name, text, message):
         ({"depth": 2.0}, "not float"),
         ({"mode": "rnig"}, "did you mean 'ring'"),
         ({"streams": 0}, "expected a number above 0"),
+        *[({"patience_s": value}, "expected a time in seconds") for value in (0, -1.0, "inf", "nan", "soon", True)],
         ({"dpeth": 1}, r"Feature 'ddp' has no option 'dpeth' \(did you mean 'depth'\?\)"),
     ],
 )

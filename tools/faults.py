@@ -371,6 +371,28 @@ FAULTS: Final = (
         ("tests/plugins/test_compiled.py::test_dynamo_does_what_it_does_in_stock_pytorch",),
     ),
     Fault(
+        "a subclass whose step torch has written is unknown",
+        _SHARDING + "step_patches.py",
+        'if "_init_group" in vars(base) or not _inherits_step(base):',
+        'if {"step", "_init_group"} & set(vars(base)):',
+        (_SHARDING_TESTS + "test_subclasses.py",),
+    ),
+    Fault(
+        "a step that a class has kept from before apply() counts as patched",
+        _SHARDING + "step_patches.py",
+        'return _without_hooks(vars(cls)["step"]) is _without_hooks(inherited)',
+        "return inherited is not None",
+        (_SHARDING_TESTS + "test_subclasses.py",),
+    ),
+    Fault(
+        "a vote that a promise has ended is reported as another order",
+        _SHARDING + "agreement.py",
+        "elif outcome == _ENDS:\n            # A rank has promised to end this vote to a peer that missed the rank.\n"
+        "            self._end(_REASON_MISSING)",
+        "elif outcome == _ENDS:\n            self._end(_REASON_ORDER)",
+        (_SHARDING_TESTS + "test_step_votes.py",),
+    ),
+    Fault(
         "graphs guard on a block's name",
         "plugins/ovpatch_plugins/recompute/takeover.py",
         "mark: Mark = granularity, tuple(keep),",

@@ -109,11 +109,11 @@ def test_a_deferred_wait_is_done_at_its_end_or_before_the_next_barrier(ranks, wo
 
 
 def failed_waits() -> list[list[int]]:
-    """Return the number of aborts by deferred waits that fail: of a group's barrier and another; in finish, in wait."""
+    """Return the numbers of aborts by deferred waits that fail, of a group's barrier and another, in each method."""
     found = []
     for barrier in (HostBarrier.for_group(dist.group.WORLD), HostBarrier(dist.group.WORLD)):
         barrier.wait()
-        for end in (barrier.finish, barrier.wait):
+        for end in (barrier.finish, barrier.wait, barrier.arrive, barrier.abort):
             barrier.defer_wait()
             with (
                 mock.patch.object(host_barrier, "abort_transport") as transport,
@@ -128,7 +128,7 @@ def failed_waits() -> list[list[int]]:
 
 
 def test_who_waits_in_vain_for_hosts_aborts_the_collectives_in_flight(ranks):
-    assert ranks(2)(failed_waits) == [[[1, 1], [0, 0], [0, 0], [0, 0]]] * 2
+    assert ranks(2)(failed_waits) == [[[1, 1]] * 4 + [[0, 0]] * 4] * 2
 
 
 def signalled() -> bool:

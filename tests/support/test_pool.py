@@ -59,6 +59,21 @@ def test_results_come_by_rank(ranks, world):
     assert results == [(rank, torch.tensor([5 * world + world * (world - 1)])) for rank in range(world)]
 
 
+def _count_and_remark():
+    """Return what the case finds in the report of a feature, and leave something there."""
+    from ovpatch_plugins.dist_optimizer import report
+
+    found = report.COUNTERS.steps, report.list_remarks()
+    report.COUNTERS.steps += 1
+    report.remark("a remark of the case")
+    report.note_unmanaged("SGD")
+    return found
+
+
+def test_counters_and_remarks_start_over_in_each_case(ranks):
+    assert ranks(1)(_count_and_remark) == ranks(1)(_count_and_remark) == [(0, [])]
+
+
 def _pid():
     return os.getpid()
 

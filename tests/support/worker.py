@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from _pytest.outcomes import Skipped
 
-from tests.support import finalizers, guard, stacks, wire
+from tests.support import finalizers, fresh_reports, guard, stacks, wire
 from tests.support.environment import updated
 from tests.support.gloo import use_one_thread
 
@@ -167,6 +167,7 @@ class _Runner:
         _collect_all()
         del backends
         _freeze_remainder()
+        fresh_reports.reset()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         left = guard.leftovers(self.before, guard.snapshot())

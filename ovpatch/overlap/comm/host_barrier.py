@@ -68,7 +68,7 @@ class HostBarrier:
     def __init__(self, group: dist.ProcessGroup, name: str = "") -> None:
         store = group_store(group)
         assert store is not None, "the process group was destroyed"
-        # Whether a failed `finish` aborts the group's own collectives; see `for_group`.
+        # Whether a failed deferred wait aborts the group's own collectives; see `for_group`.
         self._should_abort_collectives = False
         # The barrier must not keep the group alive after destroy_process_group().
         self._group = weakref.ref(group)
@@ -103,7 +103,7 @@ class HostBarrier:
         """Return the barrier of a process group, created by the first call.
 
         Every rank of the group must call this before its peers wait at the barrier. A rank that
-        calls :meth:`finish` has collectives in flight. If a peer does not arrive, the rank aborts
+        has deferred a wait has collectives in flight. If a peer does not arrive, the rank aborts
         them, because they would never end.
 
         Args:
@@ -122,7 +122,7 @@ class HostBarrier:
         The rank must not call peers until it has waited, and must wait without a flag.
         """
         with self._lock:
-            self._finish()
+            self.finish()
             if self._world > 1 and not self._has_arrived:
                 self._arrive()
 
@@ -135,24 +135,24 @@ class HostBarrier:
     def finish(self) -> None:
         """Do the wait that :meth:`defer_wait` deferred; do nothing without one.
 
+        Every other method does so first. The collectives for which the hosts meet are in flight, so
+        a failure aborts them, whichever method finds it.
+
         Raises:
             RuntimeError: See :meth:`wait`.
         """
-        try:
-            self._finish()
-        except RuntimeError:
-            group = self._group()
-            if self._should_abort_collectives and group is not None:
-                abort_step_communicators(group)
-                abort_transport(group)
-            raise
-
-    def _finish(self) -> None:
         if self._must_finish:
             with self._lock:
                 # Another thread may have waited while this one waited for the lock.
                 if self._must_finish:
-                    self._pass(None)
+                    try:
+                        self._pass(None)
+                    except RuntimeError:
+                        group = self._group()
+                        if self._should_abort_collectives and group is not None:
+                            abort_step_communicators(group)
+                            abort_transport(group)
+                        raise
 
     def wait(self, flag: bool | None = None) -> bool:
         """Arrive, wait until all ranks have arrived, and return whether any rank raised its flag.
@@ -168,7 +168,7 @@ class HostBarrier:
         if self._world == 1:
             return bool(flag)
         with self._lock:
-            self._finish()
+            self.finish()
             return self._pass(flag)
 
     def abort(self) -> None:
@@ -181,7 +181,7 @@ class HostBarrier:
             RuntimeError: A deferred wait failed, see :meth:`wait`.
         """
         with self._lock:
-            self._finish()
+            self.finish()
             if self._world == 1:
                 return
             try:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from ovpatch.hookspecs import Option, make_count_parser, parse_flag
+from ovpatch.hookspecs import Option, make_count_parser, make_seconds_parser, parse_flag
 
 _T = TypeVar("_T")
 
@@ -23,16 +23,13 @@ def _or_none(parse: Callable[[str], _T]) -> Callable[[str], _T | None]:
 
 
 def _capacity(text: str) -> float:
-    value = _number(text)
+    try:
+        value = float(text)
+    except ValueError:
+        # No option accepts this number, so the message below is shown.
+        value = math.nan
     if not (value >= 0 and math.isfinite(value)):
         raise ValueError("expected a size in MiB, 0 or more, or none")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = _number(text)
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError("expected a time in seconds, more than 0")
     return value
 
 
@@ -41,14 +38,6 @@ def _flag(text: str) -> bool:
     if truth is None:
         raise ValueError("expected 1, 0 or none")
     return truth
-
-
-def _number(text: str) -> float:
-    """Return the number in ``text``, or NaN, which no option accepts, so that its message is shown."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 OPTIONS: Final = (
@@ -105,7 +94,7 @@ OPTIONS: Final = (
         "agreement_timeout_s",
         20.0,
         "How many seconds a rank waits for the settings of its peers when a model is wrapped.",
-        parse=_seconds,
+        parse=make_seconds_parser(),
     ),
 )
 

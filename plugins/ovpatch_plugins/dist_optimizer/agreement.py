@@ -295,8 +295,11 @@ class StepVotes:
         finally:
             self.inside.pop(VOTES, None)
         outcome, self.spans_groups, high, low = found.tolist()
-        if high != -low or outcome == _ENDS:
+        if high != -low:
             self._end(_REASON_ORDER)
+        elif outcome == _ENDS:
+            # A rank has promised to end this vote to a peer that missed the rank.
+            self._end(_REASON_MISSING)
         return not outcome and not self.reason
 
     def _call_peers(self, number: int, own: Vote) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import GeneratorType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,10 +25,13 @@ from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, updating_
 from ovpatch_plugins.dist_optimizer.sharded_param import (
     ShardedParam,
     attach_shards,
+    call_with_params,
     detach_shards,
-    replaced_params,
 )
 from ovpatch_plugins.dist_optimizer.step_patches import get_dynamo_callback
+from ovpatch_plugins.dist_optimizer.vote_tags import vote
+
+_T = TypeVar("_T")
 
 #: The sharded gradients of a model, and the index of a parameter there.
 Place = tuple[ShardedGrads, int]
@@ -189,7 +191,7 @@ def _agree_on_clip(kind: str, params: Iterable[Tensor]) -> None:
     # Before the vote, as long as peers can be called.
     sharded_grads.materialize_moved(places)
     was_sharded = [(shards, index) for _, shards, index in places if shards.was_sharded(index)]
-    sharded_grads.vote(kind, was_sharded)
+    vote(kind, was_sharded)
 
 
 def _sharded_places(params: Iterable[Tensor]) -> dict[int, Place]:
@@ -342,22 +344,23 @@ def wrap_unscale(original: Unscale) -> Unscale:
         sharded_grads.materialize_moved([(sharded.param, sharded.shards, sharded.index) for sharded in stepped])
         places = [(sharded.shards, sharded.index) for sharded in stepped]
         was_sharded = [place for place in places if place[0].was_sharded(place[1])]
-        sharded_grads.vote("unscale", was_sharded)
+        vote("unscale", was_sharded)
         params = [sharded for sharded in stepped if sharded.shards.is_sharded(sharded.index)]
         if not params:
             return original(self, optimizer, inv_scale, found_inf, allow_fp16)
         # A scale of one finds infinities and changes no gradient.
         no_scale = torch.ones_like(inv_scale)
-        with _lazy_as_shards(optimizer, params):
-            seen_infs = original(self, optimizer, no_scale, found_inf.clone(), allow_fp16)
+        find_infs = functools.partial(original, self, optimizer, no_scale, found_inf.clone(), allow_fp16)
+        seen_infs = _call_with_shards(optimizer, params, find_infs)
         models = sharded_grads.sort_models(sharded.shards for sharded in params)
         for group in dict.fromkeys(shards.group for shards in models):
             for seen in seen_infs.values():
                 communicator = step_communicator(group, seen.device)
                 dist.all_reduce(seen, dist.ReduceOp.MAX, group=communicator)
         changed = [(sharded.shards, sharded.index) for sharded in params]
-        with updating_shards(changed), _lazy_as_shards(optimizer, params):
-            found = original(self, optimizer, inv_scale, found_inf, allow_fp16)
+        unscale = functools.partial(original, self, optimizer, inv_scale, found_inf, allow_fp16)
+        with updating_shards(changed):
+            found = _call_with_shards(optimizer, params, unscale)
         # The call above has found only the infinities of this rank's shards.
         for device, seen in seen_infs.items():
             found[device].copy_(seen)
@@ -366,20 +369,22 @@ def wrap_unscale(original: Unscale) -> Unscale:
     return unscale_grads
 
 
-@contextmanager
-def _lazy_as_shards(optimizer: Optimizer, params: Sequence[ShardedParam]) -> Iterator[None]:
-    """Replace an optimizer's lazy gradients by this rank's shards; keep full gradients."""
+def _call_with_shards(optimizer: Optimizer, params: Sequence[ShardedParam], function: Callable[[], _T]) -> _T:
+    """Call a function while an optimizer has this rank's shards instead of lazy gradients.
+
+    Full gradients stay.
+    """
     lazy = [sharded for sharded in params if sharded.shards.is_lazy(sharded.index)]
     try:
         attach_shards(lazy)
         shard_params = {id(sharded.param): sharded.shard_param for sharded in lazy}
-        with replaced_params(optimizer, shard_params):
-            yield
-            for sharded in lazy:
-                reduced = sharded.shards.reduced_shard(sharded.index)
-                grad = sharded.shard_param.grad
-                # attach_shards() has made a copy in the parameter's dtype.
-                if grad is not None and grad.dtype != reduced.dtype:
-                    reduced.copy_(grad)
+        result: _T = call_with_params(optimizer, shard_params, function)
+        for sharded in lazy:
+            reduced = sharded.shards.reduced_shard(sharded.index)
+            grad = sharded.shard_param.grad
+            # attach_shards() has made a copy in the parameter's dtype.
+            if grad is not None and grad.dtype != reduced.dtype:
+                reduced.copy_(grad)
+        return result
     finally:
         detach_shards(lazy)

@@ -10,7 +10,7 @@ from ovpatch.hookspecs import FeatureCounters
 
 
 class Counters(FeatureCounters):
-    """Totals since the process started.
+    """Totals since the process started, and two levels: state_bytes and state_bytes_whole.
 
     Attributes:
         optimizers: Optimizers with sharded steps.

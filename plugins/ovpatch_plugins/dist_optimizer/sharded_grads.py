@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -75,8 +74,6 @@ _ERROR_IN_FLIGHT: Final = (
 # A rank's digest of its votes is smaller than this number, so the sum of its squares over 2,047
 # ranks fits in an int32.
 _DIGEST_MODULUS: Final = 1021
-
-_TAG_MASK: Final = (1 << 30) - 1
 
 
 class ShardedGrads(GradSharder, GradSource):
@@ -532,7 +529,7 @@ class ShardedGrads(GradSharder, GradSource):
         period.
 
         Args:
-            tag: The next action of this rank (:func:`tag_votes`).
+            tag: The next action of this rank (:func:`.tag_votes`).
             text: The description of an optimizer at its first step.
             spans_groups: Whether the optimizer has models of several process groups.
         """
@@ -664,40 +661,6 @@ def list_models(group: dist.ProcessGroup) -> list[ShardedGrads]:
 def sort_models(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:
     """Return models without repetition, in an order that is the same on all ranks."""
     return sorted(dict.fromkeys(models), key=lambda shards: (shards.group.group_name, shards.identity))
-
-
-def tag_votes(kind: str, subjects: Mapping[ShardedGrads, Hashable]) -> dict[ShardedGrads, int]:
-    """Return the tag of each model's vote.
-
-    The first vote of a group decides on all collectives until the last one, so each tag covers all
-    models of the group.
-
-    Args:
-        kind: The name of the action that ranks are about to take.
-        subjects: The parameters and other facts by model, as integers or tuples of these. The
-            models are in the order of :func:`sort_models`.
-    """
-    # The hash of integers is the same in all processes, that of a string is not.
-    names = {shards: zlib.crc32(f"{kind} {shards.identity}".encode()) for shards in subjects}
-    digests: dict[dist.ProcessGroup, int] = {}
-    for shards, subject in subjects.items():
-        digests[shards.group] = hash((digests.get(shards.group, 0), names[shards], subject))
-    return {shards: hash((digests[shards.group], name)) & _TAG_MASK for shards, name in names.items()}
-
-
-def vote(kind: str, places: Iterable[tuple[ShardedGrads, int]]) -> None:
-    """Have ranks agree on the next action on gradients; see :meth:`ShardedGrads.cast_vote`.
-
-    Args:
-        kind: The name of the action.
-        places: The models and indices of the gradients.
-    """
-    indices: dict[ShardedGrads, list[int]] = {}
-    for shards, index in places:
-        indices.setdefault(shards, []).append(index)
-    subjects = {shards: tuple(sorted(indices[shards])) for shards in sort_models(indices)}
-    for shards, tag in tag_votes(kind, subjects).items():
-        shards.cast_vote(tag)
 
 
 def materialize_moved(places: Iterable[tuple[Tensor, ShardedGrads, int]]) -> bool:

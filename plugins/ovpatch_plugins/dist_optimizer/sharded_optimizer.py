@@ -7,7 +7,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import NoneType
 from typing import Any, Final
 
@@ -33,9 +33,10 @@ from ovpatch_plugins.dist_optimizer.main_params import (
 from ovpatch_plugins.dist_optimizer.param_sync import ParamSync
 from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
-from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, replaced_params
+from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, call_with_params
 from ovpatch_plugins.dist_optimizer.sharded_state import ShardedState, Shown
 from ovpatch_plugins.dist_optimizer.state_dicts import StateDictSource
+from ovpatch_plugins.dist_optimizer.vote_tags import tag_votes
 
 #: The ``step`` function of an optimizer's class.
 StockStep = Callable[..., Any]
@@ -195,8 +196,7 @@ class ShardedOptimizer:
         try:
             self._sync.begin_update(params)
             try:
-                with self._swapped_in(optimizer):
-                    result = stock_step(optimizer, *args, **kwargs)
+                result = self._step_shards(stock_step, optimizer, args, kwargs)
             except Exception:
                 # Peers may have updated their shards, so a graph over these parameters is stale
                 # here as well. They wait for the gather, too, because an error may be this rank's
@@ -290,19 +290,34 @@ class ShardedOptimizer:
                 if model.host_barrier is not None:
                     model.host_barrier.arrive()
 
-    @contextmanager
-    def _swapped_in(self, optimizer: Optimizer) -> Iterator[None]:
-        """Show the optimizer this rank's shards while the block runs; see [Note: innermost]."""
-        with self._step_lock, ExitStack() as restore:
-            shown: Shown = {}
-            for model, params in self._params_by_model.items():
-                shown |= restore.enter_context(self._states[model].swapped_in(params, optimizer.state))
-            restore.enter_context(replaced_params(optimizer, shown))
-            self._is_stepping = True
+    def _step_shards(self, stock_step: StockStep, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Run ``stock_step`` while the optimizer has this rank's shards; see [Note: innermost].
+
+        A KeyboardInterrupt may come at the first instruction of any function. So
+        the shards are taken out in two ``finally`` clauses of one function: the ``__exit__`` of a
+        context manager written in Python may be ended before it has done anything.
+        """
+        states = optimizer.state
+        swapped: list[tuple[ShardedState, list[ShardedParam]]] = []
+        shown: Shown = {}
+        with self._step_lock:
             try:
-                yield
+                try:
+                    for model, params in self._params_by_model.items():
+                        state = self._states[model]
+                        swapped.append((state, params))
+                        shown |= state.swap_in(params, states)
+                    self._is_stepping = True
+                    return call_with_params(optimizer, shown, stock_step, optimizer, *args, **kwargs)
+                finally:
+                    self._is_stepping = False
+                    _swap_out(swapped, states)
             finally:
                 self._is_stepping = False
+                for model, params in self._params_by_model.items():
+                    state = self._states[model]
+                    if state.is_swapped:
+                        state.swap_out(params, states)
 
     def _start_gather(self, optimizer: Optimizer, params: Sequence[ShardedParam]) -> None:
         """Start the collectives that make the parameters the same on all ranks."""
@@ -358,9 +373,7 @@ class ShardedOptimizer:
         models = sharded_grads.sort_models(names)
         self._names = {model: model.name_optimizer(list_terms(optimizer, names[model])) for model in models}
         descriptions = {model: str(name) for model, name in self._names.items()}
-        tags = sharded_grads.tag_votes(
-            "first step", {model: zlib.crc32(descriptions[model].encode()) for model in models}
-        )
+        tags = tag_votes("first step", {model: zlib.crc32(descriptions[model].encode()) for model in models})
         reason = self._vote(tags, descriptions)
         if reason:
             return reason
@@ -377,7 +390,7 @@ class ShardedOptimizer:
             name = self._names.get(model)
             number = zlib.crc32(str(name).encode()) if name is not None else 0
             subjects[model] = (number, *sorted(sharded.index for sharded in params))
-        self._tags = sharded_grads.tag_votes("step", subjects)
+        self._tags = tag_votes("step", subjects)
         return self._tags
 
     def _vote(self, tags: Mapping[ShardedGrads, int], descriptions: Mapping[ShardedGrads, str]) -> str:
@@ -589,6 +602,18 @@ class ShardedOptimizer:
             self.params_to_step(optimizer)
             for sharded in self._params:
                 sharded.shards.request_sharding(sharded.index, requested=False)
+
+
+def _swap_out(swapped: list[tuple[ShardedState, list[ShardedParam]]], states: dict[Any, Any]) -> None:
+    """Take the shards of all models out of an optimizer's state, the last model first; empty ``swapped``."""
+    try:
+        while swapped:
+            state, params = swapped.pop()
+            state.swap_out(params, states)
+    finally:
+        # The state of one model has raised. The remaining ones must not keep shards.
+        if swapped:
+            _swap_out(swapped, states)
 
 
 def _one_per_group(models: Iterable[ShardedGrads]) -> list[ShardedGrads]:

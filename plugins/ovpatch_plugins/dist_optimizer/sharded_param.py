@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -155,22 +154,33 @@ def detach_shards(params: Sequence[ShardedParam]) -> None:
         sharded.shard_param.grad = None
 
 
-@contextmanager
-def replaced_params(optimizer: Optimizer, by: Mapping[int, Parameter | None]) -> Iterator[None]:
-    """Replace parameters of an optimizer while the block runs.
+def call_with_params(
+    optimizer: Optimizer,
+    replacements: Mapping[int, Parameter | None],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a function while parameters of an optimizer are replaced; return its result.
+
+    This is no context manager, because a KeyboardInterrupt may end the ``__exit__`` of one before
+    it has done anything.
 
     Args:
         optimizer: The optimizer.
-        by: The replacement by ``id()`` of a parameter. None leaves the parameter out. The groups
-            stay, even if they are empty.
+        replacements: The replacement by ``id()`` of a parameter. None leaves the parameter out. The
+            groups stay, even if they are empty.
+        function: The function.
+        *args: Its positional arguments.
+        **kwargs: Its keyword arguments.
     """
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     try:
         try:
             for group, params in groups:
-                replaced = map(by.get, map(id, params), params)
+                replaced = map(replacements.get, map(id, params), params)
                 group["params"] = [param for param in replaced if param is not None]
-            yield
+            return function(*args, **kwargs)
         finally:
             for group, params in groups:
                 group["params"] = params

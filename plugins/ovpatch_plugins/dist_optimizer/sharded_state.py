@@ -8,8 +8,7 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import Tensor
@@ -219,18 +218,10 @@ class ShardedState(LazySource):
             if len(self._metas) > self._num_counted:
                 self._count_bytes()
 
-    @contextmanager
-    def swapped_in(self, params: Sequence[ShardedParam], states: States) -> Iterator[Shown]:
-        """Swap this rank's shards in while the block runs; see :meth:`swap_in`."""
-        try:
-            try:
-                yield self.swap_in(params, states)
-            finally:
-                self.swap_out(params, states)
-        finally:
-            # A KeyboardInterrupt may have ended the first call before it had done anything.
-            if self._swapped or self._has_begun_version:
-                self.swap_out(params, states)
+    @property
+    def is_swapped(self) -> bool:
+        """True from :meth:`swap_in` until the end of :meth:`swap_out`."""
+        return bool(self._swapped) or self._has_begun_version
 
     def exchange_metadata(self, params: Sequence[ShardedParam], states: States) -> None:
         """Show the state that peers' parameters have after a step.

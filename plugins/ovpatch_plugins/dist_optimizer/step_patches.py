@@ -94,15 +94,63 @@ def find_kind(cls: type[Optimizer], named: NamedClasses) -> Kind | None:
         if base in PER_PARAMETER:
             return Kind.PER_PARAMETER
         # A subclass that overrides one of these may compute another update.
-        if {"step", "_init_group"} & set(vars(base)):
+        if "_init_group" in vars(base) or not _inherits_step(base):
             return None
     return None
+
+
+# The code of the wrapper that runs the step hooks.
+_HOOKS_CODE: Final = Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def _inherits_step(cls: type[Optimizer]) -> bool:
+    """Return whether the steps of a class are those that its next base class has now.
+
+    The first instance of a class whose ``step`` has no hooks yet makes torch write the inherited
+    function, within a wrapper for hooks, into that class. A class without its own ``step`` may so keep the function
+    from before ``apply()``, or from an earlier ``apply()``. That function is not patched, and its steps must not be
+    sharded.
+    """
+    if "step" not in vars(cls):
+        return True
+    inherited: Any = getattr(super(cls, cls), "step", None)
+    return _without_hooks(vars(cls)["step"]) is _without_hooks(inherited)
+
+
+def _without_hooks(step: Any) -> Any:
+    """Return the function inside of torch's wrapper for hooks."""
+    return step.__wrapped__ if getattr(step, "__code__", None) is _HOOKS_CODE else step
+
+
+def _has_kept_step(cls: type[Optimizer]) -> bool:
+    """Return whether a class has kept a function that is not patched, see :func:`_inherits_step`."""
+    for base in cls.__mro__[: cls.__mro__.index(Optimizer)]:
+        kept = _without_hooks(vars(base).get("step"))
+        if kept is not None and not _inherits_step(base):
+            current = _list_wrapped(super(base, base).step)
+            # A script's own step may name torch's as the function that it wraps, but has other code.
+            if _list_wrapped(kept)[-1] is current[-1] and kept.__code__ in [inner.__code__ for inner in current]:
+                return True
+    return False
+
+
+def _list_wrapped(step: Any) -> list[Any]:
+    """Return a function and the functions inside of it, the innermost one last."""
+    found = [step]
+    while hasattr(found[-1], "__wrapped__"):
+        found.append(found[-1].__wrapped__)
+    return found
 
 
 def unsupported_reason(optimizer: Optimizer, named: NamedClasses) -> str:
     """Return the reason to leave an optimizer's steps to torch; "" if they can be sharded."""
     cls = type(optimizer)
     if find_kind(cls, named) is None:
+        if _has_kept_step(cls):
+            return (
+                f"{_full_name(cls)} has kept the step of its base class from before this ovpatch.apply(), when its "
+                "first instance was created. Call ovpatch.apply() once, before you create an optimizer"
+            )
         return (
             f"{_full_name(cls)} is not known to be element-wise, nor to update each parameter by itself. "
             "If it is element-wise, name it in OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE; if it updates each "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -146,22 +147,27 @@ def cut(
         for value in (tuple(mb_args), kwargs)
     )
 
-    def prepare() -> tuple[BlockStack, BlockCosts | None]:
+    def prepare() -> tuple[Callable[[], None], BlockStack, BlockCosts | None]:
+        restore = prepared_model.enter_context(prepared(model, home))
         stack = find_blocks(model, blocks, lambda: model(*args, **kwargs))
         check_count(len(stack.blocks), len(ranks))
         restore()
-        return stack, measure_costs(model, stack, args, kwargs, home) if has_costs else None
+        return restore, stack, measure_costs(model, stack, args, kwargs, home) if has_costs else None
+
+    def make() -> tuple[StageTree, dict[int, nn.Module], list[list[int]]]:
+        restore()
+        return _make_trees(model, stack, starts, args, kwargs, output, own, restore)
 
     has_costs = _is_measured(balance, blocks_per_stage, home) and len(ranks) > 1
-    with prepared(model, home) as restore:
+    # All code of the model runs in attempts: an error that left cut() on one rank would have peers wait.
+    with contextlib.ExitStack() as prepared_model:
         prepared_here, reason, cause = _attempt(prepare)
-        costs, reason = _share_costs(group, has_costs, prepared_here and prepared_here[1], reason)
+        costs, reason = _share_costs(group, has_costs, prepared_here and prepared_here[2], reason)
         if reason:
             raise CutError(reason) from cause
-        stack = prepared_here[0]
+        restore, stack, _ = prepared_here
         starts = _choose_starts(len(stack.blocks), ranks, costs, blocks_per_stage)
-        restore()
-        made, reason, cause = _attempt(lambda: _make_trees(model, stack, starts, args, kwargs, output, own, restore))
+        made, reason, cause = _attempt(make)
         reason = _agree(group, model, stack, starts, reason)
     if reason:
         raise CutError(reason) from cause
@@ -306,8 +312,10 @@ def _attempt(compute: Callable[[], Any]) -> tuple[Any, str, Exception | None]:
         frames = traceback.extract_tb(error.__traceback__)
         last = next((frame for frame in reversed(frames) if "/torch/" not in frame.filename), frames[-1])
         place = f"{last.name}(), {os.path.basename(last.filename)}:{last.lineno}"
+        # Some errors have no text, as the StopIteration of next() for a module without parameters.
+        what = f"{type(error).__name__}: {error}".removesuffix(": ")
         text = (
-            f"a forward of the model or of one of its stages failed with {type(error).__name__}: {error} (in {place}). "
+            f"a forward of the model or of one of its stages failed with {what} (in {place}). "
             "Pass a microbatch that the model accepts in evaluation and in training. If the whole model accepts it, "
             "keep reads of other modules' parts out of its forward, or name another list with blocks=."
         )

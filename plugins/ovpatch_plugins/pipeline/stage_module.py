@@ -203,7 +203,18 @@ def _describe_skip(plan: StagePlan) -> str:
     )
 
 
-class _Blank:
+class _Placeholder:
+    """A module that a stage does not have, but whose parameters the model's forward may read."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Yield zeros instead of parameters, from which the model's forward may read a dtype or a device.
+
+        The stage's root does not have them. Blocks of other stages have none: other features recognize them by that.
+        """
+        return _list_zeros(self, recurse)
+
+
+class _Blank(_Placeholder):
     """A module whose output the stage does not need: returns zeros of the right shapes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,13 +230,6 @@ class _Blank:
                 torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, Tensor) else leaf
             ),
         )
-
-    def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
-        """Yield zeros instead of parameters, from which the model's forward may read a dtype or a device.
-
-        The stage's root does not have them. Blocks of other stages have none: other features recognize them by that.
-        """
-        return _list_zeros(self, recurse)
 
 
 def _list_zeros(module: Any, recurse: bool) -> Iterator[Tensor]:
@@ -273,7 +277,7 @@ class _Twins:
         return self._twin(*args, **kwargs)
 
 
-class _Absent:
+class _Absent(_Placeholder):
     """A module that the stage does not call.
 
     Its role has the stage's plan if the model calls the module after all blocks, so that the stage ends before.

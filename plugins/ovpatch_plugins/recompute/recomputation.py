@@ -140,7 +140,12 @@ class Recomputation:
                 attached_values(self._block)[_DRAWS] = True
             self._state.end_forward()
         except KeyError as error:
-            raise self._make_error(f"its forward changes {error}, which earlier ones did not") from None
+            raise self._make_error(
+                f"its forward changes {error}, which earlier ones did not, so its state before the forward is not "
+                "known",
+                "Draw from a random generator that is an attribute of the module, have the first forward change the "
+                "tensor, too",
+            ) from None
         self._params = Params(self._modules)
         here = weakref.ref(self)
         for tensor in find_tensors(output):
@@ -216,8 +221,15 @@ class Recomputation:
                 self._forward(self._block, *args, **kwargs)
             if self._seen != len(self._saved):
                 raise self._make_error(f"it saved {len(self._saved)} tensors for backward, and now {self._seen}")
-        except BaseException:
+        except BaseException as error:
             self._drop()
+            # A value that may hold a graph is kept weakly, so the second forward may no longer find it.
+            if isinstance(error, AttributeError):
+                raise self._make_error(
+                    f"its forward found an attribute that no longer exists ({error}), because attributes that "
+                    "hold a graph, or an object that nothing else holds, are not kept for backward",
+                    "Have the forward write the attribute before it reads it, store a detached tensor in it",
+                ) from error
             raise
 
     @contextmanager
@@ -283,12 +295,24 @@ class Recomputation:
     def _make_doubt(self) -> RecomputeError:
         return self._make_error("tensors that it saved have other values")
 
-    def _make_error(self, what: str) -> RecomputeError:
+    def _make_error(self, what: str, remedy: str = "") -> RecomputeError:
+        """Return the error of a second forward that is not the first one.
+
+        Args:
+            what: What differs.
+            remedy: How to mend that, as imperatives without a period. Default: for state outside of the modules.
+        """
+        if not remedy:
+            what += (
+                ". Its forward depends on state that cannot be restored, such as a random generator, a counter or a "
+                "cache outside of its modules, or an operator adds in varying order"
+            )
+            remedy = (
+                "Keep such state in an attribute of the module, set OVPATCH_RECOMPUTE_CHECK=never for such an operator"
+            )
         return RecomputeError(
-            f"block {self._name} does not compute the same again: {what}. Its forward depends on state that cannot be "
-            "restored, such as a random generator, a counter or a cache outside of its modules, or an operator adds in "
-            "varying order. Keep such state in an attribute of the module, set OVPATCH_RECOMPUTE_CHECK=never for such "
-            "an operator, leave the block out with OVPATCH_RECOMPUTE_BLOCKS, or set OVPATCH_RECOMPUTE=0."
+            f"block {self._name} does not compute the same again: {what}. {remedy}, leave the block out with "
+            "OVPATCH_RECOMPUTE_BLOCKS, or set OVPATCH_RECOMPUTE=0."
         )
 
 

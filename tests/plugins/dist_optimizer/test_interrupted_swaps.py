@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,11 +21,21 @@ from tests.support.equality import compare
 
 SWAP_FILES = ("sharded_state.py", "elementwise_state.py", "sharded_param.py")
 # The remaining functions of this file are around the swap.
-SWAP_FUNCTIONS = {"sharded_optimizer.py": ("_swapped_in",)}
+SWAP_FUNCTIONS = {
+    "sharded_optimizer.py": ("_step_shards", "_swap_out"),
+    "clip_grad.py": ("_call_with_shards",),
+}
+# Context managers of these files run in the standard library, which is interrupted there, too.
+CALLERS = (*SWAP_FILES, "sharded_optimizer.py", "clip_grad.py")
 
 
 def is_of_swap(frame: FrameType) -> bool:
     file = frame.f_code.co_filename.rpartition("/")[2]
+    if file == "contextlib.py":
+        caller = frame.f_back
+        while caller is not None and caller.f_code.co_filename == frame.f_code.co_filename:
+            caller = caller.f_back
+        return caller is not None and caller.f_code.co_filename.rpartition("/")[2] in CALLERS
     return file in SWAP_FILES or frame.f_code.co_name in SWAP_FUNCTIONS.get(file, ())
 
 
@@ -54,18 +66,29 @@ def interrupted_at(number: int, function: Callable[[], Any]) -> str:
     return place
 
 
-def interrupted_swaps() -> dict[str, Any]:
-    """Interrupt steps of all ranks at each place of a swap in turn, and return what the interrupts have left."""
+def interrupted_swaps(unscales: bool) -> dict[str, Any]:
+    """Interrupt all ranks at each place of a swap in turn, and return what the interrupts have left.
+
+    Args:
+        unscales: Whether a gradient scaler swaps shards in, and not the step.
+    """
     with apply():
         model = ddp(torch.nn.Linear(6, 4))
         opt = torch.optim.AdamW(model.parameters(), 0.01)
-        step(model, opt, 0)
+        # Gradients are sharded after the first step.
+        for number in range(3):
+            step(model, opt, number)
         groups = [[id(param) for param in group["params"]] for group in opt.param_groups]
         left: dict[str, Any] = {}
         for number in itertools.count(1):
             opt.zero_grad()
             model(data(number, 5, 6)).square().mean().backward()
-            place = interrupted_at(number, opt.step)
+            if unscales:
+                scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+                scaler.scale(torch.zeros(()))
+                place = interrupted_at(number, functools.partial(scaler.unscale_, opt))
+            else:
+                place = interrupted_at(number, opt.step)
             with torch._C.DisableTorchFunctionSubclass():
                 shapes = [
                     (value.shape, param.shape)
@@ -90,8 +113,9 @@ def interrupted_swaps() -> dict[str, Any]:
         return {"left": left, "number": number, "params": params(model)}
 
 
-def test_an_interrupt_in_a_swap_leaves_no_shards(ranks):
-    first, second = ranks(2)(interrupted_swaps, timeout=120)
+@pytest.mark.parametrize("unscales", [False, True])
+def test_an_interrupt_in_a_swap_leaves_no_shards(ranks, unscales):
+    first, second = ranks(2)(interrupted_swaps, unscales, timeout=120)
     assert first["left"] == second["left"] == {}
-    assert first["number"] > 50
+    assert first["number"] > (30 if unscales else 50)
     compare(first["params"], second["params"]).assert_bitwise()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -217,15 +215,8 @@ def test_the_report_says_which_and_why(ranks):
 def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
     """Train with an optimizer that has nothing to divide; return what the feature says of it."""
     import ovpatch
-    from ovpatch_plugins.dist_optimizer import optimizer_attach, report, sharded_optimizer
 
-    fresh = report.Counters()
-    with contextlib.ExitStack() as stack:
-        for module in (report, optimizer_attach, sharded_optimizer):
-            stack.enter_context(mock.patch.object(module, "COUNTERS", fresh))
-        stack.enter_context(mock.patch.object(report, "_remarks", []))
-        stack.enter_context(mock.patch.object(report, "_unmanaged", set()))
-        stack.enter_context(ovpatch.applied("ddp", "dist_optimizer"))
+    with ovpatch.applied("ddp", "dist_optimizer"):
         model: nn.Module = ddp(net()) if wrapped else net()
         opt = torch.optim.RMSprop(model.parameters(), 0.01)
         for index in range(3):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ovpatch_plugins.dist_optimizer.agreement import StepVotes, Vote
+from ovpatch_plugins.dist_optimizer.agreement import _REASON_MISSING, _REASON_ORDER, StepVotes, Vote
 
 
 def voter(*, is_connected: bool) -> Callable[..., bool]:
@@ -61,3 +61,34 @@ def test_ranks_that_vote(ranks):
     expected = [[True, True], [False, False], [False, True], [False, False]]
     assert ranks(3)(results, True) == [expected] * 3
     assert ranks(3)(results, False) == [expected] * 3
+
+
+def end(is_connected: bool, differs: bool) -> tuple[bool, str]:
+    """Vote once after rank 2 has promised to end that vote; return whether ranks agree, and the reason against it."""
+    votes = StepVotes.for_group(dist.new_group(), torch.device("cpu"))
+    number = 1
+    if is_connected:
+        assert votes.agree(Vote(7, "first step"), waits=True)
+        number = 2
+    dist.barrier()
+    rank = dist.get_rank()
+    if rank == 2:
+        assert votes._reply({"end": number})[0] == {"is promised": True}
+    return votes.agree(Vote(rank if differs else 5, "the step"), waits=True), votes.reason
+
+
+def reasons() -> dict[tuple[bool, bool], tuple[bool, str]]:
+    found = {}
+    for is_connected in (False, True):
+        for differs in (False, True):
+            found[is_connected, differs] = end(is_connected, differs)
+            dist.barrier()
+    return found
+
+
+def test_ranks_report_that_one_was_missing(ranks):
+    for rank, found in enumerate(ranks(3)(reasons)):
+        for (is_connected, differs), result in found.items():
+            # Votes by all-reduce have the tags of all ranks, and a call to the rank that ends has none.
+            is_order = is_connected and differs and rank < 2
+            assert result == (False, _REASON_ORDER if is_order else _REASON_MISSING), (rank, is_connected, differs)

@@ -280,6 +280,10 @@ def _refuse() -> dict[str, str]:
         "one rank": lambda: _cut(Cut(Decoder), Decoder(residuals="outside" if dist.get_rank() else "inside")),
         "fails": lambda: _cut(Cut(Decoder), _Failing(dist.get_rank() == 1)),
         "fails, measured": lambda: _cut(Cut(Decoder), _Failing(dist.get_rank() == 1), balance="measured"),
+        "fails without a text": lambda: _cut(Cut(Decoder), _Failing(dist.get_rank() == 1, StopIteration())),
+        "fails in eval()": lambda: _cut(Cut(Decoder), _FailingMode(eval_on=1)),
+        "fails in train()": lambda: _cut(Cut(Decoder), _FailingMode(train_on=1)),
+        "output fails": lambda: _cut(Cut(Decoder), Decoder(), output=lambda result: result.no_such),
         "scalar": lambda: _cut(Cut(Decoder), _Losing()),
         "layerdrop": lambda: _cut(Cut(Decoder), Training(layerdrop=0.02)),
         "noise in training": lambda: _cut(Cut(Decoder), Training("noise")),
@@ -308,14 +312,28 @@ class _Drawing(Decoder):
 class _Failing(Decoder):
     """Fails in its forward, on one rank."""
 
-    def __init__(self, fails: bool) -> None:
+    def __init__(self, fails: bool, error: Exception | None = None) -> None:
         super().__init__()
         self.fails = fails
+        self.error = IndexError("no such thing") if error is None else error
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.fails:
-            raise IndexError("no such thing")
+            raise self.error
         return super().forward(ids, mask)
+
+
+class _FailingMode(Decoder):
+    """Fails when its mode changes, on one rank."""
+
+    def __init__(self, eval_on: int = -1, train_on: int = -1) -> None:
+        super().__init__()
+        self.fails_on = {False: eval_on, True: train_on}
+
+    def train(self, mode: bool = True) -> _FailingMode:
+        if self.fails_on[mode] == dist.get_rank():
+            raise RuntimeError("this mode needs a cache")
+        return super().train(mode)
 
 
 class _Losing(Decoder):
@@ -339,6 +357,10 @@ REASONS = {
     "one rank": "(rank 1)",
     "fails": "IndexError: no such thing (in forward(), test_cut.py:",
     "fails, measured": "IndexError: no such thing (in forward(), test_cut.py:",
+    "fails without a text": "failed with StopIteration (in forward(), test_cut.py:",
+    "fails in eval()": "RuntimeError: this mode needs a cache (in train(), test_cut.py:",
+    "fails in train()": "RuntimeError: this mode needs a cache (in train(), test_cut.py:",
+    "output fails": "'Tensor' object has no attribute 'no_such'",
     "scalar": "cut(..., output=lambda result: result.logits)",
     "layerdrop": "skips layers.1 in training, as LayerDrop does, and stages cannot decide together which blocks to "
     "skip. Have the forward call all blocks: before cut(), set layerdrop = 0.0.",

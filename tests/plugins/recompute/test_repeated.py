@@ -273,22 +273,82 @@ def test_what_is_out_of_reach_is_an_error(ranks: Any) -> None:
         assert text.endswith("set OVPATCH_RECOMPUTE=0."), name
 
 
-def _draw_from_numpy_late() -> str:
-    def draw(part: Part, x: Tensor) -> Tensor:
-        part.calls += 1
-        return _scale(part, x, float(np.random.rand()) if part.calls > 3 else 0.0)
+def _draw_late(part: Part, x: Tensor) -> Tensor:
+    part.calls += 1
+    return _scale(part, x, float(np.random.rand()) if part.calls > 3 else 0.0)
 
-    with ovpatch.applied("recompute", options=BLOCKS):
+
+def _write_late(part: Part, x: Tensor) -> Tensor:
+    part.calls += 1
+    return _count_in_place(part, x) if part.calls > 3 else _scale(part, x, 0.0)
+
+
+# Parts that first do something in a late call, which is an error with a remedy of its own.
+LATE: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "a draw from numpy": (
+        lambda: Part(_draw_late, calls=0),
+        "its forward changes 'numpy.random', which earlier ones did not",
+        "Draw from a random generator that is an attribute of the module",
+    ),
+    "a write in place": (
+        lambda: Part(_write_late, calls=0, total=torch.zeros(())),
+        "its forward changes 'total', which earlier ones did not",
+        "have the first forward change the tensor, too",
+    ),
+}
+
+
+def _be_late(names: list[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        with ovpatch.applied("recompute", options=BLOCKS):
+            try:
+                train([[nn.SiLU, LATE[name][0]]] * 2)
+                found[name] = "no error"
+            except RecomputeError as error:
+                found[name] = str(error)
+    return found
+
+
+def test_state_that_first_changes_in_a_late_call_is_an_error(ranks: Any) -> None:
+    (found,) = ranks(1)(_be_late, list(LATE))
+    for name, (_, what, remedy) in LATE.items():
+        assert found[name].startswith(f"block layers.0 does not compute the same again: {what}"), found[name]
+        assert f". {remedy}" in found[name] or f", {remedy}" in found[name], found[name]
+        assert found[name].endswith(", leave the block out with OVPATCH_RECOMPUTE_BLOCKS, or set OVPATCH_RECOMPUTE=0.")
+
+
+def _lose_attribute() -> str:
+    class Once(nn.Module):
+        """Reads a graph that is left from before, and removes it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x + self.before.detach()).sigmoid()
+            self.before = y * 2
+            return y
+
+    with ovpatch.applied("recompute", options={"recompute": {"blocks": "layers.*"}}):
+        model = Stack([[nn.SiLU, Once], [nn.SiLU, Once]])
+        for part in model.modules():
+            if isinstance(part, Once):
+                part.before = torch.zeros(4, WIDTH, requires_grad=True) * 1
+        torch.optim.SGD(model.parameters(), lr=0.1)
         try:
-            train([[lambda: Part(draw, calls=0)]] * 2)
+            model(torch.ones(4, WIDTH)).backward()
         except RecomputeError as error:
-            return str(error)
+            return f"{error} {type(error.__cause__).__name__}"
     return "no error"
 
 
-def test_a_first_draw_from_numpy_in_a_late_call_is_an_error(ranks: Any) -> None:
-    (text,) = ranks(1)(_draw_from_numpy_late)
-    assert "its forward changes 'numpy.random', which earlier ones did not" in text
+def test_an_attribute_with_a_graph_that_is_gone_is_an_error(ranks: Any) -> None:
+    (text,) = ranks(1)(_lose_attribute)
+    assert text.startswith("block layers.1 does not compute the same again: its forward found an attribute that no")
+    assert "Have the forward write the attribute before it reads it, store a detached tensor in it, leave" in text
+    assert text.endswith("AttributeError")
 
 
 # --- random blocks ---
