@@ -20,7 +20,6 @@ from tests.support.hosts import Cluster, hosts, reason_to_skip
 
 # Packets have headers, ranks agree on settings, and small all-reduces follow each backward.
 FRAMING_BYTES = 300_000
-STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +85,14 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(700, 1000), nn.Tanh(), nn.Linear(1000, 400), nn.Tanh(), nn.Linear(400, 3))
 
 
-def train(features: tuple[str, ...], options: dict[str, Any]) -> list[str]:
-    """Train between two barriers; the ranks of each host wait with the bytes until all have come."""
+def train(features: tuple[str, ...], options: dict[str, Any], steps: int = 2) -> list[float]:
+    """Return the bytes that this host sends in the last step, the sharded gradients and sums of parameters."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with ovpatch.applied(*features, options=options):
         wrapped = DistributedDataParallel(model())
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
         sent = []
-        for step in range(STEPS):
+        for step in range(steps):
             dist.barrier()
             sent.append(count_sent_bytes())
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -103,12 +102,25 @@ def train(features: tuple[str, ...], options: dict[str, Any]) -> list[str]:
             [param.sum() for param in wrapped.parameters()]
             dist.barrier()
         sent.append(count_sent_bytes())
-        return [sent[-1] - sent[-2], *[float(param.sum()) for param in wrapped.parameters()]]
+        from ovpatch_plugins.dist_optimizer.report import COUNTERS
+
+        return [sent[-1] - sent[-2], COUNTERS.grads_sharded, *[param.sum().item() for param in wrapped.parameters()]]
 
 
 def count_sent_bytes() -> int:
     line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0" in line)
     return int(line.partition(":")[2].split()[8])
+
+
+def test_dist_optimizer_sends_two_sums_over_each_link_at_most(cluster):
+    nbytes = 4 * sum(param.numel() for param in model().parameters())
+    options = {"dist_optimizer": {"min_param_numel": 8}}
+    # The first backwards are not sharded yet.
+    with cluster.ranks(2, train, ("ddp", "dist_optimizer"), options, 5) as job:
+        results = job.results()
+    assert all(result[0] <= 2 * nbytes * (2 - 1) / 2 + FRAMING_BYTES for result in results), (nbytes, results)
+    assert all(result[1] > 0 for result in results), "no step was sharded"
+    assert results[0][2:] == results[1][2:] == results[2][2:] == results[3][2:]
 
 
 @pytest.mark.parametrize("per_host", [2, 4])

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from ovpatch.overlap.comm.collectives import (
     Work,
     WorkWithEpilogue,
     backend_name,
+    step_communicator,
 )
 from ovpatch.overlap.comm.consensus import agree_on_name, gather_values, identify_host
 from ovpatch.overlap.comm.lifetimes import (
@@ -36,6 +37,8 @@ from ovpatch.overlap.comm.lifetimes import (
     group_values,
     reset_after_fork,
 )
+
+T = TypeVar("T")
 
 # --- the layout ---
 
@@ -119,6 +122,7 @@ class HostGroups:
         within: The communicator of this host for the first stage.
         across: The communicator of the ranks in this place of each host; None if a host has none.
         gather: The communicator of this host for the last stage.
+        steps: The communicator of this host for collectives in steps.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: HostLayout) -> None:
@@ -136,6 +140,7 @@ class HostGroups:
         self.within = make("within", layout.own_ranks)
         self.across = make("across", lane) if has_lane else None
         self.gather = make("gather", layout.own_ranks)
+        self.steps = make("steps", layout.own_ranks)
         # The reductions whose last stage has not started, in the order of their calls.
         self._started: deque[_Reduction] = deque()
         self._lock = threading.RLock()
@@ -176,7 +181,7 @@ class HostGroups:
 
     def shutdown(self) -> None:
         """Close the communicators after their collectives."""
-        for communicator in (self.within, self.across, self.gather):
+        for communicator in (self.within, self.across, self.gather, self.steps):
             if communicator is not None:
                 communicator.shutdown()
 
@@ -291,6 +296,48 @@ def find_hierarchy_objection(group: dist.ProcessGroup, device: torch.device) -> 
     if backend == "gloo" and device.type == "cpu":
         return ""
     return f"{backend} on {device.type} chooses its ways between hosts itself"
+
+
+class ShardHolders:
+    """The ranks that together have all shards of a model: the ranks of a group, or of each host.
+
+    Args:
+        group: The process group of the model.
+        layout: The hosts of the group, each of which has all shards; the number of ranks is the
+            same on each. Default: the ranks of the group have one shard each.
+
+    Attributes:
+        ranks: The group ranks that have the shards, by the index of the shard. Each host has its
+            own holders.
+        place: The index of this rank's shard.
+        peers: The group ranks of the other shards.
+        layout: See the argument.
+        is_first: Whether this rank is one of the first holders, which count in sums over the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, layout: HostLayout | None = None) -> None:
+        self._group = group
+        self.layout = layout
+        self.ranks = tuple(range(group.size())) if layout is None else layout.own_ranks
+        self.place = self.ranks.index(group.rank())
+        self.peers = [rank for rank in self.ranks if rank != group.rank()]
+        self.is_first = layout is None or layout.host == 0
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def by_place(self, replies: Mapping[int, T]) -> dict[int, T]:
+        """Return the replies of peers by the index of their shards instead of their group ranks."""
+        return {self.ranks.index(rank): reply for rank, reply in replies.items()}
+
+    def step_communicator(self, device: torch.device) -> dist.ProcessGroup:
+        """Return the communicator of the holders for collectives in steps.
+
+        All ranks of the group call this at the same place, see [Note: step communicators].
+        """
+        if self.layout is None:
+            return step_communicator(self._group, device)
+        return find_host_groups(self._group, device, self.layout).steps
 
 
 # --- collectives ---
