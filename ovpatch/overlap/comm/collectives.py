@@ -10,6 +10,7 @@ a group, see :func:`set_transports`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,6 +38,10 @@ class Work(Protocol):
 
     def wait(self) -> Any:
         """Make the current stream wait for the result; without streams, the host waits."""
+
+
+#: Returns whether a collective is over, on backends whose collectives the host waits for.
+IS_COMPLETED: Final[Callable[[Work], bool]] = operator.methodcaller("is_completed")
 
 
 class WorkGroup:
@@ -82,6 +87,10 @@ class WorkWithEpilogue:
     def __init__(self, works: Sequence[Work], unpack: Callable[[], object]) -> None:
         self._works = works
         self._unpack = unpack
+
+    def is_completed(self) -> bool:
+        """Return whether the collectives are over; the outputs may not be written yet."""
+        return all(map(IS_COMPLETED, self._works))
 
     def wait_for_results(self) -> None:
         """Wait for the collectives, but do not write the outputs yet."""

@@ -151,10 +151,13 @@ def gather_values(group: dist.ProcessGroup, topic: str, value: Any) -> list[Any]
 
 
 def identify_host() -> str:
-    """Return an identifier of this host."""
-    # Containers and hosts may share a name.
+    """Return an identifier of this host: its name and the id of its boot, as NCCL tells hosts apart.
+
+    Hosts of a cluster may share a name, and the containers of a machine share the id of its boot.
+    Addresses identify no host, because a host has several, and containers may share one.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+    return " ".join([socket.gethostname(), *([boot.read_text().strip()] if boot.exists() else [])])
 
 
 def wait_limit_s(group: dist.ProcessGroup, most_s: float) -> float:

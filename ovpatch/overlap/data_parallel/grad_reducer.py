@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from ovpatch.overlap.comm.hosts import HostLayout
 from ovpatch.overlap.comm.step_flags import StepFlags
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.data_parallel.backward_plan import (
@@ -106,6 +107,8 @@ class ReducerConfig:
         sums_in_fp32: Whether they are added up in float32 over several backwards.
         average: Whether the collective divides by the number of ranks.
         sharded: Whether gradients may be sharded, if a feature does that.
+        layout: The hosts of the process group; None if its ranks have not compared them.
+        reduces_by_host: Whether all-reduces work within hosts first.
     """
 
     facts: PlanFacts = field(default_factory=PlanFacts)
@@ -119,6 +122,8 @@ class ReducerConfig:
     sums_in_fp32: bool = False
     average: bool = False
     sharded: bool = False
+    layout: HostLayout | None = None
+    reduces_by_host: bool = False
 
 
 class ReducerOwner:
@@ -666,6 +671,7 @@ class GradReducer:
                 sparse=[index for index, is_sparse in enumerate(config.sparse) if is_sparse],
                 in_fp32=config.in_fp32,
                 sums_in_fp32=config.sums_in_fp32,
+                layout=config.layout,
             )
         self.sharder.identity = self.identity
         self.assignment = BucketAssignment(
@@ -688,6 +694,9 @@ class GradReducer:
 
     def change_group(self, group: dist.ProcessGroup) -> None:
         """Reduce over another process group, and learn a static graph again."""
+        if group is not self.group:
+            # Ranks have not compared the hosts of this group.
+            self.config = replace(self.config, layout=None)
         self.group = group
         self.static_graph = None
         self.facts = self.facts._replace(has_learned=False)
@@ -725,6 +734,9 @@ class GradReducer:
             max_inflight_bytes=sharder.max_inflight_bytes,
             before_first=sharder.before_first_collective if sharder.is_active else None,
             host_barrier=sharder.host_barrier,
+            layout=config.layout,
+            reduces_by_host=config.reduces_by_host,
+            shards_by_host=sharder.shards_by_host,
         )
 
     def set_name(self, name: str) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from ovpatch.overlap.comm.host_barrier import HostBarrier
+    from ovpatch.overlap.comm.hosts import HostLayout
     from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
     from ovpatch.overlap.data_parallel.grad_sync import GradSync
 
@@ -37,6 +38,7 @@ class GradSharder:
         is_local: Whether gradients were added that no collective has reduced, as under
             ``no_sync()``.
         is_replaced: Whether the parameters have another sharder.
+        shards_by_host: Whether each host has all shards; see :class:`.HostCollectives`.
     """
 
     # Most models have a sharder of the base class. These values are the same for all of them.
@@ -45,6 +47,7 @@ class GradSharder:
     sharded: frozenset[int] = frozenset()
     max_inflight_bytes = math.inf
     host_barrier: HostBarrier | None = None
+    shards_by_host = False
 
     def __init__(self) -> None:
         # An optimizer may step before the first forward, so the reducer sets the name as soon as it
@@ -150,6 +153,7 @@ class GradSharderFactory(Protocol):
         sparse: Collection[int],
         in_fp32: bool,
         sums_in_fp32: bool,
+        layout: HostLayout | None,
     ) -> GradSharder:
         """Return a new sharder.
 
@@ -160,6 +164,7 @@ class GradSharderFactory(Protocol):
             sparse: The parameters, by index, whose gradients are sparse.
             in_fp32: Whether low-precision gradients are averaged in fp32.
             sums_in_fp32: Whether they are added up in fp32 over several microbatches.
+            layout: The hosts of the group; None if its ranks have not compared them.
         """
 
 
@@ -246,6 +251,7 @@ def make_grad_sharder(
     sparse: Collection[int],
     in_fp32: bool,
     sums_in_fp32: bool,
+    layout: HostLayout | None,
 ) -> GradSharder:
     """Return a new sharder of the registered factory, or without one a sharder that shards nothing.
 
@@ -254,4 +260,4 @@ def make_grad_sharder(
     factory = _Registration.factory
     if factory is None:
         return GradSharder()
-    return factory(params, names, group, sparse=sparse, in_fp32=in_fp32, sums_in_fp32=sums_in_fp32)
+    return factory(params, names, group, sparse=sparse, in_fp32=in_fp32, sums_in_fp32=sums_in_fp32, layout=layout)

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.comm.collectives import Collectives, Work, WorkWithEpilogue
+from ovpatch.overlap.comm.collectives import Work, WorkWithEpilogue
 from ovpatch.overlap.comm.host_barrier import HostBarrier
+from ovpatch.overlap.comm.hosts import HostLayout, make_collectives
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.data_parallel.grad_bucket import Bucket, GradBucket, get_grad
 from ovpatch.overlap.data_parallel.grad_readiness import GradReadiness
@@ -43,6 +44,9 @@ class GradSync:
         before_first: Called once per backward, before its first collective.
         host_barrier: A barrier that hosts finish before a stream, or the host, waits for
             collectives. Default: none.
+        layout: The hosts of the group. Default: reductions do not depend on hosts.
+        reduces_by_host: See :class:`.HostCollectives`.
+        shards_by_host: See :class:`.HostCollectives`.
 
     Attributes:
         buckets: See the argument.
@@ -65,6 +69,9 @@ class GradSync:
         max_inflight_bytes: float = math.inf,
         before_first: Callable[[], None] | None = None,
         host_barrier: HostBarrier | None = None,
+        layout: HostLayout | None = None,
+        reduces_by_host: bool = False,
+        shards_by_host: bool = False,
     ) -> None:
         self.buckets = list(buckets)
         self.group = group
@@ -75,7 +82,17 @@ class GradSync:
         self._before_first = before_first
         self._host_barrier = host_barrier
         self._labels = [profiler_label(feature, "all_reduce", f"bucket {number}") for number in range(len(buckets))]
-        self._collectives = {bucket.device: Collectives(group, bucket.device, average=average) for bucket in buckets}
+        self._collectives = {
+            bucket.device: make_collectives(
+                group,
+                bucket.device,
+                layout,
+                average=average,
+                reduces_by_host=reduces_by_host,
+                shards_by_host=shards_by_host,
+            )
+            for bucket in buckets
+        }
         # - The running backward
         self.started = 0
         self.reduced = 0

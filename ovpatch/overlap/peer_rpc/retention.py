@@ -26,12 +26,13 @@ class FinalReads:
 
     Args:
         group: The process group.
+        num_peers: The number of ranks that read. Default: all peers.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, num_peers: int | None = None) -> None:
         self._group = group
         self._rank = group.rank()
-        self._num_peers = group.size() - 1
+        self._num_peers = group.size() - 1 if num_peers is None else num_peers
         # Threads of the server record the calls of peers.
         self._lock = threading.Lock()
         reset_after_fork(self, "_lock", threading.Lock)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ovpatch.hookspecs import note_failures
+from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch_plugins.ddp import report
 from ovpatch_plugins.ddp.report import COUNTERS
 
@@ -156,7 +156,7 @@ class DDPAttachment:
             reason = find_reason_for_stock(ddp, parameters)
             config = attachment._make_config(ddp, parameters, expect_sparse_gradient)
             max_ctas = attachment._options["max_ctas"]
-            terms = _make_terms(parameters, config, max_ctas, static_graph)
+            terms = _make_terms(parameters, config, max_ctas, attachment._options["hierarchical"], static_graph)
             together = _ranks_are_together.get()
             if together and group_store(ddp.process_group) is not None:
                 reason = check_consistent(
@@ -178,6 +178,8 @@ class DDPAttachment:
                     reference = weakref.ref(ddp)
                     calls.before_first_backward = functools.partial(_agree_late, reference, terms)
                 config = dataclasses.replace(config, sharded=is_sharded)
+                if together:
+                    config = attachment._place_on_hosts(ddp, config)
                 _install(ddp, parameters, config, calls)
                 _get_values(ddp)[_STOCK_HELPER] = original
                 if together:
@@ -265,6 +267,25 @@ class DDPAttachment:
             sums_in_fp32=options["grad_accumulate_in_fp32"],
             average=averages(ddp.process_group, ddp.device, options["average_in_collective"], summed),
         )
+
+    def _place_on_hosts(self, ddp: Wrapper, config: ReducerConfig) -> ReducerConfig:
+        """Return the settings of a model on the hosts of its ranks, which all call this."""
+        from ovpatch.overlap.comm.hosts import find_hierarchy_objection, find_host_layout
+        from ovpatch_plugins.ddp.options import OPTIONS
+
+        wanted = self._options["hierarchical"]
+        layout = find_host_layout(ddp.process_group)
+        if wanted == "off" or not layout.is_hierarchical:
+            return dataclasses.replace(config, layout=layout)
+        objection = find_hierarchy_objection(ddp.process_group, ddp.device)
+        if objection and wanted == "on":
+            refuse_option("ddp", OPTIONS, "hierarchical", wanted, objection)
+        if not objection:
+            report.note(
+                f"{get_model_name(ddp)}: {len(layout.ranks)} hosts reduce gradients within each host first "
+                f"({layout.num_lanes} ranks of each host send over its link)"
+            )
+        return dataclasses.replace(config, layout=layout, reduces_by_host=not objection)
 
 
 def _choose_bucket_mb(parameters: Sequence[torch.nn.Parameter]) -> float:
@@ -467,6 +488,7 @@ def _make_terms(
     parameters: Sequence[torch.nn.Parameter],
     config: ReducerConfig,
     max_ctas: int | None,
+    hierarchical: str,
     static_graph: bool,
 ) -> dict[str, Any]:
     """Return the settings that must be the same on all ranks, so that their collectives match."""
@@ -488,6 +510,7 @@ def _make_terms(
         "grad_reduce_in_fp32": config.in_fp32,
         "average_in_collective": config.average,
         "max_ctas": max_ctas,
+        "hierarchical": hierarchical,
         "static_graph": bool(static_graph),
         **{f"dist_optimizer.{name}": value for name, value in get_registered_terms().items()},
     }

@@ -84,6 +84,14 @@ OPTIONS: Final = (
         parse=_or_none(_flag),
     ),
     Option(
+        "hierarchical",
+        "auto",
+        "Reduce gradients within each host first, so that one sum per host crosses the links between hosts. on: with "
+        "gloo on the CPU. off: in one collective over all ranks. auto: on where hosts have several ranks and the "
+        "backend does not know the hosts, which NCCL does.",
+        choices=("auto", "on", "off"),
+    ),
+    Option(
         "max_ctas",
         None,
         "SM budget: reduce on a communicator that takes at most this many thread blocks (NCCL). "

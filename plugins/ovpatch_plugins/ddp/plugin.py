@@ -115,6 +115,9 @@ def ovpatch_deactivate() -> None:
     attachment = sys.modules.get("ovpatch_plugins.ddp.ddp_attach")
     if attachment is not None:
         attachment.restore_all()
+    hosts = sys.modules.get("ovpatch.overlap.comm.hosts")
+    if hosts is not None:
+        hosts.close_host_groups()
 
 
 ovpatch_counters = make_counters_hook("ovpatch_plugins.ddp.report")

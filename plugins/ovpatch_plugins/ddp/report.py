@@ -234,10 +234,17 @@ REMARKS: Final[list[str]] = []
 
 
 def remark(text: str) -> None:
-    """Add a remark to the report and, the first time, to the log."""
+    """Add a remark to the report and, the first time, to the log as a warning."""
     if text not in REMARKS:
         REMARKS.append(text)
         _log.warning("%s", text)
+
+
+def note(text: str) -> None:
+    """Add a remark to the report and, the first time, to the log."""
+    if text not in REMARKS:
+        REMARKS.append(text)
+        _log.info("%s", text)
 
 
 @functools.cache

@@ -236,6 +236,10 @@ def _norms_by_all_reduce(
             for index in indices
         ]
         own = shard_norms(local, order)
+        # Each host has all shards, and a sum over the group counts those of one host. So all ranks
+        # get the same bits, which sums within hosts do not promise.
+        if not shards.holders.is_first:
+            own.zero_()
         summed = _all_reduce_norms(own, step_communicator(shards.group, own.device), order)
         for index, norm in zip(indices, summed, strict=True):
             norms[shards, index] = norm
@@ -269,9 +273,9 @@ def _norms_by_pulling(
     for shards, indices in indices_by_model.items():
         own = shard_norms([shards.reduced_shard(index) for index in indices], order)
         sent = shards.norms_of_peers(indices, order)
-        by_rank = [sent.get(rank) for rank in range(shards.group.size())]
+        by_place = [sent.get(place) for place in range(len(shards.holders))]
         # Only this rank has sent nothing.
-        stacked = torch.stack([own if norm is None else own.new_tensor(norm) for norm in by_rank])
+        stacked = torch.stack([own if norm is None else own.new_tensor(norm) for norm in by_place])
         for index, norm in zip(indices, _combine(stacked, order), strict=True):
             norms[shards, index] = norm
     return _round_norms(given, places, norms, order, foreach)

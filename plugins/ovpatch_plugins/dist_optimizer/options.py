@@ -38,6 +38,14 @@ OPTIONS: Final = (
         # A user who names the feature wants it for every model.
         default_unless_named="auto",
     ),
+    Option(
+        "shard_over",
+        "auto",
+        "The ranks that share the state of a model. host: the ranks of each host, which keeps all state once, so that "
+        "parameters do not cross the links between hosts. world: all ranks. auto: host if there are several hosts, "
+        "each with the same number of ranks and more than one, and gloo reduces on the CPU; otherwise world.",
+        choices=("auto", "host", "world"),
+    ),
     # - Gathers
     Option(
         "overlap_param_gather",

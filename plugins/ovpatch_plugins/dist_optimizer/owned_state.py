@@ -84,7 +84,9 @@ class OwnedState(ShardedState):
         return shards.can_be_sharded(index)
 
     def owners_of(self, indices: Iterable[int]) -> list[int]:
-        """Return the group ranks that own some parameters; assign owners to new parameters.
+        """Return the owners of some parameters, by place; assign owners to new parameters.
+
+        On several hosts each host may have an owner in that place.
 
         All ranks call this for the same parameters, and in the same order of calls.
         """
@@ -179,7 +181,7 @@ class OwnedState(ShardedState):
         return {self._owners[key[0]]: Shard(0, numel, numel)}
 
     def _owns(self, index: int) -> bool:
-        return self._owners[index] == self.group.rank()
+        return self._owners[index] == self._shards.holders.place
 
     # ---------------------------------------------------------------- metadata
 
@@ -200,7 +202,8 @@ class OwnedState(ShardedState):
     def _request_metadata(self, params: Sequence[ShardedParam], states: States) -> None:
         param_of = {sharded.index: sharded.param for sharded in params}
         arguments = {"version": self._versions.version, "params": list(param_of)}
-        owners = sorted({self._owners[index] for index in param_of})
+        ranks = self._shards.holders.ranks
+        owners = sorted({ranks[self._owners[index]] for index in param_of})
         replies = PeerRpc.for_group(self.group).call(self._topic, arguments, owners)
         device = self._shards.params[0].device
         for header, tensors in replies.values():

@@ -144,10 +144,10 @@ class AllGatherBucket:
     Args:
         params: Dense parameters of one dtype and device, sharded by
             :func:`ovpatch.overlap.tensors.shard.shard_range`.
-        group: The process group whose ranks have the shards.
+        group: The process group of the model.
         name: The name of the bucket in profiles.
-        communicator: A communicator over the same ranks, on which the backend gathers. Default:
-            the group.
+        communicator: A communicator over the ranks that have the shards, on which the backend
+            gathers. Default: the group.
         before_wait: Called before a stream waits for the values. Default: nothing.
     """
 
@@ -163,8 +163,9 @@ class AllGatherBucket:
         self._params = tuple(params)
         self._before_wait = before_wait
         self._group = group
-        self._world = group.size()
-        self._rank = group.rank()
+        holders = communicator or group
+        self._world = holders.size()
+        self._rank = holders.rank()
         self._device = params[0].device
         self._all_gather = AllGather(group, self._device, communicator)
         self._labels = [profiler_label("dist_optimizer", phase, name) for phase in ("all_gather", "wait")]
@@ -555,7 +556,7 @@ class ParamAllGather:
             [sharded.param for sharded in params],
             shards.group,
             name=shards.names[first.index],
-            communicator=step_communicator(shards.group, first.param.device),
+            communicator=shards.holders.step_communicator(first.param.device),
             before_wait=None if shards.host_barrier is None else shards.host_barrier.finish,
         )
         views = bucket.make_input_views() if self._updates_in_buffers else {}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ovpatch.overlap.comm.collectives import Broadcast, Work, step_communicator
+from ovpatch.overlap.comm.collectives import Broadcast, Work
 from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.tensors.shard import view_flat
@@ -29,7 +29,7 @@ class BroadcastBucket:
     Args:
         params: Dense parameters of one dtype and device.
         group: The process group.
-        owner: The group rank that has updated them.
+        owner: The rank of this group that has updated them.
         name: The name of the bucket in profiles.
     """
 
@@ -152,5 +152,5 @@ def _make_bucket(params: Sequence[ShardedParam]) -> BroadcastBucket:
     assert first.owner is not None
     name = shards.names[first.index]
     # A script's thread may use the group concurrently.
-    communicator = step_communicator(shards.group, first.param.device)
+    communicator = shards.holders.step_communicator(first.param.device)
     return BroadcastBucket([sharded.param for sharded in params], communicator, first.owner, name=name)

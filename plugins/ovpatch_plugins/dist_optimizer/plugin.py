@@ -219,13 +219,24 @@ def _choose_sharding(options: Mapping[str, Any], prepare: Callable[[], str], *mo
     return choose_sharding(options, prepare, *model, **facts)
 
 
-def _make_sharder(options: Mapping[str, Any], *model: Any, **facts: Any) -> GradSharder:
+def _make_sharder(
+    options: Mapping[str, Any],
+    params: Sequence[Any],
+    names: Sequence[str],
+    group: Any,
+    *,
+    layout: Any,
+    **facts: Any,
+) -> GradSharder:
     """Return the sharder of a model: a ``GradSharderFactory``."""
     from ovpatch_plugins.dist_optimizer.sharded_grads import make_sharded_grads
-    from ovpatch_plugins.dist_optimizer.sharding_choice import get_min_sharded_numel
+    from ovpatch_plugins.dist_optimizer.sharding_choice import choose_shard_layout, get_min_sharded_numel
 
     return make_sharded_grads(
-        *model,
+        params,
+        names,
+        group,
+        choose_shard_layout(options, params, group, layout),
         **facts,
         min_numel=functools.partial(get_min_sharded_numel, options),
         # 0 means no limit.

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.comm.hosts import ShardHolders
 from ovpatch.overlap.comm.lifetimes import weak_method
 from ovpatch.overlap.peer_rpc.retention import FinalReads
 from ovpatch.overlap.peer_rpc.rpc import PeerRpc
 from ovpatch.overlap.peer_rpc.sequence_lock import SequenceLock, copy_to_host
-from ovpatch.overlap.tensors.shard import shard_range
+from ovpatch.overlap.tensors.shard import Shard
 from ovpatch_plugins.dist_optimizer.sharded_bucket import shard_norms
 
 # The time in which this rank must reach the version that a faster peer reads. The peer's own
@@ -36,7 +37,8 @@ class ShardReader:
         group: dist.ProcessGroup,
         versions: SequenceLock,
         shards: Mapping[int, Tensor],
-        numels: Sequence[int],
+        local_ranges: Sequence[Shard],
+        holders: ShardHolders,
     ) -> None:
         """Prepare reads; peers cannot call before :meth:`start_serving`.
 
@@ -45,14 +47,16 @@ class ShardReader:
             versions: The versions of the shards.
             shards: This rank's shards by index of the parameter, padded to the same size on all
                 ranks. The caller updates this mapping.
-            numels: The number of elements of each parameter.
+            local_ranges: The range of each parameter's elements that this rank owns.
+            holders: The ranks that have the other shards.
         """
         self._group = group
         self._versions = versions
         self._shards = shards
-        self._numels = numels
+        self._local_ranges = local_ranges
+        self._holders = holders
         # Keeps the shards until peers have read them for the last time.
-        self._final_reads = FinalReads(group)
+        self._final_reads = FinalReads(group, len(holders.peers))
         # The topic of the calls, or "" until this rank serves them.
         self._topic = ""
 
@@ -81,16 +85,16 @@ class ShardReader:
         weakref.finalize(self, peers.register(self._topic, weak_method(self._reply)))
 
     def pull_shards(self, indices: Sequence[int]) -> dict[int, list[Tensor]]:
-        """Return the padded shards of some gradients from all peers, on the CPU, by rank."""
+        """Return the padded shards of some gradients from all peers, on the CPU, by shard."""
         call = self._final_reads.mark_final({"version": self._versions.version, "indices": list(indices)})
-        replies = PeerRpc.for_group(self._group).call(self._topic, call)
-        return {rank: tensors for rank, (_, tensors) in replies.items()}
+        replies = PeerRpc.for_group(self._group).call(self._topic, call, self._holders.peers)
+        return self._holders.by_place({rank: tensors for rank, (_, tensors) in replies.items()})
 
     def pull_norms(self, indices: Sequence[int], order: float) -> dict[int, list[float]]:
-        """Return the norms of the shards of some gradients from all peers, by rank."""
+        """Return the norms of the shards of some gradients from all peers, by shard."""
         call = {"version": self._versions.version, "indices": list(indices), "norm": order}
-        replies = PeerRpc.for_group(self._group).call(self._topic, call)
-        return {rank: header["norms"] for rank, (header, _) in replies.items()}
+        replies = PeerRpc.for_group(self._group).call(self._topic, call, self._holders.peers)
+        return self._holders.by_place({rank: header["norms"] for rank, (header, _) in replies.items()})
 
     def start_final_calls(self) -> bool:
         """Mark the next calls as final; return whether there are still peers to call."""
@@ -118,5 +122,4 @@ class ShardReader:
         return {}, shards
 
     def _view_unpadded(self, index: int) -> Tensor:
-        own = shard_range(self._numels[index], self._group.size(), self._group.rank())
-        return self._shards[index][: own.numel]
+        return self._shards[index][: self._local_ranges[index].numel]

@@ -19,6 +19,7 @@ from ovpatch.overlap.comm.collectives import (
     reduce_scatter_transport,
 )
 from ovpatch.overlap.comm.host_barrier import HostBarrier
+from ovpatch.overlap.comm.hosts import HostLayout, ShardHolders
 from ovpatch.overlap.comm.lifetimes import (
     WeakParams,
     find_param_record,
@@ -103,6 +104,7 @@ class ShardedGrads(GradSharder, GradSource):
         sparse: Parameters, by index, that are not sharded, because their gradients are sparse.
         in_fp32: Whether low-precision gradients are averaged in fp32.
         sums_in_fp32: Whether they are added up in fp32 over several microbatches.
+        holders: The ranks that together have all shards: those of the group, or of this host.
 
     Attributes:
         params: See the argument; held weakly.
@@ -137,14 +139,16 @@ class ShardedGrads(GradSharder, GradSource):
         sparse: Collection[int],
         in_fp32: bool,
         sums_in_fp32: bool,
+        holders: ShardHolders,
     ) -> None:
         super().__init__()
         self.params = WeakParams(params)
         self.names = list(names)
         self.group = group
         self.max_inflight_bytes = max_inflight_bytes
-        self._rank = group.rank()
         self._world = group.size()
+        self.holders = holders
+        self.shards_by_host = holders.layout is not None
         device = params[0].device
         self._values = group_state(group).values
         # The group of the reducer's collectives, over the same ranks.
@@ -154,13 +158,12 @@ class ShardedGrads(GradSharder, GradSource):
         self._reducer_finalizer: weakref.finalize[..., Any] | None = None
 
         # - Geometry
-        # In a step the optimizer's parameters are shards, and peers call at any time, so sizes and
-        # strides are read once.
+        # In a step parameters are shards, and peers call at any time, so these are read once.
         self._numels = [param.numel() for param in params]
         self._strides = [param.stride() for param in params]
-        self.local_ranges = [shard_range(numel, self._world, self._rank) for numel in self._numels]
+        self.local_ranges = [shard_range(numel, len(holders), holders.place) for numel in self._numels]
         self._can_be_sharded = [
-            i not in sparse and can_be_sharded(param, self._world, min_numel(param)) for i, param in enumerate(params)
+            i not in sparse and can_be_sharded(param, len(holders), min_numel(param)) for i, param in enumerate(params)
         ]
 
         # - Agreement on sharded gradients; see [Note: sharded on request]
@@ -180,7 +183,7 @@ class ShardedGrads(GradSharder, GradSource):
         self._grads = GradShards(self.names, [GradState.FULL] * len(params))
         self.reduced = self._grads.shards
         self.grads_of_backward: Mapping[int, weakref.ref[Tensor]] = self._grads.grads
-        self._peers = ShardReader(group, self.versions, self._grads.shards, self._numels)
+        self._peers = ShardReader(group, self.versions, self._grads.shards, self.local_ranges, holders)
 
         # - The dtype that is sent; see [Note: one dtype on all ranks]
         # The parameters, by index, whose low-precision gradients are averaged in fp32.
@@ -202,7 +205,7 @@ class ShardedGrads(GradSharder, GradSource):
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         # The number of optimizers on which ranks have agreed, by their terms.
         self._num_optimizers: Counter[str] = Counter()
-        self.owners: tuple[list[int], dict[str, dict[int, int]]] = [0] * group.size(), {}
+        self.owners: tuple[list[int], dict[str, dict[int, int]]] = [0] * len(holders), {}
 
         for index, param in enumerate(params):
             record = param_record(param)
@@ -290,7 +293,7 @@ class ShardedGrads(GradSharder, GradSource):
         """Return a bucket that reduce-scatters if a parameter is sharded; see the base class."""
         if self.sharded.isdisjoint(indices):
             return None
-        return ShardedGradBucket(indices, params, self, self._grads, self.sharded, self._world, dtype=dtype)
+        return ShardedGradBucket(indices, params, self, self._grads, self.sharded, len(self.holders), dtype=dtype)
 
     # ---------------------------------------------------------------- in a backward
 
@@ -434,9 +437,8 @@ class ShardedGrads(GradSharder, GradSource):
     # ---------------------------------------------------------------- what optimizers see
 
     def ranges(self, index: int) -> list[Shard]:
-        """Return the range of a parameter's elements that each rank owns."""
-        numel = self._numels[index]
-        return [shard_range(numel, self._world, rank) for rank in range(self._world)]
+        """Return the range of a parameter's elements in each shard."""
+        return [shard_range(self._numels[index], len(self.holders), i) for i in range(len(self.holders))]
 
     def local_shard(self, index: int, grad: Tensor | None = None) -> Tensor:
         """Return this rank's shard of the present ``p.grad``, ``[shard.numel]``.
@@ -533,7 +535,7 @@ class ShardedGrads(GradSharder, GradSource):
             text: The description of an optimizer at its first step.
             spans_groups: Whether the optimizer has models of several process groups.
         """
-        # The model also has votes after the script has dropped the wrapper.
+        # The model also has votes without a wrapper.
         is_sharded = self._reducer_finalizer is not None and not (self.is_detached or self.is_replaced)
         has_begun = bool(text) or self.backwards > 0
         if self.votes is None or not (is_sharded and has_begun) or is_destroyed(self.group):
@@ -577,15 +579,14 @@ class ShardedGrads(GradSharder, GradSource):
         replies = self._peers.pull_shards(indices)
         full = []
         for position, index in enumerate(indices):
-            shards = {rank: tensors[position] for rank, tensors in replies.items()}
-            shards[self._rank] = self._grads.shards[index]
-            # The full tensor must not inherit the script's modes, such as fake tensors.
+            shards = {place: tensors[position] for place, tensors in replies.items()}
+            shards[self.holders.place] = self._grads.shards[index]
             with outside_modes():
                 full.append(unshard(self.params[index], shards, self.ranges(index)))
         return full
 
     def norms_of_peers(self, indices: Sequence[int], norm_type: float) -> dict[int, list[float]]:
-        """Return the norms of peers' shards, by rank; their serving threads reply."""
+        """Return the norms of peers' shards, by shard; their serving threads reply."""
         return self._peers.pull_norms(indices, norm_type)
 
     # ---------------------------------------------------------------- the end
@@ -604,6 +605,7 @@ def make_sharded_grads(
     params: Sequence[torch.nn.Parameter],
     names: Sequence[str],
     group: dist.ProcessGroup,
+    layout: HostLayout | None,
     **options: Any,
 ) -> GradSharder:
     """Return the sharder of a model.
@@ -614,11 +616,12 @@ def make_sharded_grads(
         params: As for :class:`ShardedGrads`.
         names: As for :class:`ShardedGrads`.
         group: As for :class:`ShardedGrads`.
+        layout: The hosts of the group, each of which has all shards; None for one shard per rank.
         **options: The remaining arguments of :class:`ShardedGrads`.
     """
     if any(param.device != params[0].device for param in params):
         return GradSharder()
-    return ShardedGrads(params, names, group, **options)
+    return ShardedGrads(params, names, group, holders=ShardHolders(group, layout), **options)
 
 
 class Generation:

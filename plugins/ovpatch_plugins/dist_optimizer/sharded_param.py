@@ -31,7 +31,7 @@ class ShardedParam:
         param: The parameter.
         shards: The sharded gradients of its model.
         index: Its index in ``shards``.
-        owner: The group rank that updates the full parameter; None if each rank updates a shard.
+        owner: The place of the rank that updates the full parameter; None if each rank updates a shard.
         shard: The range of this rank's elements.
         memory: The memory in which this rank's elements are updated, ``[shard.numel]``; None if
             that is the parameter's own memory.

@@ -102,7 +102,7 @@ class ShardedState(LazySource):
         self._shards = shards
         # Indices of the model's parameters by id().
         self._index = {id(param): index for index, param in enumerate(shards.params)}
-        self._final_reads = FinalReads(shards.group)
+        self._final_reads = FinalReads(shards.group, len(shards.holders.peers))
 
         # - The tensors
         # This rank's shards.
@@ -169,7 +169,7 @@ class ShardedState(LazySource):
         """Wait until peers reach this step if they may read; see [Note: versions of state]."""
         if self.was_read:
             self._backwards_at_read = -1
-            PeerRpc.for_group(self.group).call(self._topic, {"next step": self._next_step})
+            PeerRpc.for_group(self.group).call(self._topic, {"next step": self._next_step}, self._shards.holders.peers)
 
     def swap_in(self, params: Sequence[ShardedParam], states: States) -> Shown:
         """Put this rank's shards into the optimizer's state, until :meth:`swap_out`.
@@ -307,7 +307,7 @@ class ShardedState(LazySource):
 
     @abc.abstractmethod
     def _ranges(self, key: Key) -> Mapping[int, Shard]:
-        """Return the range of a tensor's elements that each rank keeps."""
+        """Return the range of a tensor's elements in each shard that exists, by shard."""
 
     def _leave_lazy(
         self,
@@ -383,27 +383,29 @@ class ShardedState(LazySource):
         version = self._versions.version
         arguments = self._final_reads.mark_final({"version": version, "entries": keys})
         begin = time.monotonic()
-        replies = PeerRpc.for_group(self.group).call(self._topic, arguments)
+        holders = self._shards.holders
+        replies = PeerRpc.for_group(self.group).call(self._topic, arguments, holders.peers)
         COUNTERS.state_reads += 1
         COUNTERS.state_read_ms += round(1e3 * (time.monotonic() - begin))
         shards: dict[Key, dict[int, Tensor]] = {key: {} for key in keys}
-        for rank, (header, tensors) in replies.items():
+        for place, (header, tensors) in holders.by_place(replies).items():
             for position, shard in zip(header["positions"], tensors, strict=True):
-                shards[keys[position]][rank] = shard
+                shards[keys[position]][place] = shard
                 COUNTERS.bytes_pulled += shard.nbytes
         for position, shard in zip(*self._copy_shards(version, keys), strict=True):
-            shards[keys[position]][self.group.rank()] = shard
+            shards[keys[position]][holders.place] = shard
         return [self._assemble(key, shards[key]) for key in keys]
 
     def _assemble(self, key: Key, shards: Mapping[int, Tensor]) -> Tensor:
         ranges = self._ranges(key)
-        missing = [rank for rank in ranges if rank not in shards]
+        missing = [place for place in ranges if place not in shards]
         if missing:
             param_name = self._shards.names[key[0]]
-            raise RuntimeError(_ERROR_MISSING.format(missing[0], key[1], param_name))
+            rank = self._shards.holders.ranks[missing[0]]
+            raise RuntimeError(_ERROR_MISSING.format(rank, key[1], param_name))
         full = self._metas[key].empty()
-        for rank, shard in shards.items():
-            shard_view(full, ranges[rank]).copy_(shard)
+        for place, shard in shards.items():
+            shard_view(full, ranges[place]).copy_(shard)
         return full
 
     def _answer(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[Tensor]]:

@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.hookspecs import refuse_option
 from ovpatch.overlap.comm.collectives import backend_name
-from ovpatch.overlap.comm.consensus import gather_values, identify_host
+from ovpatch.overlap.comm.consensus import gather_values
+from ovpatch.overlap.comm.hosts import HostLayout, find_hierarchy_objection, find_host_layout
 from ovpatch.overlap.data_parallel.fp32_accumulation import LOW_PRECISION_DTYPES
 from ovpatch.overlap.tensors.shard import can_be_sharded
+from ovpatch_plugins.dist_optimizer.options import OPTIONS
 from ovpatch_plugins.dist_optimizer.report import note_choice
 
 #: The average number of elements per sharded tensor whose update a rank must save, by backend and
@@ -47,7 +50,7 @@ class ModelFacts:
         tensors: Number of parameters that can be sharded.
         numel: Number of their elements.
         nbytes: Their size in bytes.
-        world: Number of ranks.
+        world: Number of ranks that share the state.
         backend: The backend of collectives and the type of the device: ``("nccl", "cuda")``.
     """
 
@@ -65,6 +68,7 @@ class ModelFacts:
         *,
         min_numel: Callable[[torch.Tensor], int],
         sparse: Collection[int] = (),
+        world: int | None = None,
     ) -> ModelFacts:
         """Return the facts of a model.
 
@@ -73,8 +77,9 @@ class ModelFacts:
             group: The process group that reduces its gradients.
             min_numel: Returns the number of elements from which a parameter is sharded.
             sparse: Indices of parameters with sparse gradients, which cannot be sharded.
+            world: Number of ranks that share the state. Default: all ranks of the group.
         """
-        world = group.size()
+        world = group.size() if world is None else world
         device = params[0].device
         sharded = [
             param
@@ -153,19 +158,73 @@ def choose_sharding(
     def min_numel(param: Tensor) -> int:
         return get_min_sharded_numel(options, param)
 
-    facts = ModelFacts.of(params, group, min_numel=min_numel, sparse=sparse)
     if together:
+        layout = find_host_layout(group)
+        is_by_host = not _find_host_objection(options, params[0].device, group, layout)
+        world = len(layout.own_ranks) if is_by_host else group.size()
+        facts = ModelFacts.of(params, group, min_numel=min_numel, sparse=sparse, world=world)
         # Only if no fact speaks against it: to prepare imports modules and applies patches.
         reason = facts.objection() or prepare()
-        replies = gather_values(group, "dist_optimizer: shard", [reason, identify_host()])
-        reasons, hosts = zip(*replies, strict=True)
+        reasons = gather_values(group, "dist_optimizer: shard", reason)
         # One rank's reason counts for all ranks.
-        reason = next(filter(None, reasons), "") or facts.objection_to_hosts(len(set(hosts)))
+        reason = next(filter(None, reasons), "") or ("" if is_by_host else facts.objection_to_hosts(len(layout.ranks)))
     else:
+        facts = ModelFacts.of(params, group, min_numel=min_numel, sparse=sparse)
         reason = _REASON_NOT_TOGETHER
     verdict = f"off: {reason}" if reason else f"on: {facts.gain()}"
     note_choice(f"{type(module).__name__} (shard=auto): {verdict}")
     return not reason
+
+
+def choose_shard_layout(
+    options: Mapping[str, Any],
+    params: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    layout: HostLayout | None,
+) -> HostLayout | None:
+    """Return the hosts that keep all state each, the same on all ranks; None to keep it once in all.
+
+    Args:
+        options: The resolved options of the feature.
+        params: The parameters of the model.
+        group: The process group that reduces their gradients.
+        layout: The hosts of its ranks; None if these did not build the model together.
+
+    Raises:
+        ovpatch.OptionError: The user named ``shard_over=host``, and hosts cannot keep all state.
+    """
+    if layout is None or len(layout.ranks) < 2 or options["shard_over"] == "world":
+        return None
+    device = params[0].device
+    counts = [len(ranks) for ranks in layout.ranks]
+    if objection := _find_host_objection(options, device, group, layout):
+        if options["shard_over"] == "host":
+            refuse_option("dist_optimizer", OPTIONS, "shard_over", "host", objection)
+        note_choice(f"state is kept once over {len(counts)} hosts (shard_over=auto): {objection}")
+        return None
+    saved = sum(param.numel() * param.element_size() for param in params) * (len(counts) - 1) // len(counts)
+    note_choice(
+        f"each of {len(counts)} hosts keeps all state, over its {counts[0]} ranks "
+        f"(shard_over={options['shard_over']}): a step sends {saved / 2**20:.1f} MiB less over the link of each host"
+    )
+    return layout
+
+
+def _find_host_objection(
+    options: Mapping[str, Any], device: torch.device, group: dist.ProcessGroup, layout: HostLayout
+) -> str:
+    """Return the reason why hosts do not keep all state each; "" if there is none."""
+    if options["shard_over"] == "world":
+        return "shard_over=world"
+    if len(layout.ranks) == 1:
+        return "all ranks are on one host"
+    if not layout.is_even:
+        hosts = zip(layout.names, layout.ranks, strict=True)
+        counts = ", ".join(f"{len(ranks)} on {name.split()[0]}" for name, ranks in hosts)
+        return f"hosts have different numbers of ranks ({counts})"
+    if not layout.is_hierarchical:
+        return "each host has one rank, which would keep all state"
+    return find_hierarchy_objection(group, device)
 
 
 def _shorten(number: int) -> str:

@@ -53,6 +53,7 @@ VARIABLES = {
     "GRAD_REDUCE_IN_FP32": ("1", True),
     "GRAD_ACCUMULATE_IN_FP32": ("1", True),
     "AVERAGE_IN_COLLECTIVE": ("0", False),
+    "HIERARCHICAL": ("off", "off"),
     "MAX_CTAS": ("8", 8),
     "AGREEMENT_TIMEOUT_S": ("3", 3.0),
 }

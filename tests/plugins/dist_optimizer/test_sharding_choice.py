@@ -24,6 +24,7 @@ from ovpatch_plugins.dist_optimizer.sharding_choice import MIN_SAVED_NUMEL, Mode
 from tests.plugins.ddp.arms import Record
 from tests.plugins.dist_optimizer.checks import SMALL, both, check, ddp, train_steps
 from tests.plugins.dist_optimizer.test_loops import OPTIMIZERS, net
+from tests.support.hosts import fake_hosts
 
 STEPS = 6
 NCCL, GLOO = ("nccl", "cuda"), ("gloo", "cpu")
@@ -187,7 +188,7 @@ def test_ranks_on_several_hosts_stay_whole(ranks):
 
 
 def chosen_on_hosts(least: int) -> tuple[dict[str, Any], list[str]]:
-    with mock.patch.object(sharding_choice, "identify_host", return_value=f"host {dist.get_rank()}"):
+    with fake_hosts(1):
         return chosen(least, AUTO)
 
 

@@ -1,0 +1,135 @@
+"""The test bed itself, and the bytes that training sends over the links of real hosts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ovpatch
+from tests.support.hosts import Cluster, hosts, reason_to_skip
+
+# Packets have headers, ranks agree on settings, and small all-reduces follow each backward.
+FRAMING_BYTES = 300_000
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    with hosts(2, rate="1gbit") as made:
+        yield made
+
+
+# --- the test bed ---
+
+
+@pytest.mark.parametrize("rate", ["", "fast", "0mbit", "-1mbit", "200", "200 mbit"])
+def test_a_rate_that_tc_does_not_understand_is_an_error(rate):
+    with pytest.raises(ValueError, match="200mbit"), hosts(1, rate=rate):
+        pass
+
+
+def test_hosts_have_their_own_names_addresses_and_memory(cluster):
+    command = "sh -c 'hostname; touch /dev/shm/{host}; ls /dev/shm; cat /sys/class/net/lo/operstate; exit {host}'"
+    results = cluster.run(command)
+    assert [result.stdout.split()[:2] for result in results] == [["host0", "0"], ["host1", "1"]]
+    assert [result.rc for result in results] == [0, 1]
+    with pytest.raises(ValueError, match="only hosts 0 to 1"):
+        cluster.limit(2, "1mbit")
+
+
+def exchange(numel: int) -> Any:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    tensor = torch.full((numel,), float(dist.get_rank()))
+    dist.all_reduce(tensor)
+    return socket.gethostname(), float(tensor[-1]), os.environ["LOCAL_RANK"]
+
+
+def test_links_count_bytes(cluster):
+    before = cluster.bytes_sent()
+    with cluster.ranks(1, exchange, 1_000_000) as job:
+        assert job.results() == [("host0", 1.0, "0"), ("host1", 1.0, "0")]
+    sent = [now - then for now, then in zip(cluster.bytes_sent(), before, strict=True)]
+    assert all(4_000_000 <= count <= 4_000_000 + FRAMING_BYTES for count in sent), sent
+
+
+def identify(_: int) -> str:
+    from ovpatch.overlap.comm.consensus import identify_host
+
+    return identify_host()
+
+
+def test_hosts_are_told_apart_by_name_and_containers_of_one_machine_too(cluster):
+    with cluster.ranks(2, identify, 0) as job:
+        names = job.results()
+    assert names[0] == names[1] != names[2] == names[3]
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert {name.split()[1] for name in names} == {boot}
+
+
+# --- bytes ---
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(700, 1000), nn.Tanh(), nn.Linear(1000, 400), nn.Tanh(), nn.Linear(400, 3))
+
+
+def train(features: tuple[str, ...], options: dict[str, Any], steps: int = 2) -> list[float]:
+    """Return the bytes that this host sends in the last step, the sharded gradients and sums of parameters."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    with ovpatch.applied(*features, options=options):
+        wrapped = DistributedDataParallel(model())
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+        sent = []
+        for step in range(steps):
+            dist.barrier()
+            sent.append(count_sent_bytes())
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            wrapped(torch.randn(8, 700, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            [param.sum() for param in wrapped.parameters()]
+            dist.barrier()
+        sent.append(count_sent_bytes())
+        from ovpatch_plugins.dist_optimizer.report import COUNTERS
+
+        return [sent[-1] - sent[-2], COUNTERS.grads_sharded, *[param.sum().item() for param in wrapped.parameters()]]
+
+
+def count_sent_bytes() -> int:
+    line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0" in line)
+    return int(line.partition(":")[2].split()[8])
+
+
+def test_dist_optimizer_sends_two_sums_over_each_link_at_most(cluster):
+    nbytes = 4 * sum(param.numel() for param in model().parameters())
+    options = {"dist_optimizer": {"min_param_numel": 8}}
+    # The first backwards are not sharded yet.
+    with cluster.ranks(2, train, ("ddp", "dist_optimizer"), options, 5) as job:
+        results = job.results()
+    assert all(result[0] <= 2 * nbytes * (2 - 1) / 2 + FRAMING_BYTES for result in results), (nbytes, results)
+    assert all(result[1] > 0 for result in results), "no step was sharded"
+    assert results[0][2:] == results[1][2:] == results[2][2:] == results[3][2:]
+
+
+@pytest.mark.parametrize("per_host", [2, 4])
+def test_ddp_sends_two_sums_over_each_link_at_most(cluster, per_host):
+    nbytes = 4 * sum(param.numel() for param in model().parameters())
+    with cluster.ranks(per_host, train, ("ddp",), {}) as job:
+        results = job.results()
+    assert all(result[0] <= 2 * nbytes * (2 - 1) / 2 + FRAMING_BYTES for result in results), (nbytes, results)
+    if per_host == 4:
+        with cluster.ranks(per_host, train, ("ddp",), {"ddp": {"hierarchical": "off"}}) as job:
+            flat = job.results()
+        assert all(result[0] > 1.5 * nbytes for result in flat), (nbytes, flat)

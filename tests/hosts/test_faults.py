@@ -1,0 +1,180 @@
+"""Faults of hosts and links: training ends as stock PyTorch ends it, or with an error that names ranks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ovpatch
+from tests.support.hosts import Cluster, hosts, reason_to_skip
+
+TIMEOUT_S = 20.0
+FEATURES = ("ddp", "dist_optimizer")
+OPTIONS = {"dist_optimizer": {"min_param_numel": 8}}
+# The last step before which each fault comes, or ends.
+SLOW, DOWN, DEAD = 6, 8, 10
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    with hosts(2, rate="200mbit") as made:
+        yield made
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline, f"nothing has made {path.name}"
+        time.sleep(0.02)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(200, 500), nn.Tanh(), nn.Linear(500, 30))
+
+
+def make_data(step: int) -> torch.Tensor:
+    return torch.randn(4, 200, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    model(make_data(step)).square().mean().backward()
+    optimizer.step()
+
+
+def train_through_faults(folder: Path) -> dict[str, Any]:
+    """Train until the other host is dead; report what happened and how long the last step took."""
+    clock = time.monotonic
+    if os.environ["RANK"] in ("2", "3"):
+        # The clocks of this host are ahead.
+        for name in ("time", "monotonic"):
+            original = getattr(time, name)
+            setattr(time, name, lambda original=original: original() + 3600.0)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    rank = dist.get_rank()
+    reference = make_model()
+    stock = DistributedDataParallel(reference)
+    stock_optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-3)
+    ovpatch.apply(*FEATURES, options=OPTIONS)
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(DEAD):
+        if step in (SLOW, DOWN):
+            wait_for(folder / f"go {step}")
+        train(stock, stock_optimizer, step)
+        train(model, optimizer, step)
+        if step + 1 in (SLOW, DOWN, DEAD):
+            (folder / f"done {step + 1} {rank}").touch()
+    values = [param.detach().clone() for param in model.parameters()]
+    difference = max(
+        float((own - other).abs().max()) for own, other in zip(values, reference.parameters(), strict=True)
+    )
+    wait_for(folder / "go dead")
+    begin = clock()
+    error = "no error"
+    try:
+        train(model, optimizer, DEAD)
+        [float(param.sum()) for param in model.parameters()]
+        train(model, optimizer, DEAD + 1)
+    except Exception as failure:  # noqa: BLE001 - the test judges it
+        error = f"{type(failure).__name__}: {failure}"
+    return {"difference": difference, "error": error, "seconds": clock() - begin}
+
+
+def test_a_slow_host_and_a_pause_only_cost_time_and_a_dead_host_ends_the_step(cluster, tmp_path):
+    def wait_for_all(step: int) -> None:
+        for rank in range(4):
+            wait_for(tmp_path / f"done {step} {rank}")
+
+    with cluster.ranks(2, train_through_faults, tmp_path) as job:
+        wait_for_all(SLOW)
+        cluster.limit(1, "20mbit")
+        (tmp_path / f"go {SLOW}").touch()
+        wait_for_all(DOWN)
+        cluster.set_link(1, up=False)
+        (tmp_path / f"go {DOWN}").touch()
+        # The links come back before the timeout of the group.
+        time.sleep(2)
+        cluster.set_link(1, up=True)
+        wait_for_all(DEAD)
+        cluster.kill(1)
+        (tmp_path / "go dead").touch()
+        results = job.results(TIMEOUT_S + 60)
+    assert results[2:] == [None, None], "the host has lost its power"
+    for result in results[:2]:
+        assert isinstance(result, dict), result
+        assert result["difference"] <= 1e-5
+        assert result["error"] != "no error"
+        assert result["seconds"] <= TIMEOUT_S + 10, result
+
+
+def differ(what: str) -> str:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    is_second = dist.get_rank() == 1
+    version = importlib.metadata.version
+    options = dict(OPTIONS)
+    if is_second and what == "hierarchical":
+        options["ddp"] = {"hierarchical": "off"}
+    if is_second and what == "shard_over":
+        options["dist_optimizer"] = {**OPTIONS["dist_optimizer"], "shard_over": "world"}
+    other = mock.patch("importlib.metadata.version", lambda name: "0.0.1" if name == "ovpatch" else version(name))
+    with ovpatch.applied(*FEATURES, options=options):
+        if is_second and what == "version of ovpatch":
+            other.start()
+        try:
+            DistributedDataParallel(make_model())
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            with suppress(RuntimeError):
+                other.stop()
+    return "no error"
+
+
+def all_differences() -> list[str]:
+    errors = []
+    for what in ("hierarchical", "shard_over", "version of ovpatch"):
+        errors.append(differ(what))
+        dist.barrier()
+        dist.destroy_process_group()
+    return errors
+
+
+def test_hosts_with_other_settings_are_named(cluster):
+    with cluster.ranks(1, all_differences) as job:
+        for errors in job.results():
+            assert isinstance(errors, list), errors
+            for error, what in zip(errors, ("hierarchical", "shard_over", "version of ovpatch"), strict=True):
+                assert what in error
+                assert "on rank 0 but" in error
+                assert "on rank 1" in error
+
+
+PROGRAM = Path(__file__).with_name("resumed.py")
+
+
+def test_torchrun_restarts_all_hosts_and_training_resumes(cluster, tmp_path):
+    command = (
+        "torchrun --nnodes 2 --nproc-per-node 1 --max-restarts 1 --rdzv-backend c10d --rdzv-id 1 "
+        f"--rdzv-endpoint {{master}}:29401 {PROGRAM} {tmp_path}"
+    )
+    results = cluster.run(command, env={"OVPATCH_AUTO": "1", "OVPATCH": "ddp,dist_optimizer"}, timeout=150)
+    for result in results:
+        result.check()
+        assert "resumed at step 3" in result.stdout, result.describe()

@@ -1,0 +1,101 @@
+"""The layout of hosts, and the order in which reductions over hosts start their stages."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+import pytest
+
+from ovpatch.overlap.comm.hosts import HostGroups, HostLayout
+
+
+class FakeWork:
+    """A collective that is over when the test says so, or when somebody waits for it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.is_over = False
+        self.error = error
+
+    def is_completed(self) -> bool:
+        return self.is_over
+
+    def wait(self) -> None:
+        self.is_over = True
+        if self.error is not None:
+            raise self.error
+
+
+class Reductions:
+    """Reductions of three stages, and the order in which their stages started."""
+
+    def __init__(self) -> None:
+        self.groups = HostGroups.__new__(HostGroups)
+        self.groups._started = deque()
+        self.groups._lock = threading.RLock()
+        self.groups._failure = None
+        self.started: list[tuple[str, int]] = []
+        self.works: dict[tuple[str, int], FakeWork] = {}
+
+    def start(self, name: str, error: Exception | None = None) -> Any:
+        def stage(number: int) -> list[FakeWork]:
+            self.started.append((name, number))
+            self.works[name, number] = FakeWork(error if number == 1 else None)
+            return [self.works[name, number]]
+
+        return self.groups.start([lambda number=number: stage(number) for number in range(3)])
+
+
+def test_a_stage_starts_when_the_last_one_is_over_but_never_before_that_of_an_earlier_reduction():
+    reductions = Reductions()
+    reductions.start("a")
+    reductions.start("b")
+    reductions.works["b", 0].is_over = True
+    reductions.start("c")
+    assert reductions.started == [("a", 0), ("b", 0), ("c", 0)], "b must wait for a's second stage"
+    reductions.works["a", 0].is_over = True
+    last = reductions.start("d")
+    assert reductions.started[3:] == [("a", 1), ("b", 1), ("d", 0)]
+    last.wait()
+    for stage in range(3):
+        assert [name for name, number in reductions.started if number == stage] == ["a", "b", "c", "d"]
+    assert not reductions.groups._started
+
+
+def test_a_wait_starts_what_it_needs_and_no_later_reduction():
+    reductions = Reductions()
+    first = reductions.start("a")
+    reductions.start("b")
+    first.wait()
+    assert first.is_completed()
+    assert reductions.started == [("a", 0), ("b", 0), ("a", 1), ("a", 2)]
+
+
+def test_after_a_failed_stage_no_later_stage_starts():
+    reductions = Reductions()
+    first, second = reductions.start("a", RuntimeError("Connection closed by peer")), reductions.start("b")
+    for reduction in (first, second, first):
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            reduction.wait()
+    assert ("a", 2) not in reductions.started
+    with pytest.raises(RuntimeError, match=r"earlier reduction has failed: Connection.*Restart all ranks"):
+        reductions.start("c")
+    assert ("c", 0) not in reductions.started
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("aabb", (((0, 1), (2, 3)), 2, True, True)),
+        ("abab", (((0, 2), (1, 3)), 2, True, True)),
+        ("aaab", (((0, 1, 2), (3,)), 1, False, True)),
+        ("aaaa", (((0, 1, 2, 3),), 4, True, False)),
+        ("abcd", (((0,), (1,), (2,), (3,)), 1, True, False)),
+    ],
+)
+def test_layouts(names, expected):
+    layouts = [HostLayout.of(list(names), rank) for rank in range(4)]
+    for rank, layout in enumerate(layouts):
+        assert (layout.ranks, layout.num_lanes, layout.is_even, layout.is_hierarchical) == expected
+        assert layout.own_ranks[layout.place] == rank
