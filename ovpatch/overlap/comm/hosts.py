@@ -108,9 +108,9 @@ class HostGroups:
     A reduction has stages: within the host, across hosts, within the host. A rank that waited for
     each stage would wait in a backward that still computes. So each start of a reduction also
     starts the stages that are ready, and the end of the backward waits for the rest. Ranks pair the
-    collectives of a
-    communicator by position. So each stage has its communicator, and a reduction starts a stage
-    only after all earlier reductions have started theirs, which is the same order on all ranks.
+    collectives of a communicator by position. So each stage has its communicator, and a reduction
+    starts a stage only after all earlier reductions have started theirs, which is the same order on
+    all ranks.
 
     Args:
         group: The process group; no reference is stored.

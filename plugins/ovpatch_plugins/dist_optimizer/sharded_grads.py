@@ -535,7 +535,7 @@ class ShardedGrads(GradSharder, GradSource):
             text: The description of an optimizer at its first step.
             spans_groups: Whether the optimizer has models of several process groups.
         """
-        # The model also has votes without a wrapper.
+        # The model also has votes after the script has dropped the wrapper.
         is_sharded = self._reducer_finalizer is not None and not (self.is_detached or self.is_replaced)
         has_begun = bool(text) or self.backwards > 0
         if self.votes is None or not (is_sharded and has_begun) or is_destroyed(self.group):
@@ -581,6 +581,7 @@ class ShardedGrads(GradSharder, GradSource):
         for position, index in enumerate(indices):
             shards = {place: tensors[position] for place, tensors in replies.items()}
             shards[self.holders.place] = self._grads.shards[index]
+            # The full tensor must not inherit the script's modes, such as fake tensors.
             with outside_modes():
                 full.append(unshard(self.params[index], shards, self.ranges(index)))
         return full
