@@ -1,5 +1,5 @@
 # make demo   trains examples/train_gpt.py on 2 processes (or on all GPUs), stock and patched, and compares
-# make test   ruff, mypy --strict and all tests
+# make test   ruff, the style of prose, mypy --strict and all tests
 # make docs   the documentation site, in build/site
 #
 # Both set .venv up by themselves. A torch >= 2.11 that $(PYTHON) can import is reused; otherwise $(TORCH) is installed.
@@ -28,7 +28,7 @@ help:
 	@echo "make demo    train a small GPT stock and patched, side by side (DEMO_ARGS=--quick: half a minute)"
 	@echo "make test    lint, then all tests (PYTEST_ARGS='-k name -x'), WORKERS=0 for one at a time"
 	@echo "make test-versions   the core of the tests on every torch from 2.11 on and every Python here (VERSIONS_ARGS=--help)"
-	@echo "make lint    ruff, and mypy --strict but for tests/ and examples/"
+	@echo "make lint    ruff, the style of prose, and mypy --strict but for tests/ and examples/"
 	@echo "make docs    the documentation site in build/site; a warning or a broken link is an error"
 	@echo "make tables  the tables of README.md, docs/ and benchmarks/NOTES.md, from benchmarks/results"
 	@echo "make figures the pictures in docs/pictures, from benchmarks/results and tools/diagrams.py"
