@@ -78,6 +78,12 @@ def test_all_catchers_of_a_fault_are_found(repository):
         plant_faults.find_catchers(Fault("gone", "module.py", "a + b", "a", ("gone.py",)), repository)
 
 
+def test_a_fault_that_never_ends_is_caught_by_the_time_limit(repository, monkeypatch):
+    monkeypatch.setattr(plant_faults, "_TIMEOUT_S", 0.0)
+    fault = Fault("endless", "module.py", "a + b", "a - b", ("test_module.py",))
+    assert plant_faults.find_catchers(fault, repository) == [f"{plant_faults.TIME_LIMIT}::0 s"]
+
+
 def test_a_fault_whose_last_catcher_goes_is_listed(repository):
     record = {
         "one file": ["test_module.py::test_first", "test_module.py::test_second[2]"],

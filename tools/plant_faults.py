@@ -39,7 +39,7 @@ from tools.mutants import Mutant, draw_mutants  # noqa: E402
 
 RECORD: Final = ROOT / "tests" / "faults" / "caught.json"
 # The catcher of a fault that makes ranks wait forever.
-TIME_LIMIT: Final = "time limit"
+TIME_LIMIT: Final = "time-limit"
 
 _COPIED: Final = ("ovpatch", "plugins", "tests", "setup.cfg", "pyproject.toml")
 _TIMEOUT_S: Final = 900.0
