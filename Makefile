@@ -1,5 +1,5 @@
 # make demo   trains examples/train_gpt.py on 2 processes (or on all GPUs), stock and patched, and compares
-# make test   ruff, mypy --strict and all tests
+# make test   ruff, the style of prose, mypy --strict and all tests
 # make docs   the documentation site, in build/site
 #
 # Both set .venv up by themselves. A torch >= 2.11 that $(PYTHON) can import is reused; otherwise $(TORCH) is installed.
@@ -14,6 +14,7 @@ DEMO_ARGS ?=
 # tests wait for half of the time. GPUs are for one test at a time.
 WORKERS ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo 0 || echo 3)
 VERSIONS_ARGS ?=
+FUZZ_SECONDS ?= 300
 
 # Tests start hundreds of processes. Where a container sets this, each of them would compile all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -22,13 +23,17 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-versions lint docs tables figures clean
+.PHONY: help setup demo test pytest test-versions lint format docs tables figures fuzz faults clean
 
 help:
 	@echo "make demo    train a small GPT stock and patched, side by side (DEMO_ARGS=--quick: half a minute)"
 	@echo "make test    lint, then all tests (PYTEST_ARGS='-k name -x'), WORKERS=0 for one at a time"
 	@echo "make test-versions   the core of the tests on every torch from 2.11 on and every Python here (VERSIONS_ARGS=--help)"
-	@echo "make lint    ruff, and mypy --strict but for tests/ and examples/"
+	@echo "make pytest  only the tests"
+	@echo "make lint    ruff, the style of prose, and mypy --strict but for tests/ and examples/"
+	@echo "make format  ruff format; python tools/same_ast.py then shows that no program has changed"
+	@echo "make fuzz    random programs, stock and patched (FUZZ_SECONDS=300 each for data parallelism and pipelines)"
+	@echo "make faults  which tests catch the faults of tools/faults.py, in more than an hour"
 	@echo "make docs    the documentation site in build/site; a warning or a broken link is an error"
 	@echo "make tables  the tables of README.md, docs/ and benchmarks/NOTES.md, from benchmarks/results"
 	@echo "make figures the pictures in docs/pictures, from benchmarks/results and tools/diagrams.py"
@@ -49,7 +54,13 @@ demo: $(READY)
 lint: $(READY)
 	@PYTHON="$(BIN)/python" bash tools/lint.sh
 
-test: lint
+format: $(READY)
+	@$(BIN)/python -m ruff check --select I --fix --quiet .
+	@$(BIN)/python -m ruff format .
+
+test: lint pytest
+
+pytest: $(READY)
 	@echo "== pytest $(PYTEST_ARGS)"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
@@ -71,6 +82,13 @@ tables: $(READY)
 figures: $(READY)
 	@$(BIN)/python -m benchmarks.figures
 	@$(BIN)/python -m tools.diagrams
+
+fuzz: $(READY)
+	@$(BIN)/python -m tools.fuzz --seconds $(FUZZ_SECONDS)
+	@$(BIN)/python -m tools.fuzz_pipelines --seconds $(FUZZ_SECONDS)
+
+faults: $(READY)
+	@$(BIN)/python tools/plant_faults.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -43,6 +43,7 @@ class Option:
         default_unless_named: Value without any setting where the feature is on by default, and nothing names it; None
             if that is ``default``, too.
         verified: Value without any setting in the patched runs of ``ovpatch verify``; None if that is ``default``, too.
+        experimental: Values without a measured gain in ``benchmarks/value.toml``.
     """
 
     name: str
@@ -53,6 +54,13 @@ class Option:
     aliases: tuple[str, ...] = ()
     default_unless_named: Any = None
     verified: Any = None
+    experimental: tuple[Any, ...] = ()
+
+    @property
+    def meaning(self) -> str:
+        """``help`` in one line, and the experimental values."""
+        values = ", ".join(f"{value:d}" if isinstance(value, bool) else str(value) for value in self.experimental)
+        return " ".join(self.help.split()) + (f" Experimental, without a measured gain: {values}." if values else "")
 
 
 def make_count_parser(expected: str, least: int = 0) -> Callable[[str], int]:

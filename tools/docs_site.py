@@ -27,6 +27,7 @@ OUTSIDE: Final = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
+    "conduct.md": "CODE_OF_CONDUCT.md",
     "examples.md": "examples/README.md",
     "notes.md": "benchmarks/NOTES.md",
 }

@@ -70,7 +70,7 @@ def make_options_table(feature: Feature) -> str:
 
 
 def _explain(option: Option, aliases: Iterable[str]) -> str:
-    return " ".join(option.help.split()) + "".join(f" Also `{alias}`." for alias in aliases)
+    return option.meaning + "".join(f" Also `{alias}`." for alias in aliases)
 
 
 def _unless_named(option: Option) -> str:

@@ -87,7 +87,7 @@ def _details(record: FeatureRecord, row: Mapping[str, Any]) -> str:
             option.name,
             str(row["options"].get(option.name, {}).get("value", to_plain_data(option.default))),
             settings.make_variable_name(record.feature.name, option.name),
-            option.help,
+            option.meaning,
         )
         for option in record.feature.options
     ]

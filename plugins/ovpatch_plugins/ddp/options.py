@@ -61,6 +61,7 @@ OPTIONS: Final = (
         "(parameters whose names are equal up to the first number). module: the whole "
         "DistributedDataParallel module, such as one virtual-pipeline chunk.",
         choices=GRANULARITIES,
+        experimental=("layer", "module"),
     ),
     Option(
         "grad_reduce_in_fp32",

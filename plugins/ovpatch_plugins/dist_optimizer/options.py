@@ -61,6 +61,7 @@ OPTIONS: Final = (
         "parameters. layer: one layer of the model (parameters whose names are equal up to the "
         "first number). module: the entire DistributedDataParallel module.",
         choices=("size", "layer", "module"),
+        experimental=("layer", "module"),
     ),
     Option(
         "gather_bucket_mb",
@@ -78,6 +79,7 @@ OPTIONS: Final = (
         "auto: the faster of the two while GEMMs run, for parameters and for gradients; all ranks "
         "measure it once and keep it in OVPATCH_CACHE_DIR.",
         choices=("auto", "on", "off"),
+        experimental=("on",),
     ),
     # - Gradients
     Option(

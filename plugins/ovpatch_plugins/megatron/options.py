@@ -15,6 +15,7 @@ OPTIONS: Final = (
         "linears",
         True,
         "Compute sequence-parallel linears of the local specification with the operators of feature tp_linear.",
+        experimental=(True,),
     ),
     Option(
         "schedule",
@@ -62,5 +63,6 @@ OPTIONS: Final = (
         "zb-h1: also in the bubble, within the memory of 1F1B's first stage. auto: as 1f1b; in the backward with "
         "tensor parallelism. stock: all is Megatron's.",
         choices=PIPELINE_SCHEDULES,
+        experimental=("zb-h1",),
     ),
 )

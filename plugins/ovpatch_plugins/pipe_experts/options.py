@@ -45,6 +45,7 @@ OPTIONS: Final = (
         "multi_stream",
         False,
         "Send results back on a second communicator, so that they do not queue behind later dispatches.",
+        experimental=(True,),
     ),
     Option(
         "exchange",
@@ -53,6 +54,7 @@ OPTIONS: Final = (
         "memory of the host's other GPUs; elsewhere it is an error. auto: the faster of the two, where cut=auto "
         "measures.",
         choices=EXCHANGES,
+        experimental=("symmetric", "auto"),
     ),
 )
 

@@ -88,6 +88,7 @@ OPTIONS: Final = (
         "the memory of 1F1B, zb-h2 up to twice that. CSV files, and other classes with several stages per rank, keep "
         "their order.",
         choices=SCHEDULES,
+        experimental=("auto",),
     ),
     Option(
         "memory_limit",
@@ -137,6 +138,7 @@ OPTIONS: Final = (
         "pipedream: the optimizers of attach_optimizer() step behind the backward of each microbatch, which has the "
         "weights of its forward. Not stock's numbers, but asynchronous training. Needs schedule=as-given or 1f1b.",
         choices=("off", "pipedream"),
+        experimental=("pipedream",),
     ),
     Option(
         "forward_doubling",
@@ -144,11 +146,13 @@ OPTIONS: Final = (
         "Chimera's: in a pipeline of cut(placement='bidirectional'), forwards of two microbatches stand side by side, "
         "as long as a backward of the other direction. Less bubble, up to twice the memory of 1F1B. Other schedules "
         "keep their order.",
+        experimental=(True,),
     ),
     Option(
         "gradient_accumulation_fusion",
         False,
         "Add weight gradients into p.grad inside the product. This saves a pass over the gradients and rounds once "
         "where stock rounds twice, so bits differ in bf16. Parameters with hooks are left out.",
+        experimental=(True,),
     ),
 )

@@ -26,6 +26,7 @@ OPTIONS: Final = (
         "and move rows at the same time, on the GPUs of one host; elsewhere it is an error. auto: the fastest of these "
         "for an operator and its shape; all ranks measure it once and keep it in OVPATCH_CACHE_DIR.",
         choices=SCHEDULES,
+        experimental=("ring", "chunk", "auto"),
     ),
     Option(
         "chunks",
@@ -50,11 +51,13 @@ OPTIONS: Final = (
         False,
         "Use the feature's operators under torch.compile, too; the compiler does not look into them. false: compiled "
         "code is as under stock.",
+        experimental=(True,),
     ),
     Option(
         "gradient_accumulation_fusion",
         False,
         "Add a weight's gradient to weight.main_grad, or to weight.grad of earlier microbatches, as part of the "
         "product. Weights with hooks are left out, because their hooks would not be called.",
+        experimental=(True,),
     ),
 )
