@@ -146,7 +146,8 @@ _layer(
 _layer(
     "reentrant_checkpoint",
     "A block that is recomputed in a backward inside of the backward.",
-    lambda: Then(mlp(), lambda m, x: checkpoint(m, x, use_reentrant=True)),
+    # Its inputs must have gradients.
+    lambda: nn.Sequential(nn.Linear(6, 6), Then(mlp(), lambda m, x: checkpoint(m, x, use_reentrant=True))),
     without=("find_unused",),
 )
 _layer(

@@ -68,6 +68,11 @@ def habit(*, without: Collection[str] = ()) -> Callable[[_Habit], _Habit]:
     return add
 
 
+def family_of(cls: type[Loop]) -> str:
+    """Return the family of a habit."""
+    return cls.__module__.rpartition(".")[2]
+
+
 def load_habits() -> dict[str, type[Loop]]:
     """Import all families and return :data:`HABITS`."""
     for family in FAMILIES:
@@ -156,6 +161,7 @@ class Loop:
         is_optimizer_first: Whether the optimizer is created before the model is wrapped.
         compiles: Whether the loop compiles code, so that each run needs a fresh compiler.
         switches: Whether the loop turns features on and off itself, or sets their options.
+        needs_own_group: Whether ranks stop sharding in the process group, so that a cell needs one for itself.
         net: The model.
         model: The wrapped model.
         params: The parameters that the loop trains.
@@ -167,6 +173,7 @@ class Loop:
     is_optimizer_first = False
     compiles = False
     switches = False
+    needs_own_group = False
 
     def __init__(
         self,
@@ -200,12 +207,17 @@ class Loop:
         self.package.apply(*self.features, options={name: options[name] for name in self.features})
 
     def layers(self) -> list[nn.Module]:
-        """Return the layers; without any the model has two default ones."""
+        """Return the layers, to which :meth:`build` adds plain ones if they are few."""
         return []
 
     def build(self) -> nn.Module:
         """Return the model."""
-        layers = self.layers() or [nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 30), nn.GELU(), nn.Linear(30, 6))]
+        layers = self.layers()
+        if not layers:
+            layers = [nn.Sequential(nn.Linear(6, 30), nn.GELU(), nn.Linear(30, 6))]
+        if len(layers) < 2:
+            # Every model has something to shard.
+            layers = [nn.Linear(6, 6), *layers]
         return Net(*layers)
 
     def made(self) -> None:

@@ -6,7 +6,7 @@ import gc
 import traceback
 import types
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -17,7 +17,7 @@ import torch.distributed as dist
 import ovpatch
 from ovpatch.insight.equality import FLOOR, Verdict
 from tests.habits.expected import Expected, find_expected
-from tests.habits.loop import Loop, combine, count_variants, load_habits
+from tests.habits.loop import Loop, combine, count_variants, family_of, load_habits
 from tests.support.equality import Comparison, compare
 from tests.support.failures import RankFailure
 from tests.support.pool import Pool
@@ -75,14 +75,12 @@ class Outcome:
         difference: How the patched run differs; "" if it is as in stock PyTorch.
         error: The exception of stock PyTorch; "" if there is none.
         counters: What the features did.
-        reasons: Why features fell back to torch.
         needed: The declarations without which the cell would have failed.
     """
 
     difference: str = ""
     error: str = ""
     counters: Mapping[str, int] = field(default_factory=dict)
-    reasons: tuple[str, ...] = ()
     needed: frozenset[Expected] = frozenset()
 
 
@@ -93,7 +91,6 @@ class _Run:
     records: dict[str, Any]
     error_text: str = ""
     counters: Mapping[str, int] = field(default_factory=dict)
-    reasons: tuple[str, ...] = ()
 
 
 def run_row(cells: Sequence[Cell]) -> list[Outcome]:
@@ -199,7 +196,7 @@ def _counters() -> dict[str, int]:
 def _judge(cell: Cell, stock: _Run, patched: _Run, reordered: Any) -> Outcome:
     """Compare two runs by the rule of ``ovpatch.insight``, and the counters with the declarations."""
     needed = set[Expected]()
-    declared = find_expected(cell.habits, cell.features)
+    declared = find_expected(cell.habits)
     floor = FLOOR if cell.world > 2 else 0.0
     difference = _describe(compare(stock.records, patched.records, reordered=reordered, floor=floor), floor)
     if difference:
@@ -213,20 +210,24 @@ def _judge(cell: Cell, stock: _Run, patched: _Run, reordered: Any) -> Outcome:
     if difference:
         difference += f"\n\nstock raises: {stock.error_text or 'nothing'}"
         difference += f"\n\npatched raises: {patched.error_text or 'nothing'}"
-    missing = []
-    if stock.error_text:
-        missing.append(("raises", f"stock PyTorch raises {stock.error_text}", [e for e in declared if e.raises]))
-    elif not difference:
-        for name in cell.features:
-            if not patched.counters[WORK[name]]:
-                idle = [entry for entry in declared if entry.idle == name]
-                missing.append((name, f"{name} did nothing: its counter '{WORK[name]}' did not advance", idle))
-    for _, complaint, entries in missing:
-        if entries:
-            needed.add(entries[0])
-        else:
+    # A combination of habits may leave nothing to do; a single habit must show something.
+    for complaint, matches in _find_gaps(cell, stock, patched) if len(cell.habits) == 1 and not difference else ():
+        entries = [entry for entry in declared if matches(entry)]
+        needed.update(entries[:1])
+        if not entries:
             difference += f"\n{complaint}. Declare that in tests/habits/expected.py, or mend it."
-    return Outcome(difference.strip(), stock.error_text.partition("\n")[0], patched.counters, (), frozenset(needed))
+    return Outcome(difference.strip(), stock.error_text.partition("\n")[0], patched.counters, frozenset(needed))
+
+
+def _find_gaps(cell: Cell, stock: _Run, patched: _Run) -> Iterator[tuple[str, Callable[[Expected], bool]]]:
+    """Return what a cell does not show, and which declarations allow that."""
+    if stock.error_text:
+        yield f"stock PyTorch raises {stock.error_text}", lambda entry: entry.raises
+        return
+    for name in cell.features:
+        if not patched.counters[WORK[name]]:
+            complaint = f"{name} did nothing: its counter '{WORK[name]}' did not advance"
+            yield complaint, lambda entry, name=name: name in entry.idle
 
 
 def _describe(compared: Comparison, floor: float) -> str:
@@ -262,15 +263,22 @@ def _merge(outcomes: Sequence[Outcome]) -> Outcome:
     return replace(outcomes[0], difference="\n\n".join(differences), needed=needed)
 
 
-def list_cells(features: tuple[str, ...], world: int) -> list[Cell]:
-    """Return a cell for each habit alone, and for each of its variants."""
+def list_cells(features: tuple[str, ...], world: int, family: str = "") -> list[Cell]:
+    """Return a cell for each variant of each habit alone, of all habits or those of a family.
+
+    Habits that turn features on themselves are there only with all features.
+    """
     return [
         Cell((name,), features, world, seed)
         for name, loop in load_habits().items()
+        if family in ("", family_of(loop)) and (len(features) > 1 or not loop.switches)
         for seed in range(count_variants(loop))
     ]
 
 
-def split_rows(cells: Sequence[Cell]) -> Iterable[Sequence[Cell]]:
-    """Return the cells in rows, of which each is one job of the pool."""
-    return [cells[i : i + _ROW_CELLS] for i in range(0, len(cells), _ROW_CELLS)]
+def split_rows(cells: Sequence[Cell]) -> list[Sequence[Cell]]:
+    """Return the cells in rows, of which each is one job of the pool with its own process group."""
+    alone = [cell for cell in cells if combine(cell.habits).needs_own_group]
+    shared = [cell for cell in cells if cell not in alone]
+    rows: list[Sequence[Cell]] = [shared[i : i + _ROW_CELLS] for i in range(0, len(shared), _ROW_CELLS)]
+    return rows + [[cell] for cell in alone]

@@ -73,6 +73,7 @@ class _SecondOptimizer(_Second):
 class steps_in_any_order(_SecondOptimizer):
     """Ranks step two optimizers in different orders."""
 
+    needs_own_group = True
     __until = Choice(0, 2, 2, 0)
 
     def second_layers(self):
@@ -88,6 +89,7 @@ class steps_in_any_order(_SecondOptimizer):
 class clips_in_any_order(_SecondOptimizer):
     """Ranks clip two models in different orders."""
 
+    needs_own_group = True
     __until = Choice(0, 2, 2, 0)
     __params = Choice(lambda m: m.parameters(), lambda m: list(m.parameters())[:: 1 if dist.get_rank() else -1])
 
@@ -106,6 +108,7 @@ class clips_in_any_order(_SecondOptimizer):
 class unscales_in_any_order(_SecondOptimizer):
     """Ranks unscale two optimizers in different orders."""
 
+    needs_own_group = True
     __until = Choice(0, 2, 2, 0)
     __overflow = Choice(1, 9)
     __is_stepped_in_order = Choice(False, True)
@@ -131,6 +134,7 @@ class unscales_in_any_order(_SecondOptimizer):
 class new_optimizers_in_any_order(_SecondOptimizer):
     """Ranks create two new optimizers, and step them, in different orders."""
 
+    needs_own_group = True
     __until = Choice(0, 2, 2, 0)
     __when = Choice(1, 2)
     __optimizer = Choice(torch.optim.SGD, torch.optim.Adam)

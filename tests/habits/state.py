@@ -97,8 +97,8 @@ class continue_with_pickles_of_both(Loop):
 
     __when = Choice(1, 2)
 
-    def layers(self):
-        return super().layers() or [nn.Linear(6, 6)]
+    def build(self):
+        return Net(*self.layers() or [nn.Linear(6, 6)])
 
     def end(self, step):
         super().end(step)
