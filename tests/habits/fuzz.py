@@ -8,9 +8,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
-from tests.habits.loop import EXCLUSIVE, FIRST_RANDOM_SEED, Loop, draw, family_of, load_habits
+from tests.habits.loop import (
+    FIRST_RANDOM_SEED,
+    Loop,
+    changed_places,
+    draw,
+    family_of,
+    load_habits,
+    replaced_places,
+)
 from tests.habits.matrix import Cell, Outcome, run_cells
 from tests.support.pool import Pool
 
@@ -72,19 +80,14 @@ def choose_compatible(names: Iterable[str]) -> Iterator[str]:
 
 
 def _fit(loop: type[Loop], former: type[Loop]) -> bool:
-    if places_of(loop) & places_of(former):
-        return False
+    """Return whether two habits may be in one loop.
+
+    A habit that adds to an exclusive place acts before one that replaces it. So it must not replace anything itself.
+    """
+    for adding, replacing in ((loop, former), (former, loop)):
+        if replaced_places(adding) and changed_places(adding) & replaced_places(replacing):
+            return False
     return not (_excludes(loop, former) or _excludes(former, loop))
-
-
-def places_of(loop: type[Loop]) -> set[str]:
-    """Return the exclusive places that a habit replaces, instead of adding to what another one does there."""
-    own = [vars(base) for base in loop.__mro__ if issubclass(base, Loop) and base is not Loop]
-    return {place for place in EXCLUSIVE for members in own if place in members and not _calls_super(members[place])}
-
-
-def _calls_super(member: Any) -> bool:
-    return "super" in getattr(getattr(member, "__code__", None), "co_names", ())
 
 
 def _excludes(loop: type[Loop], former: type[Loop]) -> bool:

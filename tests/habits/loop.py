@@ -1,8 +1,8 @@
 """The training loop that habits change, and what they need to do so.
 
 A habit is a mixin of :class:`Loop` that overrides some of its places. The matrix runs each habit alone; the fuzzer
-inherits from several. A place that a single habit may have (:data:`EXCLUSIVE`) is replaced; at all others a habit calls
-``super()`` first. Names that begin with two underscores belong to one habit, because Python adds the class to them.
+inherits from several. A single habit may replace a place of :data:`EXCLUSIVE`; at all others each habit calls
+``super()``. Names that begin with two underscores belong to one habit, because Python adds the class to them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FAMILIES: Final = (
     "zeroing",
 )
 
-#: The places that one habit of a loop has for itself.
+#: The places that only one habit of a loop may replace.
 EXCLUSIVE: Final = frozenset(
     {"turn_on", "is_optimizer_first", "wrap", "parameters", "optimizer", "start", "forward", "backward", "step"}
 )
@@ -96,11 +96,29 @@ def find_habit(name: str) -> type[Loop]:
 
 
 def combine(names: Iterable[str]) -> type[Loop]:
-    """Return the loop that has several habits; at a shared place the first one acts first."""
-    habits = [find_habit(name) for name in names]
+    """Return the loop that has several habits; at a shared place the first one acts first.
+
+    Habits that replace a place come last among the bases, so that those that add to it are not skipped.
+    """
+    habits = sorted((find_habit(name) for name in reversed([*names])), key=lambda loop: bool(replaced_places(loop)))
     # A class must not precede its own subclass among the bases.
-    bases = [h for h in reversed(habits) if not any(h is not other and issubclass(other, h) for other in habits)]
-    return type("+".join(names), (*bases, Loop), {})
+    bases = [h for h in habits if not any(h is not other and issubclass(other, h) for other in habits)]
+    return type("+".join(base.__name__ for base in bases), (*bases, Loop), {})
+
+
+def changed_places(loop: type[Loop]) -> set[str]:
+    """Return the exclusive places that a habit replaces or adds to."""
+    return {place for place in EXCLUSIVE if getattr(loop, place) is not getattr(Loop, place)}
+
+
+def replaced_places(loop: type[Loop]) -> set[str]:
+    """Return the exclusive places that a habit replaces, instead of adding to what another one does there."""
+    own = [vars(base) for base in loop.__mro__ if issubclass(base, Loop) and base is not Loop]
+    return {place for place in EXCLUSIVE for members in own if place in members and not _calls_super(members[place])}
+
+
+def _calls_super(member: Any) -> bool:
+    return "super" in getattr(getattr(member, "__code__", None), "co_names", ())
 
 
 class Choice:

@@ -266,7 +266,8 @@ class closure(Loop):
     """The step calls a closure, which computes the gradients."""
 
     def forward(self, step):
-        pass
+        # Other habits may add to a loss.
+        self.loss = torch.zeros((), requires_grad=True)
 
     def backward(self, step):
         pass
