@@ -1,0 +1,284 @@
+"""Cells: habits under features on some ranks, and how stock PyTorch judges them."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+import ovpatch
+from ovpatch.insight.equality import FLOOR, Verdict
+from tests.habits.expected import Expected, find_expected
+from tests.habits.loop import Loop, combine, count_variants, family_of, load_habits
+from tests.support.equality import Comparison, compare
+from tests.support.failures import RankFailure
+from tests.support.pool import Pool
+
+#: The counter of each feature that advances whenever it does its work.
+WORK: Final = {"ddp": "backwards", "dist_optimizer": "steps"}
+
+#: The number of cells that run under one apply(), and the seconds that one cell may take.
+_ROW_CELLS: Final = 60
+_CELL_TIMEOUT_S: Final = 20.0
+
+#: Has the place of ``ovpatch`` in stock runs.
+_STOCK: Final = types.SimpleNamespace(apply=lambda *_, **__: None, revert=lambda: None)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Habits under features on some ranks; its text is its name and its command.
+
+    Attributes:
+        habits: Their names.
+        features: The features that are applied.
+        world: The number of ranks.
+        seed: Of the choices inside habits.
+    """
+
+    habits: tuple[str, ...]
+    features: tuple[str, ...] = ("ddp", "dist_optimizer")
+    world: int = 2
+    seed: int = 0
+
+    def __str__(self) -> str:
+        text = "/".join(["+".join(self.habits), "+".join(self.features), f"w{self.world}"])
+        return text + f"/{self.seed}" * bool(self.seed)
+
+    @staticmethod
+    def parse(text: str) -> Cell:
+        """Return the cell of a text.
+
+        Raises:
+            ValueError: The text is no cell.
+        """
+        habits, features, world, *seed = text.split("/")
+        if not world.startswith("w") or len(seed) > 1:
+            raise ValueError(f"{text!r} is no cell; write HABIT+HABIT/FEATURE+FEATURE/wRANKS or .../wRANKS/SEED")
+        names = tuple(name for name in habits.split("+") if name)
+        return Cell(names, tuple(features.split("+")), int(world[1:]), *map(int, seed))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell on one rank, or on all of them.
+
+    Attributes:
+        difference: How the patched run differs; "" if it is as in stock PyTorch.
+        error: The exception of stock PyTorch; "" if there is none.
+        counters: What the features did.
+        needed: The declarations without which the cell would have failed.
+    """
+
+    difference: str = ""
+    error: str = ""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    needed: frozenset[Expected] = frozenset()
+
+
+@dataclass
+class _Run:
+    """What a run shows: its values, its exception, and the exception as text."""
+
+    records: dict[str, Any]
+    error_text: str = ""
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+
+def run_row(cells: Sequence[Cell]) -> list[Outcome]:
+    """Run cells of the same features on this rank, all of them under one ``apply()``.
+
+    Loops that turn features on themselves follow after it.
+    """
+    warnings.simplefilter("ignore")
+    loops = [combine(cell.habits) for cell in cells]
+    stock = [_run_stock(cell, loop) for cell, loop in zip(cells, loops, strict=True)]
+    patched: dict[int, _Run] = {}
+    shared = [i for i, loop in enumerate(loops) if not loop.switches]
+    with _apply(cells[0].features) if shared else nullcontext():
+        for i in shared:
+            patched[i] = _run_patched(cells[i], loops[i], _STOCK)
+    for i, loop in enumerate(loops):
+        if loop.switches:
+            patched[i] = _run_patched(cells[i], loop, ovpatch)
+    compared = [compare(stock[i].records, patched[i].records, floor=0.0) for i in range(len(cells))]
+    is_noisy = [one.verdict is not Verdict.BITWISE for one in compared]
+    outcomes = []
+    for i, (cell, noisy) in enumerate(zip(cells, _any_rank(is_noisy), strict=True)):
+        reordered = None
+        if noisy and cell.world > 2:
+            reordered = _record(cell, loops[i], _STOCK, is_reordered=True).records
+        outcomes.append(_judge(cell, stock[i], patched[i], reordered))
+    return outcomes
+
+
+def _apply(features: tuple[str, ...]) -> Any:
+    options = Loop(lambda *_: None, _STOCK).options()
+    return ovpatch.applied(*features, options={name: options[name] for name in features})
+
+
+def _any_rank(flags: list[bool]) -> list[bool]:
+    """Return the flags that are set on any rank, as all ranks must run the same loops."""
+    total = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(total)
+    return [bool(flag) for flag in total]
+
+
+def _run_stock(cell: Cell, loop: type[Loop]) -> _Run:
+    """Do what :func:`_record` does; a stock run that hangs has this name in its stack."""
+    return _record(cell, loop, _STOCK)
+
+
+def _run_patched(cell: Cell, loop: type[Loop], package: Any) -> _Run:
+    before = _counters()
+    run = _record(cell, loop, package)
+    run.counters = {name: value - before[name] for name, value in _counters().items()}
+    return run
+
+
+def _record(cell: Cell, cls: type[Loop], package: Any, *, is_reordered: bool = False) -> _Run:
+    """Run a loop once."""
+    torch.manual_seed(0)
+    if cls.compiles:
+        # Otherwise the second run would find the code of the first one, and count it.
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch._dynamo.utils.clear_compilation_metrics()
+    run = _Run({"error": None})
+
+    def see(name: str, value: Any) -> None:
+        run.records[f"{len(run.records)} {name}"] = _copy(value)
+
+    loop = cls(see, package, features=cell.features, seed=cell.seed, is_reordered=is_reordered)
+    try:
+        loop.run()
+    except Exception as error:  # noqa: BLE001 - whatever stock PyTorch raises, the patched run must raise as well
+        # Exceptions of ovpatch derive from those of stock PyTorch.
+        classes = type(error).__mro__
+        run.records["error"] = next(c.__name__ for c in classes if not c.__module__.startswith("ovpatch"))
+        frames = "".join(traceback.format_tb(error.__traceback__, limit=-8))
+        run.error_text = f"{type(error).__name__}: {error}\n{frames}"
+        # The frames of the traceback hold the model.
+        error.__traceback__ = None
+    package.revert()
+    vars(loop).clear()
+    # The next run must not meet the model of this one.
+    gc.collect()
+    dist.barrier()
+    return run
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {name: _copy(child) for name, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copy(child) for child in value]
+    return value
+
+
+def _counters() -> dict[str, int]:
+    from ovpatch_plugins.ddp.report import COUNTERS
+    from ovpatch_plugins.dist_optimizer.report import COUNTERS as SHARDED
+
+    return COUNTERS.as_dict() | SHARDED.as_dict()
+
+
+def _judge(cell: Cell, stock: _Run, patched: _Run, reordered: Any) -> Outcome:
+    """Compare two runs by the rule of ``ovpatch.insight``, and the counters with the declarations."""
+    needed = set[Expected]()
+    declared = find_expected(cell.habits)
+    floor = FLOOR if cell.world > 2 else 0.0
+    difference = _describe(compare(stock.records, patched.records, reordered=reordered, floor=floor), floor)
+    if difference:
+        for entry in declared:
+            allowed = max(entry.allow, floor)
+            compared = compare(stock.records, patched.records, reordered=reordered, floor=allowed)
+            if entry.allow and not _describe(compared, allowed):
+                needed.add(entry)
+                difference = ""
+                break
+    if difference:
+        difference += f"\n\nstock raises: {stock.error_text or 'nothing'}"
+        difference += f"\n\npatched raises: {patched.error_text or 'nothing'}"
+    # A combination of habits may leave nothing to do; a single habit must show something.
+    for complaint, matches in _find_gaps(cell, stock, patched) if len(cell.habits) == 1 and not difference else ():
+        entries = [entry for entry in declared if matches(entry)]
+        needed.update(entries[:1])
+        if not entries:
+            difference += f"\n{complaint}. Declare that in tests/habits/expected.py, or mend it."
+    return Outcome(difference.strip(), stock.error_text.partition("\n")[0], patched.counters, frozenset(needed))
+
+
+def _find_gaps(cell: Cell, stock: _Run, patched: _Run) -> Iterator[tuple[str, Callable[[Expected], bool]]]:
+    """Return what a cell does not show, and which declarations allow that."""
+    if stock.error_text:
+        yield f"stock PyTorch raises {stock.error_text}", lambda entry: entry.raises
+        return
+    for name in cell.features:
+        if not patched.counters[WORK[name]]:
+            complaint = f"{name} did nothing: its counter '{WORK[name]}' did not advance"
+            yield complaint, lambda entry, name=name: name in entry.idle
+
+
+def _describe(compared: Comparison, floor: float) -> str:
+    """Return how two runs differ; without a floor, their bits must be the same."""
+    try:
+        (compared.assert_equal if floor else compared.assert_bitwise)()
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def run_cells(pool: Pool, cells: Sequence[Cell]) -> list[Outcome]:
+    """Run cells of the same features and world; a failure of a rank is that of its cell.
+
+    If a rank dies or hangs, each cell runs again alone, which shows the one that did it.
+    """
+    ranks = pool(cells[0].world)
+    try:
+        by_rank = ranks(run_row, cells, timeout=60 + len(cells) * 2 if len(cells) > 1 else _CELL_TIMEOUT_S)
+    except RankFailure as failure:
+        if len(cells) > 1:
+            return [run_cells(pool, [cell])[0] for cell in cells]
+        if _run_stock.__name__ in str(failure):
+            return [Outcome(error="stock PyTorch hangs or dies")]
+        return [Outcome(difference=str(failure))]
+    return [_merge(outcomes) for outcomes in zip(*by_rank, strict=True)]
+
+
+def _merge(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of rank 0 with the differences of all ranks."""
+    differences = [f"rank {rank}: {one.difference}" for rank, one in enumerate(outcomes) if one.difference]
+    needed = frozenset[Expected]().union(*(one.needed for one in outcomes))
+    return replace(outcomes[0], difference="\n\n".join(differences), needed=needed)
+
+
+def list_cells(features: tuple[str, ...], world: int, family: str = "") -> list[Cell]:
+    """Return a cell for each variant of each habit alone, of all habits or those of a family.
+
+    Habits that turn features on themselves are there only with all features.
+    """
+    return [
+        Cell((name,), features, world, seed)
+        for name, loop in load_habits().items()
+        if family in ("", family_of(loop)) and (len(features) > 1 or not loop.switches)
+        for seed in range(count_variants(loop))
+    ]
+
+
+def split_rows(cells: Sequence[Cell]) -> list[Sequence[Cell]]:
+    """Return the cells in rows, of which each is one job of the pool with its own process group."""
+    alone = [cell for cell in cells if combine(cell.habits).needs_own_group]
+    shared = [cell for cell in cells if cell not in alone]
+    rows: list[Sequence[Cell]] = [shared[i : i + _ROW_CELLS] for i in range(0, len(shared), _ROW_CELLS)]
+    return rows + [[cell] for cell in alone]
