@@ -158,12 +158,53 @@ def words(page: Path) -> int:
 
 FENCED = re.DOTALL | re.MULTILINE
 SHORT_PAGES = ("verify", "bench", "timeline", "comparison", "troubleshooting", *(f"features/{one}" for one in FEATURES))
-SHORT = {"README.md": 700, **{f"docs/{page}.md": 600 for page in SHORT_PAGES}}
+SHORT = {"README.md": 450, **{f"docs/{page}.md": 600 for page in SHORT_PAGES}}
 
 
 @pytest.mark.parametrize("page", SHORT)
 def test_a_page_is_short(page):
     assert words(ROOT / page) <= SHORT[page], "move detail to the reference, numbers to benchmarks/NOTES.md"
+
+
+# --- docs/works-with.md ---
+
+
+def list_unproven_rows(page: str, root: Path) -> list[str]:
+    """Return the rows of tables whose last cell names no test, or one that does not exist below a folder."""
+    unproven = []
+    for row in cells(page):
+        if row[0] == "Question" or not row[0].strip("- "):
+            continue
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", row[-1])
+        found = [
+            any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
+            for file, name in named
+            for tree in (
+                [ast.parse((root / file).read_text(encoding="utf-8"))]
+                if (root / file).exists()
+                else [ast.Module([], [])]
+            )
+        ]
+        if not found or not all(found):
+            unproven.append(row[0])
+    return unproven
+
+
+def test_every_row_of_does_it_work_with_names_a_test_that_exists():
+    page = (ROOT / "docs" / "works-with.md").read_text(encoding="utf-8")
+    assert len(cells(page)) > 20
+    assert not list_unproven_rows(page, ROOT / "tests")
+
+
+def test_a_row_without_a_test_is_found(tmp_path):
+    (tmp_path / "test_a.py").write_text("def test_b(): ...\n")
+    lines = [
+        f"| {number} | yes | {test} |"
+        for number, test in enumerate(("`test_a.py::test_b`", "`test_a.py::test_c`", "`no.py::test_b`", "none"))
+    ]
+    assert list_unproven_rows(
+        "\n".join(["| Question | Yes or no | Test |", "| --- | --- | --- |", *lines]), tmp_path
+    ) == ["1", "2", "3"]
 
 
 def test_the_glossary_has_few_nouns():
@@ -307,6 +348,12 @@ def test_tables_are_those_of_the_result_files():
         text = page.read_text(encoding="utf-8")
         assert "<!-- table " in text
         assert tables.fill(text) == text, f"{page.name}: run make tables"
+
+
+def test_rows_of_the_readme_are_of_several_rounds():
+    results = {result["program"]: result for result in tables.read_results("programs")}
+    for name in tables.README_PROGRAMS:
+        assert min(len(row["round_medians_ms"]) for row in tables.find_program_pair(results[name])) > 1, name
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
