@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, docs/benchmarks.md, the features' pages and the notes from ``benchmarks/results``: ``make tables``.
+"""Writes the tables of README.md, docs/ and the notes from ``benchmarks/results``: ``make tables``.
 
 python -m benchmarks.tables           # rewrite what lies between <!-- table NAME --> and <!-- /table -->
 python -m benchmarks.tables --check   # exit 1 if a page is not up to date
@@ -520,7 +520,7 @@ def find_program_pair(result: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
 def _percent(ratio: float) -> str:
     """Return a ratio as a change, in percent and with a sign unless it rounds to 0."""
     percent = round((ratio - 1) * 100)
-    return f"{percent:+d}%".replace("-", "−") if percent else "0%"
+    return f"{percent:+d}%" if percent else "0%"
 
 
 def _seen(arms: dict[str, str], results: list[dict[str, Any]]) -> dict[str, str]:

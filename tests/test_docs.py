@@ -140,6 +140,35 @@ def test_a_page_that_loads_something_from_another_host_is_refused(text):
         docs_site.on_post_page(own + text, page, None)
 
 
+def test_the_search_ranks_guides_above_references():
+    uris = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    boosts = {uri: docs_site.find_boost(uri) for uri in [*uris, *docs_site.OUTSIDE]}
+    details = {uri for uri in boosts if re.search(r"-reference|^adr/|^(notes|changelog|api)\.md", uri)}
+    assert len(details) > 10
+    assert max(boosts[uri] for uri in details) < min(boosts[uri] for uri in set(boosts) - details)
+
+
+def test_headings_of_the_api_are_names_that_users_import():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    found = re.findall(r"^::: (\S+)\n    options: \{ heading: (\S+), toc_label: \2 \}$", text, re.MULTILINE)
+    assert len(found) > 15
+    for place, name in found:
+        for path in (place, name):
+            module, _, attribute = path.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute), path
+
+
+def test_the_site_shows_the_version_and_the_repository_once_there_is_one(tmp_path, monkeypatch):
+    config = docs_site.on_config(SimpleNamespace())
+    assert config.site_name == f"ovpatch {ovpatch.__version__}"
+    assert not hasattr(config, "repo_url")
+    (tmp_path / "ovpatch").mkdir()
+    (tmp_path / "ovpatch" / "_version.py").write_text('__version__ = "7"\n')
+    (tmp_path / "pyproject.toml").write_text('[project.urls]\nHomepage = "https://a.b"\nRepository = "https://a.b/c"\n')
+    monkeypatch.setattr(docs_site, "ROOT", tmp_path)
+    assert docs_site.on_config(SimpleNamespace()).repo_url == "https://a.b/c"
+
+
 def test_the_navigation_has_every_page():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     named = set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
