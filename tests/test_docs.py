@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import doctest
 import importlib
 import inspect
@@ -251,10 +252,11 @@ def shipped_variables() -> set[str]:
 
 
 def template_variables() -> set[str]:
-    text = (ROOT / "examples" / "plugin_template" / "ovpatch_clip_watch.py").read_text(encoding="utf-8")
-    option = re.search(r'Option\("(\w+)"', text)
+    folder = ROOT / "examples" / "plugin_template"
+    option = re.search(r'Option\("(\w+)"', (folder / "ovpatch_clip_watch.py").read_text(encoding="utf-8"))
     assert option
-    return {make_variable_name("clip_watch"), make_variable_name("clip_watch", option[1])}
+    names = {make_variable_name(path.stem.removeprefix("ovpatch_")) for path in folder.glob("ovpatch_*.py")}
+    return names | {make_variable_name("clip_watch", option[1])}
 
 
 def test_every_variable_in_the_documentation_is_known():
@@ -302,6 +304,15 @@ def test_the_options_table_is_the_codes(feature):
     assert docs_table.refresh_page(text, page.parent) == text, (
         "run python tools/docs_table.py docs/features/*-reference.md"
     )
+
+
+def test_the_generated_parts_of_the_plugin_page_are_the_codes():
+    page = ROOT / "docs" / "write-a-plugin.md"
+    text = page.read_text(encoding="utf-8")
+    assert docs_table.refresh_page(text, page.parent) == text, "run python tools/docs_table.py docs/write-a-plugin.md"
+    for described in (ovpatch.Feature, ovpatch.Option):
+        rows = cells(docs_table.make_fields_table(described))[2:]
+        assert [row[0].strip("`") for row in rows] == [field.name for field in dataclasses.fields(described)]
 
 
 def test_the_versions_are_those_of_their_record():

@@ -114,6 +114,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "pip install ./examples/plugin_template",
         "OVPATCH_CLIP_WATCH_COUNT_CLIPPED=1 ovpatch run -- torchrun --nproc-per-node 2 train.py",
         "OVPATCH=-clip_watch ovpatch list",
+        "ovpatch verify --features clip_watch -- torchrun --nproc-per-node 2 examples/train_gpt.py --steps 20",
     ),
     "tests/test_packaging.py::test_the_installed_wheel_imports_and_is_found_by_torch": (
         "pip install .",

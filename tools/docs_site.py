@@ -2,7 +2,7 @@
 
 Some pages stand outside of ``docs/``, because people and package indexes look for them elsewhere. They are added here.
 Links between pages are written for the repository, and are rewritten for the site. A link to a file that is not a page,
-such as a source file, becomes its text. The site shows the version, and the repository once ``pyproject.toml`` names it.
+such as a source file, becomes its text. The site shows the version, and links the repository if the project has one.
 The search ranks guides above pages for reference.
 """
 
