@@ -199,23 +199,20 @@ def test_a_page_is_short(page):
 # --- docs/works-with.md ---
 
 
+def is_test(file: Path, name: str) -> bool:
+    """Return whether a file defines a test."""
+    tree = ast.parse(file.read_text(encoding="utf-8")) if file.exists() else ast.Module([], [])
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
+
+
 def list_unproven_rows(page: str, root: Path) -> list[str]:
-    """Return the rows of tables whose last cell names no test, or one that does not exist below a folder."""
+    """Return the rows of tables whose last cell names no test, or a test that does not exist below a folder."""
     unproven = []
     for row in cells(page):
         if row[0] == "Question" or not row[0].strip("- "):
             continue
         named = re.findall(r"`([\w/]+\.py)::(\w+)`", row[-1])
-        found = [
-            any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
-            for file, name in named
-            for tree in (
-                [ast.parse((root / file).read_text(encoding="utf-8"))]
-                if (root / file).exists()
-                else [ast.Module([], [])]
-            )
-        ]
-        if not found or not all(found):
+        if not named or not all(is_test(root / file, name) for file, name in named):
             unproven.append(row[0])
     return unproven
 
@@ -224,6 +221,16 @@ def test_every_row_of_does_it_work_with_names_a_test_that_exists():
     page = (ROOT / "docs" / "works-with.md").read_text(encoding="utf-8")
     assert len(cells(page)) > 20
     assert not list_unproven_rows(page, ROOT / "tests")
+
+
+def test_tests_that_pages_name_exist():
+    named = [
+        (page.name, file, name)
+        for page in PAGES
+        for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 20
+    assert not [found for found in named if not is_test(ROOT / found[1], found[2])]
 
 
 def test_a_row_without_a_test_is_found(tmp_path):
@@ -273,10 +280,15 @@ def test_every_variable_in_the_documentation_is_known():
 def test_every_note_that_the_documentation_names_is_in_the_code():
     files = [file for folder in ("ovpatch", "plugins") for file in (ROOT / folder).rglob("*.py")]
     notes = set(re.findall(r"\[Note: ([^\]]+)\]", " ".join(file.read_text(encoding="utf-8") for file in files)))
-    for page in (ROOT / "docs" / "how-it-works.md", ROOT / "CONTRIBUTING.md"):
-        named = set(re.findall(r"\[Note: ([^\]\"]+)\]", page.read_text(encoding="utf-8")))
-        assert named, page
-        assert not named - notes
+    named = {
+        page: {" ".join(note.split()) for note in re.findall(r"\[Note: ([^\]\"]+)\]", page.read_text(encoding="utf-8"))}
+        for page in PAGES
+        if page.name != "CHANGELOG.md"
+    }
+    assert named[ROOT / "docs" / "how-it-works.md"]
+    assert named[ROOT / "CONTRIBUTING.md"]
+    for page, found in named.items():
+        assert not found - notes, page
 
 
 def test_every_result_file_that_the_documentation_names_is_there():
