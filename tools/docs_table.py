@@ -52,7 +52,7 @@ def _shipped() -> list[Feature]:
 def _option_row(feature: str, option: Option) -> tuple[str, str, str, str]:
     values = " ".join(f"`{choice}`" for choice in option.choices) or _VALUES.get(type(option.default), "a text")
     default = {True: "`1`", False: "`0`"}.get(option.default) if isinstance(option.default, bool) else None
-    shown = default or {None: "unset", "": "empty"}.get(option.default, f"`{option.default}`")
+    shown = default or ("unset" if option.default is None else f"`{option.default}`")
     also = [make_variable_name(feature, alias) for alias in option.aliases]
     shown += _unless_named(option)
     return f"`{make_variable_name(feature, option.name)}`", values, shown, _explain(option, also)
@@ -64,7 +64,7 @@ def make_options_table(feature: Feature) -> str:
         (
             f"`{one.name}`",
             f"`{make_variable_name(feature.name, one.name)}`",
-            ("empty" if one.default == "" else f"`{one.default}`") + _unless_named(one),
+            ("unset" if one.default == "" else f"`{one.default}`") + _unless_named(one),
             _explain(one, one.aliases),
         )
         for one in feature.options
