@@ -6,6 +6,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+DOCS_VENV ?= .venv-docs
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
@@ -38,7 +39,7 @@ help:
 	@echo "make tables  the tables of README.md, docs/ and benchmarks/NOTES.md, from benchmarks/results"
 	@echo "make figures the pictures in docs/pictures, from benchmarks/results and tools/diagrams.py"
 	@echo "make setup   only the environment $(VENV), which the others make as well"
-	@echo "make clean   remove $(VENV) and everything that was built"
+	@echo "make clean   remove $(VENV), $(DOCS_VENV) and everything that was built"
 	@echo
 	@echo "PYTHON=$(PYTHON)   Python >= 3.10; if it can import torch >= 2.11, that torch is used"
 	@echo "TORCH=$(TORCH)   otherwise this is installed (TORCH_INDEX=URL: from there)"
@@ -67,14 +68,16 @@ pytest: $(READY)
 test-versions: $(READY)
 	@$(BIN)/python tools/test_versions.py $(VERSIONS_ARGS)
 
-$(VENV)/.docs: $(READY)
-	@echo "== installing what builds the documentation"
-	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[docs]'
+# Pages are rendered from Markdown and from the text of the sources, so neither torch nor ovpatch is installed here.
+$(DOCS_VENV)/.ready: pyproject.toml
+	@echo "== installing what renders the documentation"
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet $$(sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
 	@touch $@
 
-docs: $(VENV)/.docs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "build/site/index.html; the search needs a server: $(BIN)/python -m http.server --directory build/site"
+docs: $(DOCS_VENV)/.ready
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html; the search needs a server: $(PYTHON) -m http.server --directory build/site"
 
 tables: $(READY)
 	@$(BIN)/python -m benchmarks.tables
@@ -91,4 +94,4 @@ faults: $(READY)
 	@$(BIN)/python tools/plant_faults.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) build dist *.egg-info .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,7 +12,16 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks.tables import RESULTS, ROOT, group_runs, name_run, pick_best
+from benchmarks.tables import (
+    README_PROGRAMS,
+    RESULTS,
+    ROOT,
+    find_program_pair,
+    group_runs,
+    name_run,
+    pick_best,
+    read_results,
+)
 
 PICTURES = ROOT / "docs" / "pictures"
 STOCK, OURS, PEER = "#8a8f98", "#00897b", "#c9822b"
@@ -81,6 +90,41 @@ def memory_and_time() -> Figure:
     return figure
 
 
+def programs() -> Figure:
+    """Draw step time and memory of the programs of README.md, in percent of stock PyTorch."""
+    results = {result["program"]: result for result in read_results("programs")}
+    shown = [results[name] for name in README_PROGRAMS]
+    names = [
+        result["title"].replace(", compiled, 4", ",\ncompiled, 4").replace("124M, ", "124M,\n") for result in shown
+    ]
+    pairs = [find_program_pair(result) for result in shown]
+    panels = (
+        (
+            "step time",
+            "ms",
+            [(mine["median_ms"] / stock["median_ms"] * 100, mine["median_ms"]) for stock, mine in pairs],
+        ),
+        (
+            "peak memory",
+            "GiB",
+            [(mine["peak_gib"] / stock["peak_gib"] * 100, mine["peak_gib"]) for stock, mine in pairs],
+        ),
+    )
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    for axes, (quantity, unit, values) in zip(figure.subplots(1, 2), panels, strict=True):
+        bars = axes.barh(names, [percent for percent, _ in values], color=OURS, height=0.6)
+        texts = [f"{percent:.0f}%, {value:.1f} {unit}" for percent, value in values]
+        axes.bar_label(bars, texts, label_type="center", color="white")
+        axes.axvline(100, color=STOCK, linewidth=2)
+        axes.set(title=f"{quantity}, % of stock PyTorch", xlim=(0, 110))
+        axes.invert_yaxis()
+        if unit == "GiB":
+            axes.set_yticklabels([])
+    device = shown[0]["device"].replace("NVIDIA ", "").split()[0]
+    figure.suptitle(f"Unmodified programs on {shown[0]['world']} {device}: ovpatch, stock PyTorch is the line")
+    return figure
+
+
 def timeline() -> Figure:
     """Draw what each of four GPUs does in the median step, stock and with ``ddp``."""
     recorded = json.loads((RESULTS / "timeline_3.8b_4_gpus.json").read_text())
@@ -117,7 +161,12 @@ def _draw_step(axes: Any, row: int, step: dict[str, Any]) -> None:
     axes.barh(row + 0.34, step["hidden"] / 1e6, height=0.14, color="#2e7d32")
 
 
-FIGURES = {"steps": steps, "memory-and-time": memory_and_time, "timeline-3.8b-4-gpus": timeline}
+FIGURES = {
+    "programs": programs,
+    "steps": steps,
+    "memory-and-time": memory_and_time,
+    "timeline-3.8b-4-gpus": timeline,
+}
 
 
 def draw(name: str, folder: Path) -> Path:

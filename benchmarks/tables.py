@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, of the features' pages and of the notes from ``benchmarks/results``: ``make tables``.
+"""Writes the tables of README.md, docs/ and the notes from ``benchmarks/results``: ``make tables``.
 
 python -m benchmarks.tables           # rewrite what lies between <!-- table NAME --> and <!-- /table -->
 python -m benchmarks.tables --check   # exit 1 if a page is not up to date
@@ -22,6 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FEATURES = ("ddp", "dist_optimizer", "tp_linear", "pipe_experts")
 PAGES = [
     ROOT / "README.md",
+    ROOT / "docs" / "benchmarks.md",
     ROOT / "benchmarks" / "NOTES.md",
     *(ROOT / "docs" / "features" / f"{name}.md" for name in FEATURES),
 ]
@@ -115,7 +116,7 @@ def zero_summary() -> str:
 def group_runs(name: str, pick: Callable[[dict[str, Any]], str] = lambda _run: "ovpatch") -> list[list[dict[str, Any]]]:
     """Return the runs of a file with a stock setting and the arm that ``pick`` names, those of one kind together."""
     groups: dict[str, list[dict[str, Any]]] = {}
-    for result in _results(name):
+    for result in read_results(name):
         arms = {row["arm"] for row in result["summary"]}
         if pick(result) in arms and any(arm.startswith("stock") for arm in arms):
             kind = f"{name_run(result)}, {_gpus(result)}"
@@ -170,7 +171,7 @@ def _summary_table(header: list[str], rows: list[list[str]]) -> str:
 
 def ddp_step() -> str:
     """Return the table of ``benchmarks/ddp_step.py``: one row per run, stock's best setting beside our default."""
-    results = _results("ddp_step")
+    results = read_results("ddp_step")
     header = ["run", "GPUs", "no communication", "stock", "stock, best setting", "ovpatch", "against best"]
     header += ["TFLOP/s", "MFU", "peak GiB, stock's least → ovpatch"]
     lines = [_row(header), _row(["---"] * len(header))]
@@ -210,7 +211,7 @@ def _ddp_row(result: dict[str, Any]) -> str:
 def zero_step() -> str:
     """Return the table of ``benchmarks/zero_step.py``: one row per run, with the ratios to the limit and to stock."""
     needed = {"limit, fp32", "ovpatch"}  # comparisons of ovpatch's own settings have no row
-    results = [one for one in _results("zero_step") if needed <= {row["arm"] for row in one["summary"]}]
+    results = [one for one in read_results("zero_step") if needed <= {row["arm"] for row in one["summary"]}]
     columns = _seen(ZERO_ARMS, results)
     header = ["run", "GPUs", *columns.values(), "ovpatch / limit", "stock / ovpatch", "TFLOP/s", "MFU"]
     header += ["peak GiB, stock → ovpatch"]
@@ -246,7 +247,7 @@ def zero_step() -> str:
 
 def zero_alone() -> str:
     """Return the table of ``benchmarks/zero_alone.py``: one row per run."""
-    results = _results("zero_alone")
+    results = read_results("zero_alone")
     for row in (row for result in results for row in result["summary"]):
         if row["arm"] == "ovpatch":  # which has NCCL carry everything there
             row["arm"] = "ovpatch, NCCL"
@@ -272,7 +273,7 @@ def tp_blocks() -> str:
     header = ["blocks", "GPUs", *TP_ARMS.values(), "peak GiB, stock → ovpatch → regather"]
     lines = [_row(header), _row(["---"] * len(header))]
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    results = _results("tp_blocks")
+    results = read_results("tp_blocks")
     for result in results:
         settings = result["settings"]
         name = {"8b": "h 4096, 8 layers", "70b": "h 8192, 4 layers", "gpt": "h 3072, 8 layers"}[settings["size"]]
@@ -312,7 +313,7 @@ MOE_SHAPES = {"mixtral": "Mixtral-like", "dsv3": "DeepSeek-V3-like", "qwen3": "Q
 
 def moe_layer() -> str:
     """Return the table of ``benchmarks/moe_layer.py``: one row per run."""
-    results = _results("moe_layer")
+    results = read_results("moe_layer")
     columns = _seen(MOE_ARMS, results)
     header = ["layer", "GPUs", *columns.values(), "in sequence / ovpatch", "peak GiB, in sequence → ovpatch"]
     lines = [_row(header), _row(["---"] * len(header))]
@@ -343,7 +344,7 @@ def moe_layer() -> str:
 
 def ablation() -> str:
     """Return the table of ``benchmarks/ablation.py``: one row per run and arm."""
-    results = _results("ablation")
+    results = read_results("ablation")
     header = ["model", "mesh, GPUs", "run", "ms", "TFLOP/s per GPU", "MFU", "over stock", "over no overlap", "peak GiB"]
     header += ["what came under compute"]
     lines = [_row(header), _row(["---"] * len(header))]
@@ -411,7 +412,7 @@ OPERATOR_ARMS = {
 
 def tp_operators() -> str:
     """Return the table of ``benchmarks/tp_operators.py``: one row per operator and shape."""
-    results = _results("tp_operators")
+    results = read_results("tp_operators")
     shown = _seen(OPERATOR_ARMS, results)
     header = ["linear", "GPUs", *shown.values(), "in sequence / fused", "graphed", "speed of light"]
     lines = [_row(header), _row(["---"] * len(header))]
@@ -474,13 +475,52 @@ def programs() -> str:
     # That module imports torch, which no other table needs.
     from benchmarks.programs import make_table
 
-    results = _results("programs")
+    results = read_results("programs")
     return make_table(results) + (
         f"\n\nMilliseconds of a step: the median of a round's steps, the slowest rank counts, then the median of the "
         f"rounds. In brackets: the ratio to the stock run of the same round. Memory is the peak of torch's allocator "
         f"after warm-up. torch {results[-1]['torch']}, random weights and data. Raw data: "
         "`benchmarks/results/programs.jsonl`."
     )
+
+
+# The rows of README.md: programs that many people run, and one that gains nothing.
+README_PROGRAMS = ("trainer-llama-1.2b", "nano-774m", "resnet50-b32", "nano-124m-compiled", "resnet50-b256")
+
+
+def programs_short() -> str:
+    """Return the table of README.md: time and memory of :data:`README_PROGRAMS`, stock and with ovpatch."""
+    results = {result["program"]: result for result in read_results("programs")}
+    shown = [results[name] for name in README_PROGRAMS]
+    header = ["Program", "Step, stock PyTorch", "Step, ovpatch", "Peak memory, stock PyTorch", "Peak memory, ovpatch"]
+    lines = [_row(header), _row(["---"] * len(header))]
+    rounds = set()
+    for result in shown:
+        stock, ours = find_program_pair(result)
+        rounds.add(len(ours["round_medians_ms"]))
+        step = f"{ours['median_ms']:.1f} ms, **{_percent(ours['median_ms'] / stock['median_ms'])}**"
+        memory = f"{ours['peak_gib']:.1f} GiB, **{_percent(ours['peak_gib'] / stock['peak_gib'])}**"
+        best = next((row for row in result["summary"] if row["variant"] == "best"), None)
+        tuned = f" (best settings {best['median_ms']:.1f})" if best else ""
+        cells = [f"{stock['median_ms']:.1f} ms{tuned}", step, f"{stock['peak_gib']:.1f} GiB", memory]
+        lines.append(_row([result["title"], *cells]))
+    newest = shown[-1]
+    return "\n".join(lines) + (
+        f"\n\n{_gpus(newest)}, {newest['date']}, torch {newest['torch'].partition('+')[0]}, unmodified programs, "
+        f"`ovpatch run` without settings, {min(rounds)} alternating rounds. Medians, and the peak of torch's allocator."
+    )
+
+
+def find_program_pair(result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rows of stock PyTorch and of plain ovpatch in a result of ``benchmarks/programs.py``."""
+    summary = {row["variant"]: row for row in result["summary"]}
+    return summary["stock"], summary["ovpatch"]
+
+
+def _percent(ratio: float) -> str:
+    """Return a ratio as a change, in percent and with a sign unless it rounds to 0."""
+    percent = round((ratio - 1) * 100)
+    return f"{percent:+d}%" if percent else "0%"
 
 
 def _seen(arms: dict[str, str], results: list[dict[str, Any]]) -> dict[str, str]:
@@ -529,13 +569,15 @@ TABLES = {
     "zero_step": zero_step,
     "moe_layer": moe_layer,
     "programs": programs,
+    "programs_short": programs_short,
     "tp_blocks": tp_blocks,
     "tp_host": tp_host,
     "tp_operators": tp_operators,
 }
 
 
-def _results(name: str) -> list[dict[str, Any]]:
+def read_results(name: str) -> list[dict[str, Any]]:
+    """Return the runs in a file of ``benchmarks/results``, oldest first."""
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 

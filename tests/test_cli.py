@@ -361,6 +361,11 @@ import torch, ovpatch, json
 from torch.nn.utils import clip_grad_norm_ as held_before
 ovpatch.apply("clip_watch", options={"clip_watch": {"count_clipped": True}})
 p = torch.nn.Parameter(torch.ones(4))
+ovpatch.apply("clip_watch", "save_watch")
+assert "not called so far" in str(ovpatch.report())
+torch.save(p, "p.pt")
+row = str(ovpatch.report()).partition("save_watch")[2]
+assert "not called so far" not in row, row
 for norm in (1.0, 100.0):
     p.grad = torch.ones(4)
     held_before([p], norm)
@@ -397,4 +402,6 @@ def test_the_plugin_template_installs_works_and_is_listed(tmp_path):
 
 
 def test_the_template_stays_small():
+    shortest = (TEMPLATE / "ovpatch_save_watch.py").read_text()
+    assert len([line for line in shortest.splitlines()[1:] if line]) <= 10
     assert len((TEMPLATE / "ovpatch_clip_watch.py").read_text().splitlines()) <= 65

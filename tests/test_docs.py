@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import doctest
 import importlib
 import inspect
@@ -140,6 +141,35 @@ def test_a_page_that_loads_something_from_another_host_is_refused(text):
         docs_site.on_post_page(own + text, page, None)
 
 
+def test_the_search_ranks_guides_above_references():
+    uris = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    boosts = {uri: docs_site.find_boost(uri) for uri in [*uris, *docs_site.OUTSIDE]}
+    details = {uri for uri in boosts if re.search(r"-reference|^adr/|^(notes|changelog|api)\.md", uri)}
+    assert len(details) > 10
+    assert max(boosts[uri] for uri in details) < min(boosts[uri] for uri in set(boosts) - details)
+
+
+def test_headings_of_the_api_are_names_that_users_import():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    found = re.findall(r"^::: (\S+)\n    options: \{ heading: (\S+), toc_label: \2 \}$", text, re.MULTILINE)
+    assert len(found) > 15
+    for place, name in found:
+        for path in (place, name):
+            module, _, attribute = path.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute), path
+
+
+def test_the_site_shows_the_version_and_the_repository_once_there_is_one(tmp_path, monkeypatch):
+    config = docs_site.on_config(SimpleNamespace())
+    assert config.site_name == f"ovpatch {ovpatch.__version__}"
+    assert not hasattr(config, "repo_url")
+    (tmp_path / "ovpatch").mkdir()
+    (tmp_path / "ovpatch" / "_version.py").write_text('__version__ = "7"\n')
+    (tmp_path / "pyproject.toml").write_text('[project.urls]\nHomepage = "https://a.b"\nRepository = "https://a.b/c"\n')
+    monkeypatch.setattr(docs_site, "ROOT", tmp_path)
+    assert docs_site.on_config(SimpleNamespace()).repo_url == "https://a.b/c"
+
+
 def test_the_navigation_has_every_page():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     named = set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
@@ -158,12 +188,72 @@ def words(page: Path) -> int:
 
 FENCED = re.DOTALL | re.MULTILINE
 SHORT_PAGES = ("verify", "bench", "timeline", "comparison", "troubleshooting", *(f"features/{one}" for one in FEATURES))
-SHORT = {"README.md": 700, **{f"docs/{page}.md": 600 for page in SHORT_PAGES}}
+SHORT = {"README.md": 450, **{f"docs/{page}.md": 600 for page in SHORT_PAGES}}
 
 
 @pytest.mark.parametrize("page", SHORT)
 def test_a_page_is_short(page):
     assert words(ROOT / page) <= SHORT[page], "move detail to the reference, numbers to benchmarks/NOTES.md"
+
+
+def count_written_words(page: Path) -> int:
+    """Return the number of words of a page that a person wrote: without code and without all generated parts."""
+    generated = r"<!-- (?:begin: |table )?([^>]+?) -->.*?<!-- (?:end: \1|/table|/\1) -->"
+    text = re.sub(generated, "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return sum(re.search(r"\w", word) is not None for word in re.sub(r"^```.*?^```", "", text, flags=FENCED).split())
+
+
+def test_all_pages_together_are_short():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert sum(map(count_written_words, pages)) <= 33_000, "replace words instead of adding them"
+
+
+# --- docs/works-with.md ---
+
+
+def is_test(file: Path, name: str) -> bool:
+    """Return whether a file defines a test."""
+    tree = ast.parse(file.read_text(encoding="utf-8")) if file.exists() else ast.Module([], [])
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
+
+
+def list_unproven_rows(page: str, root: Path) -> list[str]:
+    """Return the rows of tables whose last cell names no test, or a test that does not exist below a folder."""
+    unproven = []
+    for row in cells(page):
+        if row[0] == "Question" or not row[0].strip("- "):
+            continue
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", row[-1])
+        if not named or not all(is_test(root / file, name) for file, name in named):
+            unproven.append(row[0])
+    return unproven
+
+
+def test_every_row_of_does_it_work_with_names_a_test_that_exists():
+    page = (ROOT / "docs" / "works-with.md").read_text(encoding="utf-8")
+    assert len(cells(page)) > 20
+    assert not list_unproven_rows(page, ROOT / "tests")
+
+
+def test_tests_that_pages_name_exist():
+    named = [
+        (page.name, file, name)
+        for page in PAGES
+        for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 20
+    assert not [found for found in named if not is_test(ROOT / found[1], found[2])]
+
+
+def test_a_row_without_a_test_is_found(tmp_path):
+    (tmp_path / "test_a.py").write_text("def test_b(): ...\n")
+    lines = [
+        f"| {number} | yes | {test} |"
+        for number, test in enumerate(("`test_a.py::test_b`", "`test_a.py::test_c`", "`no.py::test_b`", "none"))
+    ]
+    assert list_unproven_rows(
+        "\n".join(["| Question | Yes or no | Test |", "| --- | --- | --- |", *lines]), tmp_path
+    ) == ["1", "2", "3"]
 
 
 def test_the_glossary_has_few_nouns():
@@ -181,10 +271,11 @@ def shipped_variables() -> set[str]:
 
 
 def template_variables() -> set[str]:
-    text = (ROOT / "examples" / "plugin_template" / "ovpatch_clip_watch.py").read_text(encoding="utf-8")
-    option = re.search(r'Option\("(\w+)"', text)
+    folder = ROOT / "examples" / "plugin_template"
+    option = re.search(r'Option\("(\w+)"', (folder / "ovpatch_clip_watch.py").read_text(encoding="utf-8"))
     assert option
-    return {make_variable_name("clip_watch"), make_variable_name("clip_watch", option[1])}
+    names = {make_variable_name(path.stem.removeprefix("ovpatch_")) for path in folder.glob("ovpatch_*.py")}
+    return names | {make_variable_name("clip_watch", option[1])}
 
 
 def test_every_variable_in_the_documentation_is_known():
@@ -201,10 +292,15 @@ def test_every_variable_in_the_documentation_is_known():
 def test_every_note_that_the_documentation_names_is_in_the_code():
     files = [file for folder in ("ovpatch", "plugins") for file in (ROOT / folder).rglob("*.py")]
     notes = set(re.findall(r"\[Note: ([^\]]+)\]", " ".join(file.read_text(encoding="utf-8") for file in files)))
-    for page in (ROOT / "docs" / "how-it-works.md", ROOT / "CONTRIBUTING.md"):
-        named = set(re.findall(r"\[Note: ([^\]\"]+)\]", page.read_text(encoding="utf-8")))
-        assert named, page
-        assert not named - notes
+    named = {
+        page: {" ".join(note.split()) for note in re.findall(r"\[Note: ([^\]\"]+)\]", page.read_text(encoding="utf-8"))}
+        for page in PAGES
+        if page.name != "CHANGELOG.md"
+    }
+    assert named[ROOT / "docs" / "how-it-works.md"]
+    assert named[ROOT / "CONTRIBUTING.md"]
+    for page, found in named.items():
+        assert not found - notes, page
 
 
 def test_every_result_file_that_the_documentation_names_is_there():
@@ -232,6 +328,15 @@ def test_the_options_table_is_the_codes(feature):
     assert docs_table.refresh_page(text, page.parent) == text, (
         "run python tools/docs_table.py docs/features/*-reference.md"
     )
+
+
+def test_the_plugin_page_has_every_field():
+    """Tests of settings check that the page is up to date."""
+    page = (ROOT / "docs" / "write-a-plugin.md").read_text(encoding="utf-8")
+    for described in (ovpatch.Feature, ovpatch.Option):
+        assert f"<!-- begin: fields:{described.__name__} -->" in page
+        rows = cells(docs_table.make_fields_table(described))[2:]
+        assert [row[0].strip("`") for row in rows] == [field.name for field in dataclasses.fields(described)]
 
 
 def test_the_versions_are_those_of_their_record():
@@ -307,6 +412,12 @@ def test_tables_are_those_of_the_result_files():
         text = page.read_text(encoding="utf-8")
         assert "<!-- table " in text
         assert tables.fill(text) == text, f"{page.name}: run make tables"
+
+
+def test_rows_of_the_readme_are_of_several_rounds():
+    results = {result["program"]: result for result in tables.read_results("programs")}
+    for name in tables.README_PROGRAMS:
+        assert min(len(row["round_medians_ms"]) for row in tables.find_program_pair(results[name])) > 1, name
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)

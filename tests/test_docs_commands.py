@@ -114,8 +114,12 @@ PLACES: dict[str, tuple[str, ...]] = {
         "pip install ./examples/plugin_template",
         "OVPATCH_CLIP_WATCH_COUNT_CLIPPED=1 ovpatch run -- torchrun --nproc-per-node 2 train.py",
         "OVPATCH=-clip_watch ovpatch list",
+        "ovpatch verify --features clip_watch -- torchrun --nproc-per-node 2 examples/train_gpt.py --steps 20",
     ),
-    "tests/test_packaging.py::test_the_installed_wheel_imports_and_is_found_by_torch": ("pip install .",),
+    "tests/test_packaging.py::test_the_installed_wheel_imports_and_is_found_by_torch": (
+        "pip install .",
+        'pip install ".[plot]"',
+    ),
     "tests/scripts/test_compatibility.py::test_only_tests_that_pass_have_rows": (
         "pytest tests/scripts --compatibility docs/compatibility.json",
     ),
@@ -136,7 +140,12 @@ PLACES: dict[str, tuple[str, ...]] = {
         'make test PYTEST_ARGS="-m gpu"',
         'make test PYTEST_ARGS="-m gpu --share-gpu --hard-limit 1500"',
     ),
-    "installs packages from an index": ("pip install 'ovpatch[megatron]'", "make setup", "make docs"),
+    "installs packages from an index": (
+        "pip install 'ovpatch[megatron]'",
+        "make setup",
+        "make docs",
+        "git clone URL ovpatch && cd ovpatch",
+    ),
     "takes seven minutes": ("python -m benchmarks.programs --cpu-time",),
     "takes two minutes": (
         "make demo",

@@ -2,7 +2,8 @@
 
 Some pages stand outside of ``docs/``, because people and package indexes look for them elsewhere. They are added here.
 Links between pages are written for the repository, and are rewritten for the site. A link to a file that is not a page,
-such as a source file, becomes its text.
+such as a source file, becomes its text. The site shows the version, and links the repository if the project has one.
+The search ranks guides above pages for reference.
 """
 
 from __future__ import annotations
@@ -39,6 +40,38 @@ _FOREIGN: Final = re.compile(
 )
 _ROLE: Final = re.compile(r":(?:func|class|meth|mod|attr|data|exc):(?=<code>)")
 _VARIABLE: Final = re.compile(r"(?<=<code>)[A-Z0-9_]+(?=</code>)")
+
+
+# The rank of pages in the search. The first folder or name that a path begins or ends with counts, other pages have 1.
+_BOOSTS: Final = {
+    "quick-start.md": 3.0,
+    "works-with.md": 2.0,
+    "what-if-it-goes-wrong.md": 2.0,
+    "-reference.md": 0.3,
+    "adr/": 0.2,
+    "notes.md": 0.2,
+    "changelog.md": 0.2,
+    "api.md": 0.5,
+    "features/": 1.5,
+}
+
+
+def find_boost(uri: str) -> float:
+    """Return how much the search favors a page of the site."""
+    return next((boost for part, boost in _BOOSTS.items() if uri.startswith(part) or uri.endswith(part)), 1.0)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Show the version, and link the repository if the project names one."""
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "ovpatch" / "_version.py").read_text(encoding="utf-8"))
+    assert version, "ovpatch/_version.py has the version"
+    config.site_name = f"ovpatch {version[1]}"
+    config.copyright = f"ovpatch {version[1]}, Apache-2.0"
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    repository = re.search(r'^\[project\.urls\]\n(?:.+\n)*?(?:Repository|Source) = "(.+)"', project, re.MULTILINE)
+    if repository:
+        config.repo_url, config.repo_name = repository[1], "Repository"
+    return config
 
 
 def locate(file: Path) -> str | None:
@@ -89,8 +122,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the links of a page."""
+    """Rewrite the links of a page, and rank the page in the search."""
     uri = page.file.src_uri
+    page.meta.setdefault("search", {"boost": find_boost(uri)})
     return rewrite_links(markdown, ROOT / OUTSIDE.get(uri, f"docs/{uri}"), uri)
 
 

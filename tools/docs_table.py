@@ -3,12 +3,15 @@
     python tools/docs_table.py docs/settings.md docs/write-a-plugin.md docs/features/*-reference.md
 
 A generated part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. A name is ``variables`` (the table
-of all environment variables), ``options:FEATURE`` (that of a feature's options), ``versions`` (the table of
-``versions.json`` beside the page) or the path of a file, relative to the page, which becomes a code block.
+of all environment variables), ``options:FEATURE`` (that of a feature's options), ``fields:Feature`` or
+``fields:Option`` (that of the attributes in a docstring), ``versions`` (the table of ``versions.json`` beside the page)
+or the path of a file, relative to the page, which becomes a code block.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import re
 import sys
@@ -61,7 +64,7 @@ def make_options_table(feature: Feature) -> str:
         (
             f"`{one.name}`",
             f"`{make_variable_name(feature.name, one.name)}`",
-            f"`{one.default}`{_unless_named(one)}",
+            ("unset" if one.default == "" else f"`{one.default}`") + _unless_named(one),
             _explain(one, one.aliases),
         )
         for one in feature.options
@@ -75,6 +78,19 @@ def _explain(option: Option, aliases: Iterable[str]) -> str:
 
 def _unless_named(option: Option) -> str:
     return "" if option.default_unless_named is None else f"; `{option.default_unless_named}` unless it is named"
+
+
+def make_fields_table(described: type) -> str:
+    """Return the Markdown table of the attributes that the docstring of a dataclass describes, with their defaults."""
+    attributes = (inspect.getdoc(described) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
+    defaults = {field.name: field.default for field in dataclasses.fields(described)}
+    lines = [("Field", "Default", "Meaning"), ("---",) * 3]
+    for name, text in found:
+        default = "**must be given**" if defaults[name] is dataclasses.MISSING else f"`{defaults[name]!r}`"
+        meaning = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", " ".join(text.split())).replace("``", "`")
+        lines.append((f"`{name}`", default, meaning))
+    return _table(lines)
 
 
 def make_versions_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -97,6 +113,8 @@ def _generate(name: str, folder: Path) -> str:
         return make_variables_table()
     if name.startswith("options:"):
         return make_options_table(next(one for one in _shipped() if one.name == name.partition(":")[2]))
+    if name.startswith("fields:"):
+        return make_fields_table({"Feature": Feature, "Option": Option}[name.partition(":")[2]])
     if name == "versions":
         record = folder / "versions.json"
         return make_versions_table(json.loads(record.read_text(encoding="utf-8"))) if record.exists() else ""

@@ -26,6 +26,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 PAGES: Final = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LEFT_OUT: Final = (
+    "git clone",
     "pip ",
     "docker ",
     "make ",
