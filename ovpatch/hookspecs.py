@@ -199,8 +199,8 @@ class Feature:
 class FeatureCounters:
     """The numbers of a feature in the report: the annotated attributes of a subclass, all of them ``int``.
 
-    Most are totals since the process started. Those of what exists are levels, such as the bytes that a rank keeps
-    now, and fall again. The docstring of the subclass says so.
+    Most are totals since the process started. Some are levels, which fall again, such as the bytes that a rank keeps
+    now. The docstring of the subclass names its levels.
 
     No dataclass: to make one takes half a millisecond, of each feature's part in ``apply()``.
     """

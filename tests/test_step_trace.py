@@ -283,7 +283,7 @@ ROOMS = {
     "ovpatch/overlap/tensors": 567,
     "ovpatch/overlap/peer_rpc": 853,
     "plugins/ovpatch_plugins/ddp": 685,
-    "plugins/ovpatch_plugins/dist_optimizer": 3558,
+    "plugins/ovpatch_plugins/dist_optimizer": 3597,
 }
 
 

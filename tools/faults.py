@@ -208,9 +208,9 @@ FAULTS: Final = (
     ),
     Fault(
         "an interrupted swap is not completed",
-        _SHARDING + "sharded_state.py",
-        "            if self._swapped or self._has_begun_version:\n",
-        "            if False:\n",
+        _SHARDING + "sharded_optimizer.py",
+        "                    if state.is_swapped:\n",
+        "                    if False:\n",
         (_SHARDING_TESTS + "test_interrupted_swaps.py",),
     ),
     Fault(
@@ -423,8 +423,8 @@ FAULTS: Final = (
     Fault(
         "a vote does not name its subject",
         _SHARDING + "agreement.py",
-        "if high != -low or outcome == _ENDS:",
-        "if outcome == _ENDS:",
+        "        if high != -low:\n",
+        "        if False:\n",
         (_SHARDING_TESTS + "test_orders_by_rank.py",),
     ),
     Fault(
@@ -622,7 +622,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a vote does not name its kind",
-        _SHARDING + "sharded_grads.py",
+        _SHARDING + "vote_tags.py",
         'f"{kind} {shards.identity}"',
         'f"{shards.identity}"',
         (_SHARDING_TESTS + "test_orders_by_rank.py",),
@@ -700,12 +700,12 @@ FAULTS: Final = (
     Fault(
         "a failed step leaves shards in the groups",
         _SHARDING + "sharded_param.py",
-        "            yield\n"
+        "            return function(*args, **kwargs)\n"
         "        finally:\n"
         "            for group, params in groups:\n"
         '                group["params"] = params\n'
         "    finally:\n",
-        "            yield\n"
+        "            return function(*args, **kwargs)\n"
         "        except OSError:\n"
         "            raise\n"
         "        else:\n"

@@ -60,7 +60,7 @@ def test_results_come_by_rank(ranks, world):
 
 
 def _count_and_remark():
-    """Return what the case finds in the report of a feature, and leave something there."""
+    """Return the report of a feature as the case finds it, and leave something there."""
     from ovpatch_plugins.dist_optimizer import report
 
     found = report.COUNTERS.steps, report.list_remarks()

@@ -119,6 +119,8 @@ class ShardedState(LazySource):
         self._num_counted = 0
 
         # - The running step
+        # Whether `swap_in` has begun, and `swap_out` has not ended.
+        self.is_swapped = False
         self._swapped: Swapped = []
         self._has_begun_version = False
         # None if the next step must inspect each tensor of the state.
@@ -184,6 +186,7 @@ class ShardedState(LazySource):
         Returns:
             The parameters that the optimizer must get instead.
         """
+        self.is_swapped = True
         shown, self._swapped = self._choose_shown(params)
         with self._changed:
             self._steps += 1
@@ -217,11 +220,7 @@ class ShardedState(LazySource):
                 self._has_begun_version = False
             if len(self._metas) > self._num_counted:
                 self._count_bytes()
-
-    @property
-    def is_swapped(self) -> bool:
-        """True from :meth:`swap_in` until the end of :meth:`swap_out`."""
-        return bool(self._swapped) or self._has_begun_version
+            self.is_swapped = bool(self._swapped)
 
     def exchange_metadata(self, params: Sequence[ShardedParam], states: States) -> None:
         """Show the state that peers' parameters have after a step.

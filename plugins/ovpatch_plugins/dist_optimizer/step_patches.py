@@ -123,15 +123,15 @@ def _without_hooks(step: Any) -> Any:
 
 
 def _has_kept_step(cls: type[Optimizer]) -> bool:
-    """Return whether a class has kept a function that is not patched, see :func:`_inherits_step`."""
-    for base in cls.__mro__[: cls.__mro__.index(Optimizer)]:
-        kept = _without_hooks(vars(base).get("step"))
-        if kept is not None and not _inherits_step(base):
-            current = _list_wrapped(super(base, base).step)
-            # A script's own step may name torch's as the function that it wraps, but has other code.
-            if _list_wrapped(kept)[-1] is current[-1] and kept.__code__ in [inner.__code__ for inner in current]:
-                return True
-    return False
+    """Return whether an unknown class has kept a function that is not patched, see :func:`_inherits_step`."""
+    owner: Any = next(base for base in cls.__mro__ if "_init_group" in vars(base) or not _inherits_step(base))
+    if "step" not in vars(owner):
+        return False
+    kept = _list_wrapped(_without_hooks(vars(owner)["step"]))
+    current = _list_wrapped(getattr(super(owner, owner), "step", None))
+    # A script's own step may name torch's as the function that it wraps, but has other code.
+    codes = [getattr(inner, "__code__", None) for inner in current]
+    return kept[-1] is current[-1] and getattr(kept[0], "__code__", None) in codes
 
 
 def _list_wrapped(step: Any) -> list[Any]:

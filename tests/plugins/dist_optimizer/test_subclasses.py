@@ -136,7 +136,7 @@ def test_subclasses_without_their_own_step_are_sharded_in_any_order(ranks: Any) 
 
 
 def _apply_twice() -> list[tuple[dict[str, int], bool, str]]:
-    """Return, for two calls of apply(), the counters, and whether the parameters are those of stock PyTorch."""
+    """Return, for two calls of apply(), the counters, and whether stock PyTorch has the same parameters."""
     from ovpatch_plugins.dist_optimizer.report import list_remarks
 
     found = []

@@ -283,7 +283,7 @@ def _write_late(part: Part, x: Tensor) -> Tensor:
     return _count_in_place(part, x) if part.calls > 3 else _scale(part, x, 0.0)
 
 
-# Parts that first do something in a late call, which is an error with a remedy of its own.
+# Parts that first do something in a late call, which is an error with its own remedy.
 LATE: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "a draw from numpy": (
         lambda: Part(_draw_late, calls=0),
