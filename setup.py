@@ -38,8 +38,8 @@ class EditableWheel(editable_wheel):
 
 
 def read_me() -> str:
-    """Return README.md for a package index, on which its links to other files of the repository would lead nowhere."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    """Return README.md for a package index, without its pictures and links to files of the repository."""
+    text = re.sub(r"!\[[^\]]*\]\((?![a-z]+:)[^)]*\)\n*", "", (ROOT / "README.md").read_text(encoding="utf-8"))
     return re.sub(r"\[([^\]]*)\]\((?![a-z]+:)[^)]*\)", r"\1", text)
 
 

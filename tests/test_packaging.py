@@ -111,6 +111,7 @@ def test_the_index_page_has_no_link_into_the_repository(metadata):
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert "# ovpatch" in text
     assert all(re.match("[a-z]+:", target) for target in re.findall(r"\]\(([^)]*)\)", text))
+    assert not re.search(r"^!\w", text, re.MULTILINE), "the text of a picture remains"
 
 
 def test_the_source_distribution_has_all_that_its_tests_need(tmp_path):
