@@ -87,7 +87,7 @@ def of(*packages: str) -> list[str]:
 
 def test_the_arrows_are_looked_at_in_a_graph_that_is_not_empty():
     assert "ovpatch.patching.manager" in FILES
-    assert "ovpatch_plugins.ddp.plugin" in FILES
+    assert "ovpatch_plugins.ddp.ddp_feature" in FILES
     assert ("ovpatch.patching", True) in graph()["ovpatch.session.session"]
     assert ("torch", False) in graph()["ovpatch.api"]
     assert ("ovpatch.patching", True) not in graph()["ovpatch"], "TYPE_CHECKING is no import"
@@ -364,7 +364,7 @@ TABLES = {
     "ovpatch_plugins.recompute.takeover:_hook_handles": "the hook that notes modules, until revert()",
     "ovpatch_plugins.recompute.takeover:_wrapped": "classes, with what gives them their forward back",
     "ovpatch_plugins.tp_linear.layout:SPECS": "a cache of bounded size",
-    "ovpatch_plugins.tp_linear.plugin:_settings": "the options",
+    "ovpatch_plugins.tp_linear.tp_linear_feature:_settings": "the options",
     "ovpatch_plugins.tp_linear.precomputed:PRECOMPUTED": "every linear asks; an entry goes with the gathered tensor",
     "ovpatch_plugins.tp_linear.takeover:LEFT": "names for the report",
 }

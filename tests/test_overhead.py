@@ -112,7 +112,7 @@ def test_nothing_is_imported_that_does_the_work_before_there_is_any():
     # Where a feature registers that it shards the gradients of models that are wrapped later.
     registry = {"ovpatch.overlap.data_parallel", "ovpatch.overlap.data_parallel.grad_sharder"}
     for loaded, interface in zip(applied, (set(), registry), strict=True):
-        assert "ovpatch_plugins.ddp.plugin" in loaded, "the feature is on"
+        assert "ovpatch_plugins.ddp.ddp_feature" in loaded, "the feature is on"
         work = [name for name in loaded if name.startswith("ovpatch.overlap.") and name not in interface]
         work += [name for name in loaded if name.count(".") > 1 and name.startswith("ovpatch_plugins.")]
         work = [name for name in work if name.rpartition(".")[2] not in light]

@@ -31,6 +31,28 @@ _READ: Final = ("ep_mesh", "tp_mesh", "num_local_experts", "experts_forward")
 _PLAIN: Final = {"grouped_mm": "grouped_mm_experts_forward", "batched_mm": "batched_mm_experts_forward"}
 
 
+def wrap_call(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap ``AllToAllEP.__call__``: the feature computes the experts while it is on."""
+
+    @functools.wraps(original)
+    def __call__(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        compute = compute_experts if STATE.on and is_stock_implementation(self) else original
+        return compute(self, hidden_states, top_k_index, top_k_weights)
+
+    return __call__
+
+
+def wrap_install(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``EpDispatchExpertsParallel.install_forward``: scripts may name the implementation ``ovpatch``."""
+
+    @functools.wraps(original)
+    def install_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        register_implementation()
+        return original(self, *args, **kwargs)
+
+    return install_forward
+
+
 def register_implementation() -> None:
     """Register ``ovpatch`` as an implementation, unless the registry has one of that name."""
     from transformers.distributed import expert_parallel

@@ -102,6 +102,13 @@ def wrap_optimizer_init(original: Callable[..., None], options: Mapping[str, Any
     return __init__
 
 
+def attach_all(options: Mapping[str, Any]) -> None:
+    """Attach to the models of the optimizers that exist, and fill the waits of other features."""
+    CHECKS.when = options["check"]
+    fill_backward_waits(options["ahead"])
+    take_over_living_models(options)
+
+
 def take_over_living_models(options: Mapping[str, Any]) -> None:
     """Take over the models of optimizers that exist already, and note the modules that will be made."""
     objects = gc.get_objects()

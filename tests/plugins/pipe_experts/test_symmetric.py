@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from ovpatch.hookspecs import OptionError
 from ovpatch.overlap.comm.lifetimes import drop_values
 from ovpatch.overlap.symm_mem import memory
-from ovpatch_plugins.pipe_experts import all_to_all, layer, plugin
+from ovpatch_plugins.pipe_experts import all_to_all, layer, pipe_experts_feature
 from ovpatch_plugins.pipe_experts.all_to_all import SymmAllToAll
 from ovpatch_plugins.pipe_experts.options import MoEConfig
 from ovpatch_plugins.pipe_experts.report import COUNTERS
@@ -169,7 +169,7 @@ def stood_down(why: str, config: MoEConfig) -> tuple[int, str, list[str]]:
     finally:
         memory.unsupported_reason, memory.allocate = objection, made
         drop_values(all_to_all.SymmAllToAll)
-    lines = [line for line in plugin.ovpatch_remarks() if "symmetric memory" in line]
+    lines = [line for line in pipe_experts_feature.list_remarks() if "symmetric memory" in line]
     all_to_all._unsupported_reasons.clear()
     return COUNTERS.symmetric - before, error, lines
 

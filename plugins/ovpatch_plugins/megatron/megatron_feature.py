@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
-from ovpatch.hookspecs import Feature, Package, Registrar, hookimpl, make_counters_hook
+from ovpatch.hookspecs import Feature, Package, Registrar, make_feature_hooks
 from ovpatch_plugins.megatron.options import OPTIONS
+from ovpatch_plugins.megatron.report import COUNTERS
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _PIPELINE = "megatron.core.pipeline_parallel"
@@ -24,23 +25,19 @@ _MESSAGES = (
 )
 
 
-@hookimpl
-def ovpatch_feature() -> Feature:
-    """Describe the feature."""
-    return Feature(
-        name="megatron",
-        summary="Megatron-Core: linears hide collectives, stages send early, no late or stale values.",
-        options=OPTIONS,
-        default=False,
-        reorders_products=True,
-        distributed=True,
-        packages=(Package("megatron.core", "pip install 'ovpatch[megatron]'"),),
-        work=("calls", "reductions", "gathers", "pipeline_steps"),
-    )
+FEATURE: Final = Feature(
+    name="megatron",
+    summary="Megatron-Core: linears hide collectives, stages send early, no late or stale values.",
+    options=OPTIONS,
+    default=False,
+    reorders_products=True,
+    distributed=True,
+    packages=(Package("megatron.core", "pip install 'ovpatch[megatron]'"),),
+    work=("calls", "reductions", "gathers", "pipeline_steps"),
+)
 
 
-@hookimpl
-def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
+def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches; they wait for the import of ``megatron.core``."""
     delays = options["pipeline_schedule"] != "stock"
 
@@ -158,18 +155,16 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         patch(f"{_GROUP}.finish_grad_sync", "param_sync", "wrap_finish_grads", "is where a gather loses its validity")
 
 
-@hookimpl
-def ovpatch_activate(options: Mapping[str, Any]) -> None:
-    """Take over the models that are wrapped already."""
+def activate(options: Mapping[str, Any]) -> None:
+    """Attach to the models that are wrapped already."""
     if "megatron.core" in sys.modules and (options["ordered_grad_reduce"] or options["early_param_gather"]):
         from ovpatch_plugins.megatron.takeover import take_over_all
 
         take_over_all()
 
 
-@hookimpl
-def ovpatch_deactivate() -> None:
-    """Give all models back to Megatron."""
+def deactivate() -> None:
+    """Leave all models to Megatron."""
     param_sync = sys.modules.get("ovpatch_plugins.megatron.param_sync")
     if param_sync is not None:
         param_sync.finish_all()
@@ -181,11 +176,11 @@ def ovpatch_deactivate() -> None:
         takeover.give_back_all()
 
 
-ovpatch_counters = make_counters_hook("ovpatch_plugins.megatron.report")
-
-
-@hookimpl
-def ovpatch_remarks() -> Sequence[str]:
-    """Return what is left to Megatron, and why."""
-    takeover = sys.modules.get("ovpatch_plugins.megatron.takeover")
-    return [] if takeover is None else list(takeover.list_left())
+hooks = make_feature_hooks(
+    FEATURE,
+    register,
+    counters=COUNTERS,
+    activate=activate,
+    deactivate=deactivate,
+    remarks="ovpatch_plugins.megatron.takeover:list_left",
+)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
+from ovpatch.hookspecs import Feature, Registrar, make_feature_hooks
 from ovpatch_plugins.dist_optimizer.options import OPTIONS
 
 if TYPE_CHECKING:
@@ -19,24 +19,20 @@ if TYPE_CHECKING:
 _CLIP: Final = "torch.nn.utils.clip_grad"
 
 
-@hookimpl
-def ovpatch_feature() -> Feature:
-    """Describe the feature."""
-    return Feature(
-        name="dist_optimizer",
-        summary=("ZeRO-1: each rank updates its shard of the parameters and keeps that shard's state."),
-        options=OPTIONS,
-        requires=("ddp",),
-        distributed=True,
-        work=("steps",),
-    )
+FEATURE: Final = Feature(
+    name="dist_optimizer",
+    summary="ZeRO-1: each rank updates its shard of the parameters and keeps that shard's state.",
+    options=OPTIONS,
+    requires=("ddp",),
+    distributed=True,
+    work=("steps",),
+)
 
 
 # --- registration ---
 
 
-@hookimpl
-def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
+def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches.
 
     If each model is chosen, the patches that only sharded models need follow with the first one.
@@ -88,7 +84,7 @@ class _LatePatches:
 
 
 class _Registration:
-    """The values that the newest ``ovpatch_register`` has left for ``ovpatch_activate``."""
+    """The values that the newest :func:`register` has left for :func:`activate`."""
 
     late = _LatePatches()
 
@@ -198,8 +194,7 @@ def _register_readers(patches: Registrar) -> None:
 # --- activation ---
 
 
-@hookimpl
-def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
+def activate(options: Mapping[str, Any]) -> None:
     """Shard the gradients of models that the script wraps after this call."""
     from ovpatch.overlap.data_parallel.grad_sharder import register_grad_sharder
 
@@ -209,7 +204,6 @@ def ovpatch_activate(options: Mapping[str, Any]) -> Sequence[str]:
     if options["shard"] == "auto":
         choice = functools.partial(_choose_sharding, terms, _Registration.late.prepare)
     register_grad_sharder(functools.partial(_make_sharder, terms), terms, choice)
-    return []
 
 
 def _choose_sharding(options: Mapping[str, Any], prepare: Callable[[], str], *model: Any, **facts: Any) -> bool:
@@ -233,8 +227,7 @@ def _make_sharder(options: Mapping[str, Any], *model: Any, **facts: Any) -> Grad
     )
 
 
-@hookimpl
-def ovpatch_deactivate() -> None:
+def deactivate() -> None:
     """Leave all optimizers to torch."""
     from ovpatch.overlap.data_parallel.grad_sharder import unregister_grad_sharder
 
@@ -255,14 +248,20 @@ def ovpatch_deactivate() -> None:
 
 # --- the report ---
 
-ovpatch_counters = make_counters_hook("ovpatch_plugins.dist_optimizer.report")
-
-
-@hookimpl
-def ovpatch_remarks() -> Sequence[str]:
+def report_remarks() -> Sequence[str]:
     """Return the models that are sharded, the optimizers that fell back, and measurements."""
     from ovpatch_plugins.dist_optimizer.report import list_remarks
 
     autotune = sys.modules.get("ovpatch.overlap.autotune.autotuner")
     measured = [] if autotune is None else autotune.report_lines("dist_optimizer")
     return [*list_remarks(), *measured]
+
+
+hooks = make_feature_hooks(
+    FEATURE,
+    register,
+    counters="ovpatch_plugins.dist_optimizer.report:COUNTERS",
+    activate=activate,
+    deactivate=deactivate,
+    remarks=report_remarks,
+)

@@ -6,31 +6,26 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from ovpatch.hookspecs import Feature, Package, Registrar, hookimpl, make_counters_hook
+from ovpatch.hookspecs import Feature, Package, Registrar, make_feature_hooks
 from ovpatch_plugins.tp_linear.options import OPTIONS
 
 _STYLE = "torch.distributed.tensor.parallel.style"
 
 
-@hookimpl
-def ovpatch_feature() -> Feature:
-    """Describe the feature."""
-    return Feature(
-        name="tp_linear",
-        summary="Linears of parallelize_module hide their gathers and reduce-scatters under products.",
-        options=OPTIONS,
-        default=True,
-        reorders_products=True,
-        distributed=True,
-        packages=(Package("torch.distributed.tensor", "install a build of torch that has it"),),
-        work=("calls",),
-    )
+FEATURE: Final = Feature(
+    name="tp_linear",
+    summary="Linears of parallelize_module hide their gathers and reduce-scatters under products.",
+    options=OPTIONS,
+    reorders_products=True,
+    distributed=True,
+    packages=(Package("torch.distributed.tensor", "install a build of torch that has it"),),
+    work=("calls",),
+)
 
 
-@hookimpl
-def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
+def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches; they wait until the script imports their target, since that import takes long."""
     _settings.clear()
     _settings.update(options)
@@ -48,25 +43,12 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     )
 
 
-@hookimpl
-def ovpatch_activate() -> Sequence[str]:
-    """Take over the modules that are cut already."""
+def attach_cut_modules() -> Sequence[str]:
+    """Attach to the modules that are sharded already, and return the remarks on them."""
     return _load_takeover().recover_modules() if _has_cut_modules() else []
 
 
-@hookimpl
-def ovpatch_deactivate() -> None:
-    """Give all modules back to stock."""
-    takeover = sys.modules.get("ovpatch_plugins.tp_linear.takeover")
-    if takeover is not None:
-        takeover.give_back_modules()
-
-
-ovpatch_counters = make_counters_hook("ovpatch_plugins.tp_linear.report")
-
-
-@hookimpl
-def ovpatch_remarks() -> Sequence[str]:
+def list_remarks() -> Sequence[str]:
     """Return the measured choices, the linears that stock computes and why, and products that no linear used."""
     from ovpatch_plugins.tp_linear.report import COUNTERS
 
@@ -118,3 +100,13 @@ def _load_takeover() -> Any:
     if not STATE.on:
         STATE.turn_on(_settings)
     return takeover
+
+
+hooks = make_feature_hooks(
+    FEATURE,
+    register,
+    counters="ovpatch_plugins.tp_linear.report:COUNTERS",
+    activate=attach_cut_modules,
+    deactivate="ovpatch_plugins.tp_linear.takeover:give_back_modules",
+    remarks=list_remarks,
+)

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
-from ovpatch.hookspecs import Feature, Package, Registrar, hookimpl, make_counters_hook
+from ovpatch.hookspecs import Feature, Package, Registrar, hookimpl, make_feature_hooks
 from ovpatch_plugins.pipeline.options import OPTIONS, ActiveOptions
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 _CLASSES = ("ScheduleGPipe", "Schedule1F1B", "PipelineScheduleMulti", "_PipelineScheduleRuntime")
 
 
-@hookimpl
-def ovpatch_feature() -> Feature:
-    """Describe the feature."""
-    return Feature(
-        name="pipeline",
-        summary="torch.distributed.pipelining: early sends, and weight gradients in the bubbles.",
-        options=OPTIONS,
-        default=False,
-        distributed=True,
-        packages=(Package("torch.distributed.pipelining", "install a build of torch that has it"),),
-        work=("steps",),
-    )
+FEATURE: Final = Feature(
+    name="pipeline",
+    summary="torch.distributed.pipelining: early sends, and weight gradients in the bubbles.",
+    options=OPTIONS,
+    default=False,
+    distributed=True,
+    packages=(Package("torch.distributed.pipelining", "install a build of torch that has it"),),
+    work=("steps",),
+)
 
 
-@hookimpl
-def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
+def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches; they wait for the import of ``torch.distributed.pipelining``."""
     report = sys.modules.get("ovpatch_plugins.pipeline.report")
     if report is not None:
@@ -53,25 +49,6 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     )
 
 
-@hookimpl
-def ovpatch_deactivate() -> None:
-    """Give all stages back to stock."""
-    takeover = sys.modules.get("ovpatch_plugins.pipeline.takeover")
-    if takeover is not None:
-        takeover.release_all()
-
-
-ovpatch_counters = make_counters_hook("ovpatch_plugins.pipeline.report")
-
-
-@hookimpl
-def ovpatch_remarks() -> Sequence[str]:
-    """Return what ran and what it cost, and why schedules or linears were left to stock."""
-    from ovpatch_plugins.pipeline.report import write_remarks
-
-    return write_remarks()
-
-
 def wrap_destroy_process_group(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``destroy_process_group``: edges of a pipeline end before its group does."""
 
@@ -91,9 +68,19 @@ def _wrap_step(original: Callable[..., Any], owner: str, options: Mapping[str, A
     return Takeover(options).wrap_step(original, owner)
 
 
-@hookimpl
-def ovpatch_plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapping[str, Any]:
+def plan_pipeline(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapping[str, Any]:
     """Answer ``ovpatch pipeline --what-if``."""
     from ovpatch_plugins.pipeline.planning import plan
 
     return plan(question, progress)
+
+
+hooks = make_feature_hooks(
+    FEATURE,
+    register,
+    counters="ovpatch_plugins.pipeline.report:COUNTERS",
+    deactivate="ovpatch_plugins.pipeline.takeover:release_all",
+    remarks="ovpatch_plugins.pipeline.report:write_remarks",
+)
+# No other feature answers this hook, so make_feature_hooks() has no argument for it.
+vars(hooks)["ovpatch_plan"] = hookimpl(plan_pipeline)

@@ -6,9 +6,9 @@ import functools
 import gc
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from ovpatch.hookspecs import Feature, Registrar, hookimpl, list_failures, make_counters_hook
+from ovpatch.hookspecs import Feature, Registrar, list_failures, make_feature_hooks
 from ovpatch_plugins.ddp.options import OPTIONS, REMOVED_OPTIONS
 
 _DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
@@ -28,21 +28,17 @@ _NEEDS_STOCK = {
 }
 
 
-@hookimpl
-def ovpatch_feature() -> Feature:
-    """Describe the feature."""
-    return Feature(
-        name="ddp",
-        summary="DistributedDataParallel reduces gradients where they are, while backward computes.",
-        options=OPTIONS,
-        removed_options=REMOVED_OPTIONS,
-        distributed=True,
-        work=("backwards",),
-    )
+FEATURE: Final = Feature(
+    name="ddp",
+    summary="DistributedDataParallel reduces gradients where they are, while backward computes.",
+    options=OPTIONS,
+    removed_options=REMOVED_OPTIONS,
+    distributed=True,
+    work=("backwards",),
+)
 
 
-@hookimpl
-def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
+def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches; all of them are methods of the stock class, which itself stays."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -85,8 +81,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
         )
 
 
-@hookimpl
-def ovpatch_activate() -> Sequence[str]:
+def list_early_models() -> Sequence[str]:
     """Return the models that were wrapped too early."""
     distributed = sys.modules.get("torch.nn.parallel.distributed")
     torch = sys.modules.get("torch")
@@ -109,25 +104,11 @@ def ovpatch_activate() -> Sequence[str]:
     ]
 
 
-@hookimpl
-def ovpatch_deactivate() -> None:
-    """Restore the stock reducers of all models."""
-    attachment = sys.modules.get("ovpatch_plugins.ddp.ddp_attach")
-    if attachment is not None:
-        attachment.restore_all()
-
-
-ovpatch_counters = make_counters_hook("ovpatch_plugins.ddp.report")
-
-
-@hookimpl
-def ovpatch_remarks() -> Sequence[str]:
+def list_remarks() -> Sequence[str]:
     """Return the models with the stock reducer and its reasons, or the reason for no model."""
     from ovpatch_plugins.ddp import report
     from ovpatch_plugins.ddp.report import COUNTERS
 
-    if "ovpatch_plugins.ddp.ddp_attach" not in sys.modules:
-        return []
     if not (COUNTERS.models or COUNTERS.stock_models):
         # The report shows the error itself if wrapping a model has failed.
         reason = "" if list_failures("ddp") else report.describe_other_reducers()
@@ -141,3 +122,13 @@ def _has_stock_reducer(ddp: Any) -> bool:
     reducer = vars(ddp).get("reducer")
     is_stock = reducer is not None and (ours is None or not isinstance(reducer, ours.ReducerStub))
     return is_stock and ddp.process_group.size() > 1
+
+
+hooks = make_feature_hooks(
+    FEATURE,
+    register,
+    counters="ovpatch_plugins.ddp.report:COUNTERS",
+    activate=list_early_models,
+    deactivate="ovpatch_plugins.ddp.ddp_attach:restore_all",
+    remarks=list_remarks,
+)
