@@ -65,7 +65,7 @@ class Linear:
 
     def kernels(self, tiles: Any) -> Tensor:
         """Compute by the kernels of ``fused``, with tiles as given."""
-        from ovpatch.overlap.symm_mem import memory
+        from ovpatch.overlap.kernels import symmetric_memory as memory
 
         found = self.launch(memory.get_workspace(self.group, device()), tiles)
         if found is None:

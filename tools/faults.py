@@ -299,7 +299,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a recomputation calls the hooks inside of its block again",
-        _RECOMPUTE + "takeover.py",
+        _RECOMPUTE + "recompute_attach.py",
         "if hooked := _find_hook(self, modules):",
         'if hooked := "":',
         (_REPEATED_TESTS + "test_each_part_is_stocks",),
@@ -313,7 +313,7 @@ FAULTS: Final = (
     ),
     Fault(
         "each optimizer looks for its model again",
-        _RECOMPUTE + "takeover.py",
+        _RECOMPUTE + "recompute_attach.py",
         "and _SEEN not in attached_values(param)}",
         "}",
         (_REPEATED_TESTS + "test_optimizers_find_their_models_without_a_walk",),
@@ -372,7 +372,7 @@ FAULTS: Final = (
     ),
     Fault(
         "graphs guard on a block's name",
-        "plugins/ovpatch_plugins/recompute/takeover.py",
+        "plugins/ovpatch_plugins/recompute/recompute_attach.py",
         "mark: Mark = granularity, tuple(keep),",
         "mark: Mark = granularity, (*keep, block.name)[: len(keep) + 1],",
         ("tests/plugins/test_compiled.py::test_dynamo_does_what_it_does_in_stock_pytorch",),

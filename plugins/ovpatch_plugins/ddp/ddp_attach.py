@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.hookspecs import note_failures
-from ovpatch_plugins.ddp import report
-from ovpatch_plugins.ddp.report import COUNTERS
+from ovpatch_plugins.ddp import ddp_report as report
+from ovpatch_plugins.ddp.ddp_report import COUNTERS
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel

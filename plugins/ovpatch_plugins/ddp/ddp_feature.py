@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ovpatch.hookspecs import Feature, Registrar, list_failures, make_feature_hooks
-from ovpatch_plugins.ddp.options import OPTIONS, REMOVED_OPTIONS
+from ovpatch_plugins.ddp.ddp_options import OPTIONS, REMOVED_OPTIONS
 
 _DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
 
@@ -106,8 +106,8 @@ def list_early_models() -> Sequence[str]:
 
 def list_remarks() -> Sequence[str]:
     """Return the models with the stock reducer and its reasons, or the reason for no model."""
-    from ovpatch_plugins.ddp import report
-    from ovpatch_plugins.ddp.report import COUNTERS
+    from ovpatch_plugins.ddp import ddp_report as report
+    from ovpatch_plugins.ddp.ddp_report import COUNTERS
 
     if not (COUNTERS.models or COUNTERS.stock_models):
         # The report shows the error itself if wrapping a model has failed.
@@ -127,7 +127,7 @@ def _has_stock_reducer(ddp: Any) -> bool:
 hooks = make_feature_hooks(
     FEATURE,
     register,
-    counters="ovpatch_plugins.ddp.report:COUNTERS",
+    counters="ovpatch_plugins.ddp.ddp_report:COUNTERS",
     activate=list_early_models,
     deactivate="ovpatch_plugins.ddp.ddp_attach:restore_all",
     remarks=list_remarks,

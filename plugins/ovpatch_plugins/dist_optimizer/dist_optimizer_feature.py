@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ovpatch.hookspecs import Feature, Registrar, make_feature_hooks
-from ovpatch_plugins.dist_optimizer.options import OPTIONS
+from ovpatch_plugins.dist_optimizer.dist_optimizer_options import OPTIONS
 
 if TYPE_CHECKING:
     from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
@@ -234,7 +234,7 @@ def deactivate() -> None:
     # First, so that no thread wraps another sharded model.
     unregister_grad_sharder()
     # Modules that were not imported have nothing to release.
-    copies = sys.modules.get("ovpatch.overlap.copy_engine.selection")
+    copies = sys.modules.get("ovpatch.overlap.kernels.copy_choice")
     communicators = sys.modules.get("ovpatch.overlap.comm.collectives")
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizer_attach")
     # Optimizers first, because their last gathers need the other two.
@@ -250,9 +250,9 @@ def deactivate() -> None:
 
 def report_remarks() -> Sequence[str]:
     """Return the models that are sharded, the optimizers that fell back, and measurements."""
-    from ovpatch_plugins.dist_optimizer.report import list_remarks
+    from ovpatch_plugins.dist_optimizer.dist_optimizer_report import list_remarks
 
-    autotune = sys.modules.get("ovpatch.overlap.autotune.autotuner")
+    autotune = sys.modules.get("ovpatch.overlap.kernels.autotuner")
     measured = [] if autotune is None else autotune.report_lines("dist_optimizer")
     return [*list_remarks(), *measured]
 
@@ -260,7 +260,7 @@ def report_remarks() -> Sequence[str]:
 hooks = make_feature_hooks(
     FEATURE,
     register,
-    counters="ovpatch_plugins.dist_optimizer.report:COUNTERS",
+    counters="ovpatch_plugins.dist_optimizer.dist_optimizer_report:COUNTERS",
     activate=activate,
     deactivate=deactivate,
     remarks=report_remarks,

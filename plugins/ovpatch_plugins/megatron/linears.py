@@ -21,9 +21,9 @@ from torch import Tensor
 from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.tensors.pending_param import wait_for_param
-from ovpatch_plugins.megatron.options import OPTIONS
-from ovpatch_plugins.megatron.report import COUNTERS
-from ovpatch_plugins.megatron.takeover import note_left
+from ovpatch_plugins.megatron.bucket_order import note_left
+from ovpatch_plugins.megatron.megatron_options import OPTIONS
+from ovpatch_plugins.megatron.megatron_report import COUNTERS
 from ovpatch_plugins.megatron.weight_grads import WeightGrad, WeightGradQueue, multiply
 from ovpatch_plugins.tp_linear import all_gather_linear, find_fused_objection, linear_reduce_scatter
 

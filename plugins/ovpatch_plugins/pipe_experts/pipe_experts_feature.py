@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ovpatch.hookspecs import Feature, Package, Registrar, make_feature_hooks
-from ovpatch_plugins.pipe_experts.options import OPTIONS, STATE, MoEConfig
-from ovpatch_plugins.pipe_experts.report import COUNTERS, write_remarks
+from ovpatch_plugins.pipe_experts.pipe_experts_options import OPTIONS, STATE, MoEConfig
+from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS, write_remarks
 
 _EP: Final = "transformers.distributed.expert_parallel"
-_ATTACH: Final = "ovpatch_plugins.pipe_experts.takeover"
+_ATTACH: Final = "ovpatch_plugins.pipe_experts.huggingface_experts"
 
 FEATURE: Final = Feature(
     name="pipe_experts",

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ovpatch.hookspecs import Feature, Registrar, make_feature_hooks
-from ovpatch_plugins.recompute.options import OPTIONS
-from ovpatch_plugins.recompute.report import COUNTERS, write_remarks
+from ovpatch_plugins.recompute.recompute_options import OPTIONS
+from ovpatch_plugins.recompute.recompute_report import COUNTERS, write_remarks
 
-_ATTACH: Final = "ovpatch_plugins.recompute.takeover"
+_ATTACH: Final = "ovpatch_plugins.recompute.recompute_attach"
 
 FEATURE: Final = Feature(
     name="recompute",

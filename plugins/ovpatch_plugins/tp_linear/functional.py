@@ -17,8 +17,8 @@ from torch import Tensor
 from ovpatch_plugins.tp_linear import tp_group
 from ovpatch_plugins.tp_linear.autograd import OpContext, TPConfig, run_operator
 from ovpatch_plugins.tp_linear.operators import LinearScatterThenBias, WeightGrad, multiply_weight_grad
-from ovpatch_plugins.tp_linear.options import DEFAULT, SCHEDULES
 from ovpatch_plugins.tp_linear.schedules import Schedule, find_schedule
+from ovpatch_plugins.tp_linear.tp_linear_options import DEFAULT, SCHEDULES
 
 CHUNKS = 4
 

@@ -17,10 +17,10 @@ from torch.distributed import distributed_c10d
 from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD, autocast_dtype
 from ovpatch_plugins.tp_linear import tp_group
 from ovpatch_plugins.tp_linear.layout import from_rows, get_local, to_rows, wrap_grad
-from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules import Schedule, find_schedule
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, compute_weight_grad, linear
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
+from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
 WeightGrad = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """Computes a weight's gradient, from the weight, the output's gradient ``[M, n]`` and the whole input ``[M, k]``.

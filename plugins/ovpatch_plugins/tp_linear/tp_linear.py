@@ -25,7 +25,6 @@ from ovpatch_plugins.tp_linear import operators, tp_group
 from ovpatch_plugins.tp_linear.autograd import OpContext, TPConfig, run_operator
 from ovpatch_plugins.tp_linear.layout import PLAIN, find_sequence_dim, get_local, is_traced
 from ovpatch_plugins.tp_linear.operators import OPERATORS, accumulate_weight_grad, multiply_weight_grad
-from ovpatch_plugins.tp_linear.options import DEFAULT, OPTIONS
 from ovpatch_plugins.tp_linear.precomputed import (
     PRECOMPUTED,
     GatherGuard,
@@ -33,11 +32,12 @@ from ovpatch_plugins.tp_linear.precomputed import (
     PrecomputedOutputs,
     claim_output,
 )
-from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules import find_schedule
 from ovpatch_plugins.tp_linear.schedules.autotuned import Auto
 from ovpatch_plugins.tp_linear.schedules.fused import Fused, find_fused_objection
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
+from ovpatch_plugins.tp_linear.tp_linear_options import DEFAULT, OPTIONS
+from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
 Style = ColwiseParallel | RowwiseParallel
 

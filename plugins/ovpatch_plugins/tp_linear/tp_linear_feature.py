@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from ovpatch.hookspecs import Feature, Package, Registrar, make_feature_hooks
-from ovpatch_plugins.tp_linear.options import OPTIONS
+from ovpatch_plugins.tp_linear.tp_linear_options import OPTIONS
 
 _STYLE = "torch.distributed.tensor.parallel.style"
 
@@ -50,14 +50,14 @@ def attach_cut_modules() -> Sequence[str]:
 
 def list_remarks() -> Sequence[str]:
     """Return the measured choices, the linears that stock computes and why, and products that no linear used."""
-    from ovpatch_plugins.tp_linear.report import COUNTERS
+    from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
-    autotune = sys.modules.get("ovpatch.overlap.autotune.autotuner")
+    autotune = sys.modules.get("ovpatch.overlap.kernels.autotuner")
     remarks = [] if autotune is None else autotune.report_lines("tp_linear")
     sharing = sys.modules.get("ovpatch_plugins.tp_linear.schedules.fused")
     if sharing is not None:
         remarks += [f"schedule fused computes as bulk does: {reason}" for reason in sharing.list_objections()]
-    takeover = sys.modules.get("ovpatch_plugins.tp_linear.takeover")
+    takeover = sys.modules.get("ovpatch_plugins.tp_linear.tp_linear_attach")
     if takeover is not None:
         remarks += [f"{name} is left to stock: {reason}" for name, reason in takeover.LEFT.items()]
     if COUNTERS.unused:
@@ -94,7 +94,7 @@ def _has_cut_modules() -> bool:
 
 def _load_takeover() -> Any:
     """Return :mod:`.takeover`; the first call after ``apply()`` sets the options."""
-    from ovpatch_plugins.tp_linear import takeover
+    from ovpatch_plugins.tp_linear import tp_linear_attach as takeover
     from ovpatch_plugins.tp_linear.tp_linear import STATE
 
     if not STATE.on:
@@ -105,8 +105,8 @@ def _load_takeover() -> Any:
 hooks = make_feature_hooks(
     FEATURE,
     register,
-    counters="ovpatch_plugins.tp_linear.report:COUNTERS",
+    counters="ovpatch_plugins.tp_linear.tp_linear_report:COUNTERS",
     activate=attach_cut_modules,
-    deactivate="ovpatch_plugins.tp_linear.takeover:give_back_modules",
+    deactivate="ovpatch_plugins.tp_linear.tp_linear_attach:give_back_modules",
     remarks=list_remarks,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ovpatch.overlap.symm_mem.kernels import (
+from ovpatch.overlap.kernels.workspace_kernels import (
     DONE,
     FIRST_OUT,
     READY,
@@ -104,8 +104,8 @@ def stage_kernel(
     """Stage a rank's rows for the other ranks, and copy them to their place among the gathered rows.
 
     ``x`` has ``size`` numbers, ``whole`` has ``world * size``. ``peers``, ``state`` and ``half_bytes``: see
-    :mod:`ovpatch.overlap.symm_mem.kernels`. ``counts`` counts of arrived rows are set back to 0. A program copies
-    ``BLOCK`` numbers at a time.
+    :mod:`ovpatch.overlap.kernels.workspace_kernels`. ``counts`` counts of arrived rows are set back to 0. A program
+    copies ``BLOCK`` numbers at a time.
     """
     pid, programs = tl.program_id(0), tl.num_programs(0)
     sequence = tl.load(state + SEQUENCE)
@@ -160,7 +160,7 @@ def gather_gemm_kernel(
     - ``whole``: all rows, ``[world * m, K]``; this rank's are there.
     - ``w``, ``bias``, ``out``: ``COUNT`` weights ``[n, K]`` (``[K, n]`` if ``KN``), biases ``[n]`` or all None, and
       products ``[world * m, n]``; the others are None and their ``n`` is 0. K and n are multiples of 8.
-    - ``peers``, ``state``, ``half_bytes``: see :mod:`ovpatch.overlap.symm_mem.kernels`.
+    - ``peers``, ``state``, ``half_bytes``: see :mod:`ovpatch.overlap.kernels.workspace_kernels`.
     - ``arrived``: counts of blocks that have arrived, ``[world, blocks of BM rows]``, all 0.
     - ``pullers`` programs fetch rows, ``PC`` columns at a time.
     - A tile has ``BM`` rows and ``BN`` columns, and multiplies ``BK`` features at a time; ``GROUP`` blocks of rows take
@@ -235,7 +235,7 @@ def gemm_scatter_kernel(
       whose products are added; the others are None and their ``K`` is 0. K and n are multiples of 8.
     - ``bias``: this rank's term of a bias, ``[n]``, or None.
     - ``peers``: addresses of all ranks' buffers, of which a half holds ``[world, m, n]``, by the rank it comes from.
-    - ``state``, ``half_bytes``: see :mod:`ovpatch.overlap.symm_mem.kernels`.
+    - ``state``, ``half_bytes``: see :mod:`ovpatch.overlap.kernels.workspace_kernels`.
     - A tile has ``BM`` rows and ``BN`` columns, and multiplies ``BK`` features at a time; ``GROUP`` blocks of rows take
       turns. With ``SPLIT`` tiles are stored in halves, for which less memory is kept.
     """

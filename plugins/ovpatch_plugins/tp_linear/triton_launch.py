@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.symm_mem.kernels import Prepared
-from ovpatch.overlap.symm_mem.memory import Workspace
+from ovpatch.overlap.kernels.symmetric_memory import Workspace
+from ovpatch.overlap.kernels.workspace_kernels import Prepared
 from ovpatch_plugins.tp_linear.triton_gemm import (
     gather_gemm_kernel,
     gemm_scatter_kernel,

@@ -204,7 +204,7 @@ def test_other_optimizers_stay_stock(ranks):
 def reported() -> list[str]:
     with apply():
         train("own step")
-        from ovpatch_plugins.dist_optimizer.report import list_remarks
+        from ovpatch_plugins.dist_optimizer.dist_optimizer_report import list_remarks
 
         return list_remarks()
 
@@ -217,7 +217,8 @@ def test_the_report_says_which_and_why(ranks):
 def idle(wrapped: bool) -> tuple[list[str], str, dict[str, int]]:
     """Train with an optimizer that has nothing to divide; return what the feature says of it."""
     import ovpatch
-    from ovpatch_plugins.dist_optimizer import optimizer_attach, report, sharded_optimizer
+    from ovpatch_plugins.dist_optimizer import dist_optimizer_report as report
+    from ovpatch_plugins.dist_optimizer import optimizer_attach, sharded_optimizer
 
     fresh = report.Counters()
     with contextlib.ExitStack() as stack:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 import ovpatch
 from ovpatch.insight.equality import Verdict
-from ovpatch_plugins.megatron import linears, takeover
+from ovpatch_plugins.megatron import bucket_order as takeover
+from ovpatch_plugins.megatron import linears
 from ovpatch_plugins.megatron.weight_grads import WeightGradQueue
 from tests.plugins.megatron import models
 from tests.plugins.megatron.models import train_gpt
@@ -52,7 +53,7 @@ def run(cases: Mapping[str, Any], options: Sequence[dict[str, Any]]) -> dict[str
 
 
 def run_on_the_same_groups(cases: Mapping[str, Any], options: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    from ovpatch_plugins.megatron.report import COUNTERS
+    from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
     found: dict[str, Any] = {}
     for name, case in cases.items():
@@ -99,7 +100,7 @@ def test_with_another_order_of_sums_only_rounding_differs(ranks, world, schedule
 def left_to_megatron() -> tuple[dict[str, Any], list[str]]:
     from megatron.core.tensor_parallel import layers
 
-    from ovpatch_plugins.megatron.report import COUNTERS
+    from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
     with ovpatch.applied("megatron"):
         train_gpt(steps=1)  # a replacement comes later, too
@@ -120,7 +121,7 @@ def left_to_megatron() -> tuple[dict[str, Any], list[str]]:
 def wrapped_before_apply(managed: bool) -> tuple[list[str], dict[str, int], list[str]]:
     from megatron.core.tensor_parallel import layers
 
-    from ovpatch_plugins.megatron.report import COUNTERS
+    from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
     names, called = ["linear_with_grad_accumulation_and_async_allreduce", "RowParallelLinear.forward"], []
 

@@ -16,9 +16,10 @@ from torch._dynamo.testing import CompileCounter
 
 import ovpatch
 from ovpatch.overlap.comm.lifetimes import find_owners
-from ovpatch_plugins.megatron import pipeline, takeover
-from ovpatch_plugins.megatron.pipeline import PipelinePatches
-from ovpatch_plugins.megatron.report import COUNTERS
+from ovpatch_plugins.megatron import bucket_order as takeover
+from ovpatch_plugins.megatron import megatron_pipeline as pipeline
+from ovpatch_plugins.megatron.megatron_pipeline import PipelinePatches
+from ovpatch_plugins.megatron.megatron_report import COUNTERS
 from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
 from tests.plugins.megatron.models import SEQUENCE
 from tests.plugins.megatron.stages import Case, run_both, train
@@ -148,7 +149,7 @@ def test_no_message_is_megatrons(ranks):
 
 
 def one_rank_objects() -> Any:
-    from ovpatch_plugins.megatron import pipeline
+    from ovpatch_plugins.megatron import megatron_pipeline as pipeline
 
     reason = "a setting of one rank is on" if dist.get_rank() else ""
     with mock.patch.object(pipeline, "_find_setting", return_value=reason):

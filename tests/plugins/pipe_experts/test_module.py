@@ -145,7 +145,9 @@ def test_the_report(ranks):
 
 
 def test_nothing_to_take_over_is_said(monkeypatch):
-    from ovpatch_plugins.pipe_experts import options, pipe_experts_feature, report
+    from ovpatch_plugins.pipe_experts import pipe_experts_feature
+    from ovpatch_plugins.pipe_experts import pipe_experts_options as options
+    from ovpatch_plugins.pipe_experts import pipe_experts_report as report
 
     monkeypatch.setattr(report, "COUNTERS", report.Counters())
     monkeypatch.delitem(sys.modules, "transformers", raising=False)

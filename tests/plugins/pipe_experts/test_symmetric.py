@@ -20,11 +20,11 @@ from triton.compiler import ASTSource
 
 from ovpatch.hookspecs import OptionError
 from ovpatch.overlap.comm.lifetimes import drop_values
-from ovpatch.overlap.symm_mem import memory
+from ovpatch.overlap.kernels import symmetric_memory as memory
 from ovpatch_plugins.pipe_experts import all_to_all, layer, pipe_experts_feature
 from ovpatch_plugins.pipe_experts.all_to_all import SymmAllToAll
-from ovpatch_plugins.pipe_experts.options import MoEConfig
-from ovpatch_plugins.pipe_experts.report import COUNTERS
+from ovpatch_plugins.pipe_experts.pipe_experts_options import MoEConfig
+from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS
 from ovpatch_plugins.pipe_experts.routing import list_candidates, make_plan
 from ovpatch_plugins.pipe_experts.triton_kernels import MAX_CHANNELS, symm_all_to_all_kernel
 from tests.plugins.pipe_experts.models import Case, expected, train

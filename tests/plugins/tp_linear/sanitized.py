@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.symm_mem import memory
-from ovpatch.overlap.symm_mem.memory import Workspace
+from ovpatch.overlap.kernels import symmetric_memory as memory
+from ovpatch.overlap.kernels.symmetric_memory import Workspace
 from ovpatch_plugins.tp_linear import triton_launch as launch
 from ovpatch_plugins.tp_linear.triton_launch import Tiles
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ovpatch
-from ovpatch.overlap.autotune.autotuner import report_lines
 from ovpatch.overlap.comm.consensus import RankMismatchError
+from ovpatch.overlap.kernels.autotuner import report_lines
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, tp_group
-from ovpatch_plugins.tp_linear.options import MEASURED
 from ovpatch_plugins.tp_linear.schedules import autotuned, find_schedule
 from ovpatch_plugins.tp_linear.schedules.autotuned import Auto, Shape, round_rows
+from ovpatch_plugins.tp_linear.tp_linear_options import MEASURED
 from tests.plugins.ddp.arms import counted, seeded
 from tests.plugins.tp_linear import test_compiled, test_gpu, test_llama, test_operators, test_shared
 from tests.plugins.tp_linear.arms import Record, apply, both, counters, draw, mesh

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.symm_mem import kernels, memory
-from ovpatch.overlap.symm_mem.memory import HEADER, Memory, Workspace
+from ovpatch.overlap.kernels import symmetric_memory as memory
+from ovpatch.overlap.kernels import workspace_kernels as kernels
+from ovpatch.overlap.kernels.symmetric_memory import HEADER, Memory, Workspace
 from ovpatch_plugins.tp_linear import triton_launch as launch
 from ovpatch_plugins.tp_linear.triton_gemm import (
     gather_gemm_kernel,

@@ -18,8 +18,8 @@ from triton.compiler import make_backend
 from triton.runtime import _allocation
 from triton.runtime.jit import create_function_from_signature
 
-from ovpatch.overlap.symm_mem import kernels as prepared
-from ovpatch.overlap.symm_mem.memory import Memory, Scratch, Workspace
+from ovpatch.overlap.kernels import workspace_kernels as prepared
+from ovpatch.overlap.kernels.symmetric_memory import Memory, Scratch, Workspace
 from ovpatch_plugins.tp_linear import triton_launch as launch
 from ovpatch_plugins.tp_linear.triton_launch import Tiles
 

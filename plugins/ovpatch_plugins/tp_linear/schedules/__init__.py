@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from ovpatch_plugins.tp_linear.options import FIXED, MEASURED
 from ovpatch_plugins.tp_linear.schedules.autotuned import Auto
 from ovpatch_plugins.tp_linear.schedules.fused import Fused
 from ovpatch_plugins.tp_linear.schedules.overlapped import Bulk, Chunk, Ring
 from ovpatch_plugins.tp_linear.schedules.stock import Schedule
+from ovpatch_plugins.tp_linear.tp_linear_options import FIXED, MEASURED
 
 SCHEDULES: Final[dict[str, Schedule]] = {
     schedule.name: schedule for schedule in (Schedule(), Bulk(), Ring(), Fused(), *map(Chunk, (1, 2, 4, 8)))

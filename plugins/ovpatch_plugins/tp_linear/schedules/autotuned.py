@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.hookspecs import cache_dir
-from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, get_autotuner
+from ovpatch.overlap.kernels.autotuner import Candidates, Tuning, get_autotuner
 from ovpatch_plugins.tp_linear.schedules.overlapped import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads, compute_weight_grad
 from ovpatch_plugins.tp_linear.tp_group import TPGroup

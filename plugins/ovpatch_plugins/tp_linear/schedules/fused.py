@@ -18,12 +18,12 @@ from torch import Tensor
 from ovpatch.overlap.comm.collectives import WorkGroup
 from ovpatch.overlap.comm.lifetimes import drop_values, group_state, group_values
 from ovpatch.overlap.comm.streams import is_capturing
-from ovpatch.overlap.symm_mem import memory
-from ovpatch.overlap.symm_mem.memory import Workspace
-from ovpatch_plugins.tp_linear.report import COUNTERS
+from ovpatch.overlap.kernels import symmetric_memory as memory
+from ovpatch.overlap.kernels.symmetric_memory import Workspace
 from ovpatch_plugins.tp_linear.schedules.overlapped import Bulk
 from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, WeightGrads, linear
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
+from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
 
 class Fused(Bulk):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import Work, WorkGroup
-from ovpatch.overlap.copy_engine.window import (
+from ovpatch.overlap.kernels.copy_window import (
     AllocateWindow,
     Batch,
     Window,
@@ -53,7 +53,7 @@ class PointToPoint:
     occupies several, sequentially. Each end of an edge has a stream. The stream of the sender waits
     until the slot is free, copies the message into it, and signals to the receiver that it is full.
     The stream of the receiver waits for the signal, copies the message out, and signals to the
-    sender that the slot is free again. Signals are numbers, as in :class:`~.window.StreamBarrier`.
+    sender that the slot is free again. Signals are numbers, as in :class:`~.copy_window.StreamBarrier`.
     They count the slots that an edge has used and are never reset. No kernel runs while a stream
     waits.
 

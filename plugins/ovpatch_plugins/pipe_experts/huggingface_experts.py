@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ovpatch.overlap.tensors.linear_ops import autocast_dtype
 from ovpatch_plugins.pipe_experts.experts import Activation, ExpertFactory, IndexedExperts
 from ovpatch_plugins.pipe_experts.layer import make_stacked_factory, run_layer
-from ovpatch_plugins.pipe_experts.options import STATE
-from ovpatch_plugins.pipe_experts.report import COUNTERS
+from ovpatch_plugins.pipe_experts.pipe_experts_options import STATE
+from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS
 
 NAME: Final = "ovpatch"
 

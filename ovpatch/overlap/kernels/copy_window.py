@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import Work, WorkGroup
 from ovpatch.overlap.comm.streams import unwatched_stream
-from ovpatch.overlap.symm_mem import memory
+from ovpatch.overlap.kernels import symmetric_memory as memory
 
 # A step moves hundreds of pieces. To create a tensor for each takes the host longer than the copy
 # takes the device. So pieces are addresses, and tensors are created only if an operation needs one.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import Work
 from ovpatch.overlap.comm.lifetimes import outside_modes
-from ovpatch.overlap.copy_engine.window import (
+from ovpatch.overlap.kernels.copy_window import (
     SLOT_BYTES,
     Addend,
     AllocateWindow,
@@ -44,7 +44,7 @@ def add_slots(slots: Sequence[Span | None], addends: Sequence[Addend], scale: fl
     """
     if addends[0].out.memory.is_cuda:
         # Triton may not be installed where there are no GPUs.
-        from ovpatch.overlap.copy_engine import sum_kernel
+        from ovpatch.overlap.kernels import copy_sum_kernel as sum_kernel
 
         sum_kernel.launch_sum(slots, addends, scale, stream)
         return
@@ -191,7 +191,7 @@ class Engine:
 
     @functools.cached_property
     def number(self) -> Tensor:
-        """The tensor of the collective that follows copies; see :func:`.selection.attend`."""
+        """The tensor of the collective that follows copies; see :func:`.copy_choice.attend`."""
         with outside_modes():
             return torch.zeros(1, dtype=torch.int32, device=self._device)
 

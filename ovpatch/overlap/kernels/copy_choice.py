@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, add_report_line, get_autotuner
 from ovpatch.overlap.comm import collectives
 from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter, Work
 from ovpatch.overlap.comm.consensus import check_consistent, wait_limit_s
@@ -27,14 +26,15 @@ from ovpatch.overlap.comm.lifetimes import (
     register_at_exit,
 )
 from ovpatch.overlap.comm.streams import is_capturing
-from ovpatch.overlap.copy_engine.collectives import Engine
-from ovpatch.overlap.copy_engine.window import AllocateWindow, allocate_window
-from ovpatch.overlap.symm_mem import memory
-from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
+from ovpatch.overlap.kernels import symmetric_memory as memory
+from ovpatch.overlap.kernels.autotuner import Candidates, Tuning, add_report_line, get_autotuner
+from ovpatch.overlap.kernels.copy_collectives import Engine
+from ovpatch.overlap.kernels.copy_window import AllocateWindow, allocate_window
+from ovpatch.overlap.kernels.symmetric_memory import triton_unavailable_reason
 
 if TYPE_CHECKING:
-    from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
-    from ovpatch.overlap.copy_engine.window import Window
+    from ovpatch.overlap.kernels.copy_messages import PointToPoint
+    from ovpatch.overlap.kernels.copy_window import Window
 
 _log = logging.getLogger("ovpatch.copies")
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ovpatch.overlap.comm.streams import unwatched_stream
-from ovpatch.overlap.copy_engine.window import Addend, Span
+from ovpatch.overlap.kernels.copy_window import Addend, Span
 
 _BLOCK: Final = 8192
 # Sums are bound by memory, so few programs suffice, and they leave the GPU to concurrent GEMMs.
@@ -84,7 +84,7 @@ _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
 def launch_sum(slots: Sequence[Span | None], addends: Sequence[Addend], scale: float, stream: int) -> None:
-    """Launch the sums of :func:`.collectives.add_slots` on the current device.
+    """Launch the sums of :func:`.copy_collectives.add_slots` on the current device.
 
     There are at most :data:`MOST` ranks.
     """

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
-from ovpatch_plugins.megatron.report import COUNTERS
+from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 

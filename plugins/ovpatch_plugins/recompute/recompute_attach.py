@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
 from ovpatch.overlap.comm.streams import BACKWARD_WAITS, hide_frames
-from ovpatch_plugins.recompute.options import AUTO, FULL, GRANULARITIES, NONE, split_names
 from ovpatch_plugins.recompute.recomputation import (
     CHECKS,
     Recomputation,
@@ -25,7 +24,8 @@ from ovpatch_plugins.recompute.recomputation import (
     launch_inside,
     make_launch_before,
 )
-from ovpatch_plugins.recompute.report import COUNTERS, drop_remarks, note, note_left, note_model
+from ovpatch_plugins.recompute.recompute_options import AUTO, FULL, GRANULARITIES, NONE, split_names
+from ovpatch_plugins.recompute.recompute_report import COUNTERS, drop_remarks, note, note_left, note_model
 from ovpatch_plugins.recompute.selective import make_compiled_contexts, make_contexts
 
 _MARK: Final = "_ovpatch_recompute"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from ovpatch.hookspecs import FeatureCounters
-from ovpatch_plugins.pipe_experts.options import STATE
+from ovpatch_plugins.pipe_experts.pipe_experts_options import STATE
 
 
 class Counters(FeatureCounters):
@@ -27,7 +27,7 @@ def write_remarks(expert_parallel: str) -> list[str]:
 
     ``expert_parallel`` is the name of transformers' module of expert parallelism.
     """
-    autotune = sys.modules.get("ovpatch.overlap.autotune.autotuner")
+    autotune = sys.modules.get("ovpatch.overlap.kernels.autotuner")
     remarks = [] if autotune is None else list(autotune.report_lines("pipe_experts"))
     transport = sys.modules.get("ovpatch_plugins.pipe_experts.all_to_all")
     reasons = [] if transport is None else transport.list_unsupported_reasons()

@@ -15,7 +15,6 @@ from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModu
 from ovpatch.hookspecs import note_failures
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
 from ovpatch_plugins.tp_linear import layout, tp_group
-from ovpatch_plugins.tp_linear.report import COUNTERS
 from ovpatch_plugins.tp_linear.schedules import fused
 from ovpatch_plugins.tp_linear.tp_linear import (
     STATE,
@@ -26,6 +25,7 @@ from ovpatch_plugins.tp_linear.tp_linear import (
     agree_on_terms,
     is_gather,
 )
+from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
 _OURS = ("_prepare_input_fn", "_prepare_output_fn", "_partition_linear_fn")
 
