@@ -98,9 +98,17 @@ def none_of(*packages: str, but: tuple[str, ...] = ()) -> Callable[[str, str, bo
     return lambda name, target, eager: within(target, *packages) and not within(target, *but)
 
 
-def inside_another_plugin(name: str, target: str, eager: bool) -> bool:
+# Imports of another plugin's package that have no room in overlap yet.
+ACROSS_PLUGINS = {
+    ("ovpatch_plugins.megatron.megatron_feature", "ovpatch_plugins.pipeline"),
+    ("ovpatch_plugins.megatron.megatron_pipeline", "ovpatch_plugins.pipeline"),
+}
+
+
+def of_another_plugin(name: str, target: str, eager: bool) -> bool:
     own = ".".join(name.split(".")[:2])
-    return target.count(".") > 1 and within(target, "ovpatch_plugins") and not within(target, own)
+    is_foreign = within(target, "ovpatch_plugins") and target != "ovpatch_plugins" and not within(target, own)
+    return is_foreign and (name, target) not in ACROSS_PLUGINS
 
 
 def features_or_torch_at_once(name: str, target: str, eager: bool) -> bool:
@@ -122,9 +130,10 @@ SPEAK_TO_THE_MANAGER = ("ovpatch.session.session", "ovpatch.session.report", "ov
 ARROWS = {
     "plugins know only the specification and what features share": (
         ["ovpatch_plugins"], (), none_of("ovpatch", but=SHARED)),
-    "no plugin looks inside another": (["ovpatch_plugins"], (), inside_another_plugin),
-    "overlap knows torch and nothing of patches": (
-        ["ovpatch.overlap"], (), none_of("ovpatch", "ovpatch_plugins", "wrapt", "pluggy", but=("ovpatch.overlap",))),
+    "no plugin imports another, its package included": (["ovpatch_plugins"], (), of_another_plugin),
+    "overlap knows torch, where measurements are kept, and nothing of patches": (
+        ["ovpatch.overlap"], (),
+        none_of("ovpatch", "ovpatch_plugins", "wrapt", "pluggy", but=("ovpatch.overlap", "ovpatch.settings.settings"))),
     "gradient reducers know sharding by its interface only": (
         ["ovpatch.overlap.data_parallel", "ovpatch_plugins.ddp"], (), none_of(*SHARDING)),
     "patching knows nothing of features and imports no torch": (["ovpatch.patching"], (), features_or_torch_at_once),
@@ -153,6 +162,7 @@ OVERLAP = {
     "kernels": COMM | {"kernels"},
     "data_parallel": BELOW | {"data_parallel"},
     "peer_rpc": BELOW | {"peer_rpc"},
+    "tensor_parallel": BELOW | {"data_parallel", "tensor_parallel"},
 }
 
 
@@ -376,7 +386,7 @@ TABLES = {
     "ovpatch_plugins.recompute.recomputation:_pending": "flags of running backwards, which take them",
     "ovpatch_plugins.recompute.recompute_attach:_hook_handles": "the hook that notes modules, until revert()",
     "ovpatch_plugins.recompute.recompute_attach:_wrapped": "classes, with what gives them their forward back",
-    "ovpatch_plugins.tp_linear.layout:SPECS": "a cache of bounded size",
+    "ovpatch.overlap.tensor_parallel.layout:SPECS": "a cache of bounded size",
     "ovpatch_plugins.tp_linear.tp_linear_feature:_settings": "the options",
     "ovpatch_plugins.tp_linear.precomputed:PRECOMPUTED": "every linear asks; an entry goes with the gathered tensor",
     "ovpatch_plugins.tp_linear.tp_linear_attach:LEFT": "names for the report",

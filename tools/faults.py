@@ -194,7 +194,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a ring sends what it should receive",
-        "plugins/ovpatch_plugins/tp_linear/schedules/overlapped.py",
+        "ovpatch/overlap/tensor_parallel/schedules/overlapped.py",
         "by_rank[owner], (rank + 1) % world, by_rank[owner - 1], (rank - 1) % world",
         "by_rank[owner - 1], (rank + 1) % world, by_rank[owner], (rank - 1) % world",
         ("tests/plugins/tp_linear/test_auto.py", "tests/plugins/tp_linear/test_rare.py"),
@@ -393,7 +393,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a sum over ranks has every rank's bias",
-        "plugins/ovpatch_plugins/tp_linear/operators.py",
+        "ovpatch/overlap/tensor_parallel/operators.py",
         "bias / ranks.world",
         "bias",
         ("tests/plugins/tp_linear/test_drifted_copies.py",),

@@ -1,5 +1,5 @@
 """What features share at run time.
 
-The packages, from the lowest: ``comm``; ``tensors`` and ``kernels``; ``data_parallel`` and ``peer_rpc``. They
-know nothing of patches and plugins, and need torch only.
+The packages, from the lowest: ``comm``; ``tensors`` and ``kernels``; ``data_parallel`` and ``peer_rpc``;
+``tensor_parallel``. They know nothing of patches and plugins, and need torch only.
 """

@@ -20,19 +20,20 @@ from torch import Tensor
 
 from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.consensus import check_consistent_once
+from ovpatch.overlap.tensor_parallel.functional import all_gather_linear, linear_reduce_scatter
+from ovpatch.overlap.tensor_parallel.schedule_table import get_schedule_entry
+from ovpatch.overlap.tensor_parallel.schedules.fused import find_fused_objection
 from ovpatch.overlap.tensors.pending_param import wait_for_param
 from ovpatch_plugins.megatron.bucket_order import note_left
 from ovpatch_plugins.megatron.megatron_options import OPTIONS
 from ovpatch_plugins.megatron.megatron_report import COUNTERS
 from ovpatch_plugins.megatron.weight_grads import WeightGrad, WeightGradQueue, multiply
-from ovpatch_plugins.tp_linear import all_gather_linear, find_fused_objection, linear_reduce_scatter
 
 _LAYERS: Final = "megatron.core.tensor_parallel.layers"
 _COLUMN: Final = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
 _REPLACED: Final = (*_COLUMN, "reduce_scatter_to_sequence_parallel_region")  # by one operator in row-parallel linears
 # Arguments of a column-parallel linear that change nothing here; others, as where its weight gradient is deferred, do.
 _IGNORED: Final = ("tp_group", "wgrad_deferral_limit", "async_grad_allreduce")
-_KEEPING: Final = ("stock", "bulk", "ring", "chunk")  # schedules whose operands can be kept behind the backward
 _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 _REMEDY: Final = (
     "Call ovpatch.apply() with the same arguments on every rank before the first forward, and give every rank the same "
@@ -50,8 +51,8 @@ class LinearPatches:
     """
 
     def __init__(self, options: Mapping[str, Any], queue: WeightGradQueue | None = None) -> None:
-        # The kernels of other schedules gather into memory that the next linear uses.
-        self._queue = queue if options["schedule"] in _KEEPING else None
+        # A queued weight gradient is computed from operands that must outlive the backward.
+        self._queue = queue if get_schedule_entry(options["schedule"]).keeps_operands else None
         self._how = {name: options[name] for name in ("schedule", "chunks")}
         self._regather: bool = options["regather"]
         self._least_flop: float = options["min_linear_gflop"] * 1e9

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from ovpatch.hookspecs import Option, make_count_parser
+from ovpatch.overlap.tensor_parallel.schedule_table import DEFAULT_SCHEDULE, SCHEDULE_NAMES
 
 PIPELINE_SCHEDULES: Final = ("auto", "stock", "1f1b", "zb-h1")
-SCHEDULES: Final = ("stock", "bulk", "ring", "chunk", "fused", "auto")  # of tp_linear
 
 
 OPTIONS: Final = (
@@ -18,10 +18,10 @@ OPTIONS: Final = (
     ),
     Option(
         "schedule",
-        "bulk",
+        DEFAULT_SCHEDULE,
         "Order of products and collectives in these linears, one of the schedules of feature tp_linear. bulk sums as "
         "Megatron does; on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1, where Megatron hides as much, it is Megatron's.",
-        choices=SCHEDULES,
+        choices=SCHEDULE_NAMES,
     ),
     Option(
         "min_linear_gflop",

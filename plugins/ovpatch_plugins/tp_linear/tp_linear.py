@@ -20,11 +20,16 @@ from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModu
 
 from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.consensus import check_consistent_once
+from ovpatch.overlap.tensor_parallel import operators, tp_group
+from ovpatch.overlap.tensor_parallel.layout import PLAIN, find_sequence_dim, get_local, is_traced
+from ovpatch.overlap.tensor_parallel.operators import OPERATORS, accumulate_weight_grad, multiply_weight_grad
+from ovpatch.overlap.tensor_parallel.schedule_table import DEFAULT_SCHEDULE
+from ovpatch.overlap.tensor_parallel.schedules import find_schedule
+from ovpatch.overlap.tensor_parallel.schedules.autotuned import Auto
+from ovpatch.overlap.tensor_parallel.schedules.fused import Fused, find_fused_objection
+from ovpatch.overlap.tensor_parallel.tp_autograd import OpContext, TPConfig, run_operator
+from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 from ovpatch.overlap.tensors.linear_ops import autocast_dtype
-from ovpatch_plugins.tp_linear import operators, tp_group
-from ovpatch_plugins.tp_linear.autograd import OpContext, TPConfig, run_operator
-from ovpatch_plugins.tp_linear.layout import PLAIN, find_sequence_dim, get_local, is_traced
-from ovpatch_plugins.tp_linear.operators import OPERATORS, accumulate_weight_grad, multiply_weight_grad
 from ovpatch_plugins.tp_linear.precomputed import (
     PRECOMPUTED,
     GatherGuard,
@@ -32,11 +37,7 @@ from ovpatch_plugins.tp_linear.precomputed import (
     PrecomputedOutputs,
     claim_output,
 )
-from ovpatch_plugins.tp_linear.schedules import find_schedule
-from ovpatch_plugins.tp_linear.schedules.autotuned import Auto
-from ovpatch_plugins.tp_linear.schedules.fused import Fused, find_fused_objection
-from ovpatch_plugins.tp_linear.tp_group import TPGroup
-from ovpatch_plugins.tp_linear.tp_linear_options import DEFAULT, OPTIONS
+from ovpatch_plugins.tp_linear.tp_linear_options import OPTIONS
 from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
 Style = ColwiseParallel | RowwiseParallel
@@ -56,7 +57,7 @@ class State:
 
     on: bool = False  # whether the feature is on; if not, modules and their copies compute as stock
     config: TPConfig = dataclasses.field(
-        default_factory=lambda: TPConfig(find_schedule(DEFAULT, 4))
+        default_factory=lambda: TPConfig(find_schedule(DEFAULT_SCHEDULE, 4))
     )  # how operators are computed
     shares: bool = True  # whether one gather for several linears is computed with their products
     compiles: bool = False  # whether compiled graphs contain the feature's operators

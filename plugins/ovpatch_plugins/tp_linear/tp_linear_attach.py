@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel.style import ColwiseParallel, PrepareModu
 
 from ovpatch.hookspecs import note_failures
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
-from ovpatch_plugins.tp_linear import layout, tp_group
-from ovpatch_plugins.tp_linear.schedules import fused
+from ovpatch.overlap.tensor_parallel import layout, tp_group
+from ovpatch.overlap.tensor_parallel.schedules import fused
 from ovpatch_plugins.tp_linear.tp_linear import (
     STATE,
     Linear,

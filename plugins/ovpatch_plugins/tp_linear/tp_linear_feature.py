@@ -54,7 +54,7 @@ def list_remarks() -> Sequence[str]:
 
     autotune = sys.modules.get("ovpatch.overlap.kernels.autotuner")
     remarks = [] if autotune is None else autotune.report_lines("tp_linear")
-    sharing = sys.modules.get("ovpatch_plugins.tp_linear.schedules.fused")
+    sharing = sys.modules.get("ovpatch.overlap.tensor_parallel.schedules.fused")
     if sharing is not None:
         remarks += [f"schedule fused computes as bulk does: {reason}" for reason in sharing.list_objections()]
     takeover = sys.modules.get("ovpatch_plugins.tp_linear.tp_linear_attach")

@@ -5,27 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 from ovpatch.hookspecs import Option, make_count_parser
-
-SCHEDULES: Final = ("stock", "bulk", "ring", "chunk", "fused", "auto")
-DEFAULT: Final = "bulk"
-
-MEASURED: Final = tuple(name for name in SCHEDULES if name != "auto")
-"""What ``auto`` chooses between; the first is what the others are held against."""
-
-FIXED: Final = "bulk"
-"""What ``auto`` takes where it does not measure."""
-
+from ovpatch.overlap.tensor_parallel.schedule_table import DEFAULT_SCHEDULE, SCHEDULE_NAMES, describe_schedules
 
 OPTIONS: Final = (
     Option(
         "schedule",
-        DEFAULT,
-        "Order of products and collectives. stock: one after the other. bulk: in backward, each collective runs under "
-        "the product that does not need it. ring: rows go from rank to rank, under products of rows that are there. "
-        "chunk: products are cut into parts, and a part's collective runs under the next part. fused: kernels compute "
-        "and move rows at the same time, on the GPUs of one host; elsewhere it is an error. auto: the fastest of these "
-        "for an operator and its shape; all ranks measure it once and keep it in OVPATCH_CACHE_DIR.",
-        choices=SCHEDULES,
+        DEFAULT_SCHEDULE,
+        f"Order of products and collectives. {describe_schedules()}",
+        choices=SCHEDULE_NAMES,
     ),
     Option(
         "chunks",

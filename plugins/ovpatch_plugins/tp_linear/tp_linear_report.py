@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ovpatch.hookspecs import FeatureCounters
+from ovpatch.overlap.tensor_parallel.operator_counts import report_counts_in
 
 
 class Counters(FeatureCounters):
@@ -19,3 +20,6 @@ class Counters(FeatureCounters):
 
 
 COUNTERS = Counters()
+
+# Operators of compiled graphs, and kernels, count there.
+report_counts_in(COUNTERS)

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.overlap.comm.streams import BACKWARD_WAITS
+from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 from ovpatch_plugins.pipeline.engine import Engine
 from ovpatch_plugins.recompute.recompute_report import COUNTERS
-from ovpatch_plugins.tp_linear.tp_group import TPGroup
 from tests.plugins.pipeline.cases import Case, train
 from tests.plugins.pipeline.models import Block, Part
 from tests.plugins.recompute import models

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.kernels import symmetric_memory as memory
+from ovpatch.overlap.tensor_parallel.schedules import fused
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, tp_linear_feature
-from ovpatch_plugins.tp_linear.schedules import fused
 from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 from tests.plugins.tp_linear import test_drifted_copies, test_llama, test_operators
 from tests.plugins.tp_linear.arms import both, draw, mesh, seen

@@ -10,11 +10,11 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ovpatch.hookspecs import cache_dir
 from ovpatch.overlap.kernels.autotuner import Candidates, Tuning, get_autotuner
-from ovpatch_plugins.tp_linear.schedules.overlapped import Bulk
-from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads, compute_weight_grad
-from ovpatch_plugins.tp_linear.tp_group import TPGroup
+from ovpatch.overlap.tensor_parallel.schedules.overlapped import Bulk
+from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, Schedule, WeightGrads, compute_weight_grad
+from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
+from ovpatch.settings.settings import cache_dir
 
 Call = Callable[[Schedule], object]
 

@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ovpatch_plugins.tp_linear.schedules.stock import linear
+from ovpatch.overlap.tensor_parallel.schedules.stock import linear
 
 # Activations as rows of a matrix, the dimension that is cut over the ranks first: a collective puts the ranks' rows one
 # behind the other, so a gathered matrix has its rows in order. Mostly the rows are a view. With a batch in front of the
@@ -119,7 +119,7 @@ def get_local(tensor: Tensor) -> Tensor:
     return tensor if found is None else found
 
 
-def wait_for(x: Tensor) -> Tensor:
+def wait_for_collective(x: Tensor) -> Tensor:
     """Return a tensor, after waiting for the functional collective that writes it, if one does."""
     return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
 
@@ -156,10 +156,10 @@ def _make_dtensor(local: Tensor, spec: Any) -> Tensor:
 def unwrap_grad(grad: Any, placement: Any) -> Tensor:
     """Return the local part of an output's gradient, in the output's placement, None if it was no DTensor."""
     if placement is None or not isinstance(grad, DTensor):
-        return wait_for(grad)
+        return wait_for_collective(grad)
     if grad._spec.placements != (placement,):
         grad = grad.redistribute(placements=(placement,))
-    return wait_for(grad._local_tensor)
+    return wait_for_collective(grad._local_tensor)
 
 
 def is_partial(tensor: Any) -> bool:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import WorkGroup
 from ovpatch.overlap.comm.streams import BACKWARD_WAITS
-from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, Schedule, WeightGrads, linear
-from ovpatch_plugins.tp_linear.tp_group import TPGroup
+from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, Schedule, WeightGrads, linear
+from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 
 _NOTHING: Final = WorkGroup(())  # in flight
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.data_parallel.graph_tasks import will_execute
-from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD
-from ovpatch_plugins.tp_linear.layout import (
+from ovpatch.overlap.tensor_parallel.layout import (
     PLAIN,
     from_rows,
     get_local,
@@ -25,10 +24,10 @@ from ovpatch_plugins.tp_linear.layout import (
     make_result,
     to_rows,
     unwrap_grad,
-    wait_for,
+    wait_for_collective,
     wrap_local,
 )
-from ovpatch_plugins.tp_linear.operators import (
+from ovpatch.overlap.tensor_parallel.operators import (
     GATHER_LINEAR,
     OPERATORS,
     LocalLinear,
@@ -37,9 +36,10 @@ from ovpatch_plugins.tp_linear.operators import (
     cast_operands,
     multiply_weight_grad,
 )
-from ovpatch_plugins.tp_linear.schedules import Schedule
-from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, linear
-from ovpatch_plugins.tp_linear.tp_group import TPGroup
+from ovpatch.overlap.tensor_parallel.schedules import Schedule
+from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, linear
+from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
+from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def _resume(ctx: Any) -> tuple[Tensor | None, list[Tensor], ParamGrads]:
         params.leaves = [getattr(node, "variable", weight) for node, weight in zip(nodes, weights, strict=True)]
     rows, used, dtype = None, [], ctx.computed
     if kept is not None:
-        rows = to_rows(kept if type(kept) in PLAIN else wait_for(get_local(kept)), call.dim)
+        rows = to_rows(kept if type(kept) in PLAIN else wait_for_collective(get_local(kept)), call.dim)
     for weight in weights:
         local = weight if type(weight) in PLAIN else get_local(weight)
         used.append(local if local.dtype is dtype else local.to(dtype))
@@ -311,7 +311,7 @@ def _of_other_readers(call: OpContext, grad: Tensor | None) -> tuple[Tensor | No
     if grad is None:
         return None, None
     if is_partial(grad):
-        return None, to_rows(wait_for(get_local(grad)), call.dim)
+        return None, to_rows(wait_for_collective(get_local(grad)), call.dim)
     return to_rows(unwrap_grad(grad, call.whole), call.dim), None
 
 
@@ -330,7 +330,7 @@ def _find_operands(
     call: OpContext, x: Tensor, weights: Sequence[Any], biases: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
     """Return the input's local part, its rows, and the operands of the products: rows, weights and biases."""
-    here = x if type(x) in PLAIN else wait_for(get_local(x))
+    here = x if type(x) in PLAIN else wait_for_collective(get_local(x))
     given, used, added = to_rows(here, call.dim), [], []
     for weight in weights:
         used.append(weight if type(weight) in PLAIN else get_local(weight))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ovpatch.overlap.kernels.symmetric_memory import Workspace
 from ovpatch.overlap.kernels.workspace_kernels import Prepared
-from ovpatch_plugins.tp_linear.triton_gemm import (
+from ovpatch.overlap.tensor_parallel.triton_gemm import (
     gather_gemm_kernel,
     gemm_scatter_kernel,
     reduce_kernel,

@@ -20,10 +20,10 @@ from ovpatch.overlap.comm.lifetimes import drop_values, group_state, group_value
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.kernels import symmetric_memory as memory
 from ovpatch.overlap.kernels.symmetric_memory import Workspace
-from ovpatch_plugins.tp_linear.schedules.overlapped import Bulk
-from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, WeightGrads, linear
-from ovpatch_plugins.tp_linear.tp_group import TPGroup
-from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
+from ovpatch.overlap.tensor_parallel import operator_counts
+from ovpatch.overlap.tensor_parallel.schedules.overlapped import Bulk
+from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, WeightGrads, linear
+from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 
 
 class Fused(Bulk):
@@ -68,7 +68,7 @@ class Fused(Bulk):
 @functools.cache
 def _launch() -> Any:
     """Return the kernels' launches, which need Triton."""
-    from ovpatch_plugins.tp_linear import triton_launch as launch
+    from ovpatch.overlap.tensor_parallel import triton_launch as launch
 
     return launch
 
@@ -93,7 +93,7 @@ def _gathered(
     found: tuple[list[Tensor], Tensor] | None = launch.gather_linear(workspace, rows, used, added)
     if found is None:
         return None
-    COUNTERS.fused += len(taken)
+    operator_counts.counts.fused += len(taken)
     if len(taken) == len(weights):
         return found
     outs, whole = dict(zip(taken, found[0], strict=True)), found[1]
@@ -111,7 +111,7 @@ def _scattered(
         return None
     rows = [align_rows(x) for x in xs]
     found: Tensor | None = _launch().linear_scatter(workspace, rows, match_layouts(weights), bias)
-    COUNTERS.fused += found is not None
+    operator_counts.counts.fused += found is not None
     return found
 
 

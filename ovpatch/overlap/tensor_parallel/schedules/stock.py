@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ovpatch.overlap.comm.collectives import WorkGroup
-from ovpatch_plugins.tp_linear.tp_group import TPGroup
+from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 
 WeightGrads = Callable[[Tensor, Sequence[Tensor | None]], object]
 """Computes weights' gradients from the whole input, ``[M, k]``, and the outputs' gradients, ``[M, n_i]``."""

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from ovpatch.overlap.tensor_parallel import operator_counts, tp_group
+from ovpatch.overlap.tensor_parallel.layout import from_rows, get_local, to_rows, wrap_grad
+from ovpatch.overlap.tensor_parallel.schedules import Schedule, parse_schedule
+from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, compute_weight_grad, linear
+from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD, autocast_dtype
-from ovpatch_plugins.tp_linear import tp_group
-from ovpatch_plugins.tp_linear.layout import from_rows, get_local, to_rows, wrap_grad
-from ovpatch_plugins.tp_linear.schedules import Schedule, find_schedule
-from ovpatch_plugins.tp_linear.schedules.stock import ColumnGrads, compute_weight_grad, linear
-from ovpatch_plugins.tp_linear.tp_group import TPGroup
-from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
 WeightGrad = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """Computes a weight's gradient, from the weight, the output's gradient ``[M, n]`` and the whole input ``[M, k]``.
@@ -283,9 +282,9 @@ class CustomOp:
         return found
 
     def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
-        COUNTERS.calls += 1
-        COUNTERS.compiled_calls += 1
-        return self._operator.forward(_parse_schedule(schedule), _find_ranks(group, x), x, weight, bias)
+        operator_counts.counts.calls += 1
+        operator_counts.counts.compiled_calls += 1
+        return self._operator.forward(parse_schedule(schedule), _find_ranks(group, x), x, weight, bias)
 
     def _fake(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, schedule: str, dtype: str) -> Tensor:
         rows, world = x.shape[0], _find_group(group).size()
@@ -301,7 +300,7 @@ class CustomOp:
         take = params.compute_weights if needs_weight else None
         wanted = getattr(torch, dtype) if needs_x else None
         asked = ColumnGrads([grad.contiguous()], x, [weight], take, wanted, anew=True)
-        dx = self._operator.backward(_parse_schedule(schedule), _find_ranks(group, x), asked, params)
+        dx = self._operator.backward(parse_schedule(schedule), _find_ranks(group, x), asked, params)
         return [found for found in (dx, *params.weights, *params.biases) if found is not None]
 
     def _fake_grads(
@@ -336,8 +335,7 @@ def compute_linear(
 ) -> Tensor:
     """Compute a linear as a node of a graph: ``[.., s, .., k]``, ``[n, k]`` and ``[n]`` or None.
 
-    The operator's name is one of :data:`~ovpatch_plugins.tp_linear.operators.OPERATORS`; dimension ``dim`` of the input
-    comes first in rows.
+    The operator's name is one of :data:`OPERATORS`; dimension ``dim`` of the input comes first in rows.
     """
     if operator == LocalLinear.name:
         return torch.nn.functional.linear(x, weight, bias)
@@ -363,13 +361,6 @@ def _find_group(name: Any) -> dist.ProcessGroup:
 
 def _find_ranks(group: str, x: Tensor) -> TPGroup:
     return tp_group.get_tp_group(_find_group(group), x.device)
-
-
-def _parse_schedule(name: str) -> Schedule:
-    for kind in ("chunk", "auto"):
-        if name.startswith(kind):
-            return find_schedule(kind, int(name.removeprefix(kind)), anew=True)
-    return find_schedule(name, 1)
 
 
 _CUSTOM_OPS: Final = {name: CustomOp(operator) for name, operator in OPERATORS.items() if name != LocalLinear.name}

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch_plugins.tp_linear import tp_group
-from ovpatch_plugins.tp_linear.autograd import OpContext, TPConfig, run_operator
-from ovpatch_plugins.tp_linear.operators import LinearScatterThenBias, WeightGrad, multiply_weight_grad
-from ovpatch_plugins.tp_linear.schedules import Schedule, find_schedule
-from ovpatch_plugins.tp_linear.tp_linear_options import DEFAULT, SCHEDULES
+from ovpatch.overlap.tensor_parallel import tp_group
+from ovpatch.overlap.tensor_parallel.operators import LinearScatterThenBias, WeightGrad, multiply_weight_grad
+from ovpatch.overlap.tensor_parallel.schedule_table import DEFAULT_SCHEDULE, SCHEDULE_NAMES
+from ovpatch.overlap.tensor_parallel.schedules import Schedule, find_schedule
+from ovpatch.overlap.tensor_parallel.tp_autograd import OpContext, TPConfig, run_operator
 
 CHUNKS = 4
 
@@ -33,7 +33,7 @@ def all_gather_linear(
     *,
     biases: Sequence[Tensor | None] | None = None,
     dim: int = 0,
-    schedule: str = DEFAULT,
+    schedule: str = DEFAULT_SCHEDULE,
     chunks: int = CHUNKS,
     regather: bool = False,
     weight_grad: WeightGrad = multiply_weight_grad,
@@ -48,8 +48,8 @@ def all_gather_linear(
         group: The ranks.
         biases: This rank's part of each bias, ``[n_i]``, or None.
         dim: Which dimension of ``x`` is the sequence.
-        schedule: ``stock``, ``bulk``, ``ring``, ``chunk``, ``fused`` or ``auto``, which measures, and needs the same
-            shapes on all ranks.
+        schedule: A name of :data:`.schedule_table.SCHEDULES`. ``auto`` measures, and needs the same shapes on all
+            ranks.
         chunks: Into how many parts ``chunk`` cuts.
         regather: Keep this rank's part of ``x`` for backward, and gather it anew there; else it is kept gathered.
         weight_grad: Computes a weight's gradient in backward, under the collectives: from the weight, its output's
@@ -83,7 +83,7 @@ def linear_reduce_scatter(
     *,
     bias: Tensor | None = None,
     dim: int = 0,
-    schedule: str = DEFAULT,
+    schedule: str = DEFAULT_SCHEDULE,
     chunks: int = CHUNKS,
     weight_grad: WeightGrad = multiply_weight_grad,
 ) -> Tensor:
@@ -126,8 +126,8 @@ def _check(
     for dtype in dtypes:
         if dtype.is_complex:
             raise ValueError(f"complex numbers ({dtype}) are not supported: compute on real and imaginary parts")
-    if name not in SCHEDULES or chunks < 1:
-        expected = f"{', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}"
+    if name not in SCHEDULE_NAMES or chunks < 1:
+        expected = f"{', '.join(SCHEDULE_NAMES[:-1])} or {SCHEDULE_NAMES[-1]}"
         raise ValueError(f"schedule={name!r} with chunks={chunks}: choose {expected}, and 1 or more chunks")
     dims = len(shape)
     if not -dims <= dim < dims or dim % dims == dims - 1:
