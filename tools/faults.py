@@ -299,7 +299,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a recomputation calls the hooks inside of its block again",
-        _RECOMPUTE + "recompute_attach.py",
+        _RECOMPUTE + "forward_wrap.py",
         "if hooked := _find_hook(self, modules):",
         'if hooked := "":',
         (_REPEATED_TESTS + "test_each_part_is_stocks",),

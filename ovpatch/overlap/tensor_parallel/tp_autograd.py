@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.data_parallel.graph_tasks import will_execute
+from ovpatch.overlap.autograd import will_execute
 from ovpatch.overlap.tensor_parallel.layout import (
     PLAIN,
     from_rows,

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.autograd import apply_function
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, wait_limit_s
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners, outside_modes, weak_method
-from ovpatch.overlap.data_parallel.graph_tasks import apply_function
 from ovpatch.overlap.tensors.pending_param import wait_for_param
 from ovpatch_plugins.megatron.bucket_order import note_left
 from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad, find_wrapped, wrap_function

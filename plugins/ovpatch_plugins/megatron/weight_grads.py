@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ovpatch.overlap.autograd import DeferredGrads, accumulate_deferred
 from ovpatch.overlap.comm.lifetimes import weak_key
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch.overlap.data_parallel.graph_tasks import DeferredGrads, accumulate_deferred
 from ovpatch_plugins.megatron.bucket_order import note_left
 from ovpatch_plugins.megatron.megatron_report import COUNTERS
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ovpatch.hookspecs import note_failures, refuse_option
+from ovpatch.overlap.autograd import apply_function
 from ovpatch.overlap.comm.collectives import WorkGroup
 from ovpatch.overlap.comm.lifetimes import group_state, outside_modes
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch.overlap.data_parallel.graph_tasks import apply_function
 from ovpatch.overlap.kernels import symmetric_memory as memory
 from ovpatch_plugins.pipe_experts.pipe_experts_options import OPTIONS, MoEConfig
 from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS

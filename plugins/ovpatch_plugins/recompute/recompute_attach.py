@@ -1,90 +1,33 @@
-"""Which blocks are recomputed: finds them in models, marks them, and wraps the forward of their classes."""
+"""Which blocks are recomputed: marks those of the models of optimizers, and wraps the forward of their classes."""
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
-from ovpatch.overlap.comm.streams import BACKWARD_WAITS, hide_frames
+from ovpatch.overlap.comm.streams import hide_frames
+from ovpatch.overlap.module_blocks import Block, find_blocks, is_checkpoint_wrapper, list_class_names
+from ovpatch_plugins.recompute.forward_wrap import BLOCK_MARK, BLOCK_NAME, Mark, WrappedForward
 from ovpatch_plugins.recompute.recomputation import (
     CHECKS,
-    Recomputation,
-    is_inside_block,
     launch_inside,
     make_launch_before,
 )
 from ovpatch_plugins.recompute.recompute_options import AUTO, FULL, GRANULARITIES, NONE, split_names
 from ovpatch_plugins.recompute.recompute_report import COUNTERS, drop_remarks, note, note_left, note_model
-from ovpatch_plugins.recompute.selective import make_compiled_contexts, make_contexts
-
-_MARK: Final = "_ovpatch_recompute"
-"""Attribute of a block: granularity, names of further operators to keep, and the class whose forward is wrapped for it.
-Plain text, so that a pickled model loads without ovpatch. Graphs guard on it, so all blocks of a class have the same:
-otherwise Dynamo would compile each block of a model by itself, and give up after eight."""
-
-_NAME: Final = "_ovpatch_recompute_name"
-"""Attribute of a block: its name in the model."""
-
-_LAYER_FORWARD: Final = "forward_with_checkpointing"
-"""Name of the forward that transformers gives to layers, in its code."""
-
-Mark = tuple[str, tuple[str, ...], str]
-
-
-class _WrappedForward:
-    """The forward of a class while it is wrapped.
-
-    Layers of transformers have a forward that checkpoints the model's own if it is told to, and only if their class has
-    that very function. So the one inside of it is wrapped, in the cell from which it is read.
-
-    Args:
-        owner: The class.
-    """
-
-    def __init__(self, owner: type[nn.Module]) -> None:
-        self._owner = owner
-        self._stock: Callable[..., Any] = vars(owner)["forward"]
-        self._cell = _find_cell(self._stock)
-        if self._cell is not None:
-            self._stock = self._cell.cell_contents
-        self._wrapped = wrap_forward(self._stock, f"{owner.__module__}.{owner.__qualname__}")
-        self._write(self._wrapped)
-
-    def restore(self) -> None:
-        """Give the class its own forward, unless ours was wrapped; without marks ours does nothing."""
-        now = vars(self._owner).get("forward") if self._cell is None else self._cell.cell_contents
-        if now is self._wrapped:
-            self._write(self._stock)
-
-    def _write(self, forward: Callable[..., Any]) -> None:
-        if self._cell is None:
-            self._owner.forward = forward
-        else:
-            self._cell.cell_contents = forward
-
-
-def _find_cell(forward: Callable[..., Any]) -> Any:
-    """Return the cell from which a layer of transformers reads the model's own forward, None for other forwards."""
-    code = getattr(forward, "__code__", None)
-    cells: Any = getattr(forward, "__closure__", None)
-    if code is None or code.co_name != _LAYER_FORWARD or "forward" not in code.co_freevars:
-        return None
-    return cells[code.co_freevars.index("forward")]
-
 
 _TAKEN: Final = "recompute: taken over"  # of a block
-_wrapped: dict[type[nn.Module], _WrappedForward] = {}
+_wrapped: dict[type[nn.Module], WrappedForward] = {}
 
 
 # --- models ---
@@ -228,103 +171,6 @@ def recompute(model: nn.Module, granularity: str = FULL, blocks: str = "", keep:
     return take_over(model, found, granularity, split_names(keep))
 
 
-# --- the blocks of a model: found by name, by class, or as the members of its lists of modules of one class ---
-
-_WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_LISTS: Final = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_CHECKPOINT_WRAPPER: Final = "CheckpointWrapper"
-
-
-class Block(NamedTuple):
-    """A block and its name in the model, without wrappers."""
-
-    name: str
-    module: nn.Module
-
-
-def find_blocks(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
-    """Return a model's blocks; of blocks inside of blocks, the outer ones.
-
-    Args:
-        model: The model.
-        patterns: Names, with ``*`` for what is between two dots, or names of classes. None: the members of each list
-            whose members are of one class and have modules of their own.
-    """
-    found: list[Block] = []
-    _walk(model, (), patterns, found, set())
-    return found
-
-
-def _walk(
-    module: nn.Module, path: tuple[str, ...], patterns: Sequence[str], found: list[Block], seen: set[int]
-) -> None:
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    members = set() if patterns else _list_members(module)
-    for key, child in module.named_children():
-        inner = path if key in _WRAPPERS or (key == "module" and not path) else (*path, key)
-        if key in members or _matches(child, inner, patterns):
-            if id(child) not in seen:
-                seen.add(id(child))
-                found.append(Block(".".join(inner), unwrap(child)))
-        else:
-            _walk(child, inner, patterns, found, seen)
-
-
-def _list_members(module: nn.Module) -> set[str]:
-    """Return the names of a list's members, if these are blocks.
-
-    Members without parameters are none: a pipeline's stage has such in the places of other stages' blocks.
-    """
-    if not isinstance(module, _LISTS) or len(module) < 2:
-        return set()
-    children = {key: unwrap(child) for key, child in module.named_children() if _has_params(child)}
-    is_one_class = len({type(child) for child in children.values()}) == 1
-    return set(children) if is_one_class and _has_parts(next(iter(children.values()))) else set()
-
-
-def _has_params(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
-def _has_parts(module: nn.Module) -> bool:
-    """Return whether a module is more than one layer: to recompute one layer saves nothing, for it keeps its input."""
-    return next(module.children(), None) is not None and not isinstance(module, _LISTS)
-
-
-def _matches(module: nn.Module, path: tuple[str, ...], patterns: Sequence[str]) -> bool:
-    return _has_params(module) and any(
-        _matches_name(path, pattern) or _class_name(module) == pattern for pattern in patterns
-    )
-
-
-def _matches_name(path: tuple[str, ...], pattern: str) -> bool:
-    parts = pattern.split(".")
-    return len(parts) == len(path) and all(map(fnmatch.fnmatchcase, path, parts))
-
-
-def _class_name(module: nn.Module) -> str:
-    name = type(unwrap(module)).__name__
-    return name.removeprefix("FSDP") if name.startswith("FSDP") else name  # fully_shard derives FSDPBlock from Block
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside of ``torch.compile``'s and FSDP's wrappers; a checkpoint's wrapper stays."""
-    inner = next((module._modules.get(key) for key in _WRAPPERS[:2] if module._modules.get(key) is not None), None)
-    return module if inner is None else unwrap(inner)
-
-
-def is_checkpoint_wrapper(module: nn.Module) -> bool:
-    """Return whether a module checkpoints the one inside of it."""
-    return any(cls.__name__ == _CHECKPOINT_WRAPPER for cls in type(module).__mro__)
-
-
-def list_class_names(blocks: Sequence[Block]) -> Iterator[str]:
-    """Yield the names of the blocks' classes, each once."""
-    yield from dict.fromkeys(_class_name(block.module) for block in blocks)
-
-
 # --- blocks that are taken over ---
 
 
@@ -339,9 +185,9 @@ def take_over(model: nn.Module, blocks: Sequence[Block], granularity: str, keep:
             continue
         owner = _find_owner(block.module)
         if owner not in _wrapped:
-            _wrapped[owner] = _WrappedForward(owner)
+            _wrapped[owner] = WrappedForward(owner)
         mark: Mark = granularity, tuple(keep), f"{owner.__module__}.{owner.__qualname__}"
-        block.module.__dict__[_MARK], block.module.__dict__[_NAME] = mark, block.name
+        block.module.__dict__[BLOCK_MARK], block.module.__dict__[BLOCK_NAME] = mark, block.name
         COUNTERS.blocks += _TAKEN not in attached_values(block.module)
         attached_values(block.module)[_TAKEN] = True
         taken.append(block)
@@ -384,7 +230,7 @@ def give_back_all() -> None:
             attached_values(owner).pop(name, None)
     CHECKS.when = AUTO
     drop_remarks()
-    BACKWARD_WAITS.launch_inside = BACKWARD_WAITS.launch_before = None
+    BACKWARD_WAITS.clear()
 
 
 def _restore_classes(used: set[type[nn.Module]]) -> None:
@@ -394,7 +240,7 @@ def _restore_classes(used: set[type[nn.Module]]) -> None:
 
 
 def _give_back(block: nn.Module) -> None:
-    for attribute in (_MARK, _NAME):
+    for attribute in (BLOCK_MARK, BLOCK_NAME):
         vars(block).pop(attribute, None)
     attached_values(block).pop(_TAKEN, None)
 
@@ -402,98 +248,4 @@ def _give_back(block: nn.Module) -> None:
 def fill_backward_waits(ahead: int) -> None:
     """Have features that communicate in backward launch recomputations before they wait."""
     if ahead:
-        BACKWARD_WAITS.launch_inside = launch_inside
-        BACKWARD_WAITS.launch_before = make_launch_before(ahead)
-
-
-# --- a forward ---
-
-
-def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
-    """Wrap the forward of a class whose name is ``owner``: for its marked instances, activations are not kept."""
-
-    @functools.wraps(stock)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        mark: Mark | None = self.__dict__.get(_MARK)
-        if mark is None or mark[2] != owner or not torch.is_grad_enabled():
-            return stock(self, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return _run_compiled(stock, self, mark, args, kwargs)
-        if is_inside_block() or not _may_save():
-            return stock(self, *args, **kwargs)
-        if _is_checkpointed():
-            COUNTERS.stock_calls += 1
-            return stock(self, *args, **kwargs)
-        modules = list(self.modules())
-        if hooked := _find_hook(self, modules):
-            COUNTERS.stock_calls += 1
-            note(hooked)
-            return stock(self, *args, **kwargs)
-        call = Recomputation(self, self.__dict__[_NAME], modules, stock, args, kwargs, make_contexts(mark[0], mark[1]))
-        return call.run(args, kwargs)
-
-    forward.__ovpatch__ = True  # type: ignore[attr-defined]  # a mark of ours
-    return forward
-
-
-def _run_compiled(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, kwargs: Any) -> Any:
-    """Have the compiler recompute: it knows ``torch.utils.checkpoint``, and saves and orders in its own graph."""
-    if getattr(block, "gradient_checkpointing", False) and block.training:  # transformers' own, around this forward
-        return stock(block, *args, **kwargs)
-    _count_compiled()
-    more: dict[str, Any] = {}
-    if mark[0] != FULL:
-        more["context_fn"] = functools.partial(make_compiled_contexts, mark[1])
-    return checkpoint(stock.__get__(block), *args, use_reentrant=False, **more, **kwargs)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # not typed in torch
-def _count_compiled() -> int:
-    COUNTERS.compiled_calls += 1
-    return 0
-
-
-def _find_hook(block: nn.Module, modules: Sequence[nn.Module]) -> str:
-    """Return a remark on a hook inside of a block that a second forward would call twice, or "".
-
-    Hooks of torch and of ovpatch belong to the computation: they gather parameters, and make weights or inputs.
-    """
-    own = [module for module in modules if module is not block and (module._forward_hooks or module._forward_pre_hooks)]
-    for module in [torch.nn.modules.module, *own] if own or _has_global_hooks() else ():
-        prefix = "" if isinstance(module, nn.Module) else "_global"
-        for hooks in (getattr(module, f"{prefix}_forward_hooks"), getattr(module, f"{prefix}_forward_pre_hooks")):
-            for hook in hooks.values():
-                while isinstance(hook, functools.partial):
-                    hook = hook.func
-                home = getattr(hook, "__module__", None) or type(hook).__module__
-                if not home.startswith(("torch.", "ovpatch")):
-                    name = getattr(hook, "__qualname__", type(hook).__qualname__)
-                    where = type(module).__name__ if prefix == "" else "all modules"
-                    return (
-                        f"blocks of class {type(block).__name__} keep their activations, because forward hook {name} "
-                        f"of {where} would be called again: remove the hook before training to have them recomputed"
-                    )
-    return ""
-
-
-def _has_global_hooks() -> bool:
-    module: Any = torch.nn.modules.module
-    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
-
-
-def _may_save() -> bool:
-    """Return whether tensors for backward may be left out: not under torch.func and tracers, which refuse hooks."""
-    autograd: Any = torch._C._autograd
-    return (
-        not torch._C._are_functorch_transforms_active()
-        and not torch._C._is_tracing()
-        and bool(autograd._saved_tensors_hooks_is_enabled())
-    )
-
-
-def _is_checkpointed() -> bool:
-    """Return whether the script checkpoints this call itself: torch's hooks are on top, or a backward recomputes."""
-    if torch._C._current_graph_task_id() != -1:
-        return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
+        BACKWARD_WAITS.fill(launch_inside, make_launch_before(ahead))

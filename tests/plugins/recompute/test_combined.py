@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from ovpatch.overlap.comm.streams import BACKWARD_WAITS
+from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 from ovpatch_plugins.pipeline.engine import Engine
 from ovpatch_plugins.recompute.recompute_report import COUNTERS

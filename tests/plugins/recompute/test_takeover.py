@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
+from ovpatch.overlap.module_blocks import find_blocks
 from ovpatch_plugins.recompute import recompute
-from ovpatch_plugins.recompute.recompute_attach import find_blocks
 from ovpatch_plugins.recompute.recompute_options import OPTIONS
 from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from tests.plugins.recompute.models import Block, Decoder, Derived, count_differences, data, record

@@ -8,8 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
 from ovpatch.overlap.comm.collectives import WorkGroup
-from ovpatch.overlap.comm.streams import BACKWARD_WAITS
 from ovpatch.overlap.tensor_parallel.schedules.stock import ColumnGrads, Schedule, WeightGrads, linear
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 
