@@ -307,7 +307,8 @@ def test_files_stay_small():
     assert not long
 
 
-MOST_FILES = {"": 214, "ovpatch.insight": 25, "ovpatch.patching": 8}
+# Rooms that features share, and files of one noun, count here: raise it with a reason in the commit.
+MOST_FILES = {"": 219, "ovpatch.insight": 25, "ovpatch.patching": 8}
 
 
 def test_files_are_few():
@@ -376,7 +377,7 @@ TABLES = {
     "ovpatch_plugins.dist_optimizer.param_all_gather:dropped_gathers": "all-gathers that nothing else waits for",
     "ovpatch_plugins.dist_optimizer.dist_optimizer_report:_unmanaged": "names for the report",
     "ovpatch_plugins.dist_optimizer.dist_optimizer_report:_remarks": "lines of the report",
-    "ovpatch_plugins.megatron.bucket_order:_LEFT": "lines of the report",
+    "ovpatch_plugins.megatron.megatron_report:_LEFT": "lines of the report",
     "ovpatch_plugins.pipe_experts.all_to_all:_unsupported_reasons": "lines of the report",
     "ovpatch_plugins.pipeline.report:_schedules": "the last schedules, for the report, which outlives them",
     "ovpatch_plugins.pipeline.report:_stock_reasons": "lines of the report",

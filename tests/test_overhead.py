@@ -111,8 +111,9 @@ def test_nothing_is_imported_that_does_the_work_before_there_is_any():
     light = re.compile(r"\w+_(feature|options|report)|options|report|takeover|ddp_attach|step_patches")
     # Where a feature registers that it shards the gradients of models that are wrapped later.
     registry = {"ovpatch.overlap.data_parallel", "ovpatch.overlap.data_parallel.grad_sharder"}
-    # Where an option finds the schedules that it may name.
-    table = {"ovpatch.overlap.tensor_parallel", "ovpatch.overlap.tensor_parallel.schedule_table"}
+    # Where an option finds the schedules that it may name, and operators the counters of the report.
+    names = ("", ".schedule_table", ".operator_counts")
+    table = {f"ovpatch.overlap.tensor_parallel{name}" for name in names}
     for loaded, interface in zip(applied, (table, table | registry), strict=True):
         assert "ovpatch_plugins.ddp.ddp_feature" in loaded, "the feature is on"
         work = [name for name in loaded if name.startswith("ovpatch.overlap.") and name not in interface]

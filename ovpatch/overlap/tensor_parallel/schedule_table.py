@@ -1,6 +1,6 @@
-"""The schedules of tensor-parallel linears: the one table from which options, checks, classes and texts are made.
+"""The schedules of tensor-parallel linears: one table, from which options, their help, checks and objects are made.
 
-A new schedule is a class in ``schedules`` and an entry here. This module imports no torch, because features read it
+A new schedule is a class in ``schedules`` and a row here. This module imports no torch, because features read it
 when they describe their options.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 
-class ScheduleEntry(NamedTuple):
+class ScheduleInfo(NamedTuple):
     """A schedule.
 
     Attributes:
@@ -31,26 +31,26 @@ class ScheduleEntry(NamedTuple):
     keeps_operands: bool = True
 
 
-#: All schedules. ``auto`` compares the others with the first one.
+#: All schedules. ``auto`` compares all of them with the first.
 SCHEDULES: Final = (
-    ScheduleEntry("stock", "stock:Schedule", "one after the other."),
-    ScheduleEntry(
+    ScheduleInfo("stock", "stock:Schedule", "one after the other."),
+    ScheduleInfo(
         "bulk", "overlapped:Bulk", "in backward, each collective runs under the product that does not need it."
     ),
-    ScheduleEntry("ring", "overlapped:Ring", "rows go from rank to rank, under products of rows that are there."),
-    ScheduleEntry(
+    ScheduleInfo("ring", "overlapped:Ring", "rows go from rank to rank, under products of rows that are there."),
+    ScheduleInfo(
         "chunk",
         "overlapped:Chunk",
         "products are cut into parts, and a part's collective runs under the next part.",
         takes_chunks=True,
     ),
-    ScheduleEntry(
+    ScheduleInfo(
         "fused",
         "fused:Fused",
         "kernels compute and move rows at the same time, on the GPUs of one host; elsewhere it is an error.",
         keeps_operands=False,
     ),
-    ScheduleEntry(
+    ScheduleInfo(
         "auto",
         "autotuned:Auto",
         "the fastest of these for an operator and its shape; all ranks measure it once and keep it in "
@@ -61,21 +61,21 @@ SCHEDULES: Final = (
     ),
 )
 
-SCHEDULE_NAMES: Final = tuple(entry.name for entry in SCHEDULES)
-MEASURED_NAMES: Final = tuple(entry.name for entry in SCHEDULES if entry.is_measured)
+SCHEDULE_NAMES: Final = tuple(info.name for info in SCHEDULES)
+MEASURED_NAMES: Final = tuple(info.name for info in SCHEDULES if info.is_measured)
 
 #: The schedule without any setting, which ``auto`` also takes where it does not measure.
 DEFAULT_SCHEDULE: Final = "bulk"
 
 
-def get_schedule_entry(name: str) -> ScheduleEntry:
-    """Return the entry of a schedule; KeyError if there is none."""
-    return _ENTRIES[name]
+def get_schedule_info(name: str) -> ScheduleInfo:
+    """Return the row of a schedule; KeyError if there is none."""
+    return _INFO_BY_NAME[name]
 
 
-_ENTRIES: Final = {entry.name: entry for entry in SCHEDULES}
+_INFO_BY_NAME: Final = {info.name: info for info in SCHEDULES}
 
 
 def describe_schedules() -> str:
     """Return the help of all schedules, for an option."""
-    return " ".join(f"{entry.name}: {entry.help}" for entry in SCHEDULES)
+    return " ".join(f"{info.name}: {info.help}" for info in SCHEDULES)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
-from ovpatch_plugins.megatron.megatron_report import COUNTERS
+from ovpatch_plugins.megatron.megatron_report import COUNTERS, drop_left, note_left
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 
@@ -71,7 +71,6 @@ class BucketPlace:
 
 
 _PLACE: Final = "megatron: place"  # of a bucket group
-_LEFT: Final[dict[str, None]] = {}  # why parts of models are left to Megatron
 
 
 def find_place(group: Any) -> BucketPlace | None:
@@ -106,22 +105,12 @@ def give_back_all() -> None:
     """Forget all models."""
     for group in list_bucket_groups():
         del attached_values(group)[_PLACE]
-    _LEFT.clear()
+    drop_left()
 
 
 def list_bucket_groups() -> list[Any]:
     """Return the bucket groups of all known models."""
     return [group for group, _ in find_owners(_PLACE)]
-
-
-def note_left(text: str) -> None:
-    """Note for the report what is left to Megatron, and why."""
-    _LEFT[text] = None
-
-
-def list_left() -> list[str]:
-    """Return what is left to Megatron, and why."""
-    return list(_LEFT)
 
 
 def wrap_init(original: Callable[..., None]) -> Callable[..., None]:

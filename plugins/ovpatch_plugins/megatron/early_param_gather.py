@@ -18,8 +18,8 @@ import torch
 
 from ovpatch.overlap.comm.lifetimes import attached_values, outside_modes
 from ovpatch.overlap.tensors.pending_param import mark_pending, mark_ready
-from ovpatch_plugins.megatron.bucket_order import find_place, list_bucket_groups, note_left
-from ovpatch_plugins.megatron.megatron_report import COUNTERS
+from ovpatch_plugins.megatron.bucket_order import find_place, list_bucket_groups
+from ovpatch_plugins.megatron.megatron_report import COUNTERS, note_left
 
 _GATHER: Final = "megatron: gather"  # of a bucket group, from a step to the end of the next backward
 _OWNERS: Final = "megatron: owners of parameters"  # of an optimizer

@@ -21,12 +21,11 @@ from torch import Tensor
 from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.tensor_parallel.functional import all_gather_linear, linear_reduce_scatter
-from ovpatch.overlap.tensor_parallel.schedule_table import get_schedule_entry
+from ovpatch.overlap.tensor_parallel.schedule_table import get_schedule_info
 from ovpatch.overlap.tensor_parallel.schedules.fused import find_fused_objection
 from ovpatch.overlap.tensors.pending_param import wait_for_param
-from ovpatch_plugins.megatron.bucket_order import note_left
 from ovpatch_plugins.megatron.megatron_options import OPTIONS
-from ovpatch_plugins.megatron.megatron_report import COUNTERS
+from ovpatch_plugins.megatron.megatron_report import COUNTERS, note_left
 from ovpatch_plugins.megatron.weight_grads import WeightGrad, WeightGradQueue, multiply
 
 _LAYERS: Final = "megatron.core.tensor_parallel.layers"
@@ -52,7 +51,7 @@ class LinearPatches:
 
     def __init__(self, options: Mapping[str, Any], queue: WeightGradQueue | None = None) -> None:
         # A queued weight gradient is computed from operands that must outlive the backward.
-        self._queue = queue if get_schedule_entry(options["schedule"]).keeps_operands else None
+        self._queue = queue if get_schedule_info(options["schedule"]).keeps_operands else None
         self._how = {name: options[name] for name in ("schedule", "chunks")}
         self._regather: bool = options["regather"]
         self._least_flop: float = options["min_linear_gflop"] * 1e9
@@ -114,7 +113,7 @@ class LinearPatches:
     def _compute_row(self, foreign: str, linear: Any, x: Tensor) -> Tensor | None:
         """Return the output ``[s / world, b, n]`` of ``x``, ``[s, b, k]``; None if Megatron has to compute it."""
         weight, fuse, group = linear.weight, linear.gradient_accumulation_fusion, linear.tp_group
-        reason = foreign or self._find_replacement(linear)
+        reason = foreign or self._find_foreign_function(linear)
         if group.size() > 1 and x.shape[0] % group.size():
             reason = "its sequence does not divide by the number of ranks"
         offloading = linear.config._cpu_offloading_context
@@ -161,8 +160,8 @@ class LinearPatches:
         if schedule == "fused" and (reason := find_fused_objection(group, x.device.type)):
             refuse_option("megatron", OPTIONS, "schedule", schedule, reason)
 
-    def _find_replacement(self, linear: Any) -> str:
-        """Return which function that one operator replaces is no longer Megatron's own, or ""."""
+    def _find_foreign_function(self, linear: Any) -> str:
+        """Return :func:`_read_foreign_function`, which is read again only if a function has changed."""
         layers = _layers()
         now: list[Any] = []
         for name in _REPLACED:
@@ -171,7 +170,7 @@ class LinearPatches:
             now += (function, None if mark is None else mark.patches)
         now.append(getattr(getattr(linear, "_forward_impl", None), "__func__", None))
         if now != self._found[0]:
-            self._found = now, _find_replacement(linear)
+            self._found = now, _read_foreign_function(linear)
         return self._found[1]
 
 
@@ -233,8 +232,8 @@ def _find_nil_gain(schedule: str, flop: int, least_flop: float) -> str:
     return "its product is below min_linear_gflop" if flop < least_flop else ""
 
 
-def _find_replacement(linear: Any) -> str:
-    """Return which function that one operator replaces is no longer Megatron's own, or ""."""
+def _read_foreign_function(linear: Any) -> str:
+    """Return the name of a function that our operator replaces and another library has patched, or ""."""
     layers = _layers()
     functions = {name: getattr(layers, name, None) for name in _REPLACED}
     functions["_forward_impl"] = getattr(getattr(linear, "_forward_impl", None), "__func__", None)

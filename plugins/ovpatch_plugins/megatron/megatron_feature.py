@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from ovpatch.hookspecs import Feature, Package, Registrar, make_feature_hooks
 from ovpatch_plugins.megatron.megatron_options import OPTIONS
-from ovpatch_plugins.megatron.megatron_report import COUNTERS
+from ovpatch_plugins.megatron.megatron_report import COUNTERS, list_left
 
 _LAYERS: Final = "megatron.core.tensor_parallel.layers"
 _PIPELINE: Final = "megatron.core.pipeline_parallel"
@@ -243,5 +243,5 @@ hooks = make_feature_hooks(
     counters=COUNTERS,
     activate=activate,
     deactivate=deactivate,
-    remarks="ovpatch_plugins.megatron.bucket_order:list_left",
+    remarks=list_left,
 )

@@ -23,9 +23,8 @@ from ovpatch.overlap.autograd import apply_function
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, wait_limit_s
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners, outside_modes, weak_method
 from ovpatch.overlap.tensors.pending_param import wait_for_param
-from ovpatch_plugins.megatron.bucket_order import note_left
 from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad, find_wrapped, wrap_function
-from ovpatch_plugins.megatron.megatron_report import COUNTERS
+from ovpatch_plugins.megatron.megatron_report import COUNTERS, note_left
 from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
 from ovpatch_plugins.pipeline import LoopEngine, LoopError, find_group_reason
 

@@ -1,6 +1,8 @@
-"""Counters of the feature in this process."""
+"""Counters of the feature in this process, and what it leaves to Megatron."""
 
 from __future__ import annotations
+
+from typing import Final
 
 from ovpatch.hookspecs import FeatureCounters
 
@@ -22,3 +24,21 @@ class Counters(FeatureCounters):
 
 
 COUNTERS = Counters()
+
+# The parts that Megatron computes itself, each with its reason.
+_LEFT: Final[dict[str, None]] = {}
+
+
+def note_left(text: str) -> None:
+    """Have the report list a part that is left to Megatron, and the reason."""
+    _LEFT[text] = None
+
+
+def list_left() -> list[str]:
+    """Return the parts that are left to Megatron, with their reasons."""
+    return list(_LEFT)
+
+
+def drop_left() -> None:
+    """Forget all parts."""
+    _LEFT.clear()

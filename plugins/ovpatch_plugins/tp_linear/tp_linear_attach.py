@@ -16,15 +16,9 @@ from ovpatch.hookspecs import note_failures
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
 from ovpatch.overlap.tensor_parallel import layout, tp_group
 from ovpatch.overlap.tensor_parallel.schedules import fused
-from ovpatch_plugins.tp_linear.tp_linear import (
-    STATE,
-    Linear,
-    SharedAllGather,
-    Style,
-    TPLinear,
-    agree_on_terms,
-    is_gather,
-)
+from ovpatch_plugins.tp_linear.linear_plan import Style
+from ovpatch_plugins.tp_linear.parallel_linear import STATE, Linear, TPLinear, agree_on_terms
+from ovpatch_plugins.tp_linear.shared_all_gather import SharedAllGather, is_gather
 from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
 _OURS = ("_prepare_input_fn", "_prepare_output_fn", "_partition_linear_fn")

@@ -45,7 +45,7 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
 
 def attach_cut_modules() -> Sequence[str]:
     """Attach to the modules that are sharded already, and return the remarks on them."""
-    return _load_takeover().recover_modules() if _has_cut_modules() else []
+    return _load_attach().recover_modules() if _has_cut_modules() else []
 
 
 def list_remarks() -> Sequence[str]:
@@ -57,9 +57,9 @@ def list_remarks() -> Sequence[str]:
     sharing = sys.modules.get("ovpatch.overlap.tensor_parallel.schedules.fused")
     if sharing is not None:
         remarks += [f"schedule fused computes as bulk does: {reason}" for reason in sharing.list_objections()]
-    takeover = sys.modules.get("ovpatch_plugins.tp_linear.tp_linear_attach")
-    if takeover is not None:
-        remarks += [f"{name} is left to stock: {reason}" for name, reason in takeover.LEFT.items()]
+    attach = sys.modules.get("ovpatch_plugins.tp_linear.tp_linear_attach")
+    if attach is not None:
+        remarks += [f"{name} is left to stock: {reason}" for name, reason in attach.LEFT.items()]
     if COUNTERS.unused:
         remarks.append(
             f"{COUNTERS.unused} products were computed with a shared gather and never used: "
@@ -72,11 +72,11 @@ _settings: dict[str, Any] = {}
 
 
 def _wrap(apply: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a style's ``_apply`` that calls the function of :mod:`.takeover` with a name."""
+    """Return a style's ``_apply`` that calls the function of :mod:`.tp_linear_attach` with a name."""
 
     @functools.wraps(apply)
     def _apply(self: Any, module: Any, device_mesh: Any) -> Any:
-        return getattr(_load_takeover(), name)(apply, self, module, device_mesh)
+        return getattr(_load_attach(), name)(apply, self, module, device_mesh)
 
     return _apply
 
@@ -92,14 +92,14 @@ def _has_cut_modules() -> bool:
     return any("_distribute_module_applied" in vars(module) for module in modules)
 
 
-def _load_takeover() -> Any:
-    """Return :mod:`.takeover`; the first call after ``apply()`` sets the options."""
-    from ovpatch_plugins.tp_linear import tp_linear_attach as takeover
-    from ovpatch_plugins.tp_linear.tp_linear import STATE
+def _load_attach() -> Any:
+    """Return :mod:`.tp_linear_attach`; the first call after ``apply()`` sets the options."""
+    from ovpatch_plugins.tp_linear import tp_linear_attach
+    from ovpatch_plugins.tp_linear.parallel_linear import STATE
 
     if not STATE.on:
         STATE.turn_on(_settings)
-    return takeover
+    return tp_linear_attach
 
 
 hooks = make_feature_hooks(

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 import ovpatch
 from ovpatch.insight.equality import Verdict
-from ovpatch_plugins.megatron import bucket_order as takeover
-from ovpatch_plugins.megatron import linears
+from ovpatch_plugins.megatron import linears, megatron_report
 from ovpatch_plugins.megatron.weight_grads import WeightGradQueue
 from tests.plugins.megatron import models
 from tests.plugins.megatron.models import train_gpt
@@ -231,7 +230,7 @@ def test_ranks_that_differ_are_named(ranks):
     ],
 )
 def test_on_a_gpu_linears_without_a_gain_are_megatrons(monkeypatch, rows, connections, schedule, reason):
-    monkeypatch.setattr(takeover, "_LEFT", {})
+    monkeypatch.setattr(megatron_report, "_LEFT", {})
     monkeypatch.setattr(linears, "check_consistent_once", lambda *_, **__: None)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if connections is not None:
@@ -242,10 +241,10 @@ def test_on_a_gpu_linears_without_a_gain_are_megatrons(monkeypatch, rows, connec
     group.size.return_value = 2
     patches = linears.LinearPatches(OPTIONS | {"schedule": schedule})
     for kind in ("column", "row"):
-        takeover._LEFT.clear()
+        megatron_report._LEFT.clear()
         entering = patches._enter(x, weight, False, group, kind, "")
         assert (entering is None) == bool(reason)
-        assert takeover.list_left() == ([f"a {kind}-parallel linear: {reason}"] if reason else [])
+        assert megatron_report.list_left() == ([f"a {kind}-parallel linear: {reason}"] if reason else [])
 
 
 def test_linears_whose_weight_gradients_are_delayed_are_ours_on_a_gpu_too(monkeypatch):

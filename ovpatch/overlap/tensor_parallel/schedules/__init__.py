@@ -10,7 +10,7 @@ from ovpatch.overlap.tensor_parallel.schedule_table import (
     DEFAULT_SCHEDULE,
     MEASURED_NAMES,
     SCHEDULES,
-    get_schedule_entry,
+    get_schedule_info,
 )
 from ovpatch.overlap.tensor_parallel.schedules.stock import Schedule
 
@@ -20,20 +20,20 @@ def find_schedule(name: str, chunks: int, *, anew: bool = False) -> Schedule:
 
     With ``anew`` inputs are gathered again for the weights' gradients, which ``auto`` measures then.
     """
-    entry = get_schedule_entry(name)
+    info = get_schedule_info(name)
     # Calls with the same arguments get the same object, because operators compare schedules by identity.
     if name == "auto":
-        return _make_auto(entry.implementation, chunks, anew)
-    return _make_schedule(entry.implementation, chunks if entry.takes_chunks else None)
+        return _make_auto(info.implementation, chunks, anew)
+    return _make_schedule(info.implementation, chunks if info.takes_chunks else None)
 
 
 @functools.cache
 def parse_schedule(text: str) -> Schedule:
     """Return the schedule whose ``name`` is a text, such as ``chunk4``; a graph keeps that text."""
-    for entry in SCHEDULES:
-        chunks = text.removeprefix(entry.name)
-        if entry.takes_chunks and chunks.isdecimal():
-            return find_schedule(entry.name, int(chunks), anew=True)
+    for info in SCHEDULES:
+        chunks = text.removeprefix(info.name)
+        if info.takes_chunks and chunks.isdecimal():
+            return find_schedule(info.name, int(chunks), anew=True)
     return find_schedule(text, 1)
 
 
