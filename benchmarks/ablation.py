@@ -42,8 +42,8 @@ import ovpatch
 from benchmarks.decoders import SIZES, Decoder, Shape, alone, cut, flops_per_step, parameters
 from benchmarks.peaks import PEAK_TFLOPS
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, merged, running, start
-from ovpatch.overlap.autotune import autotuner
 from ovpatch.overlap.comm.lifetimes import drop_values
+from ovpatch.overlap.kernels import autotuner
 from ovpatch.overlap.peer_rpc.retention import Retention
 
 Step = Callable[[], Tensor]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.runs import CUDA, add_timing, alternate, device, get_world, running, start, timed
 from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter, Work
-from ovpatch.overlap.copy_engine.collectives import Engine
+from ovpatch.overlap.kernels.copy_collectives import Engine
 
 _ROWS = _FEATURES = 4096 if CUDA else 64
 WAYS = ("NCCL", "NCCL, symmetric", "NCCL, zero CTA", "copy engines")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ovpatch
-from ovpatch.overlap.autotune import autotuner
+from ovpatch.overlap.kernels import autotuner
 
 CUDA = torch.cuda.is_available()
 

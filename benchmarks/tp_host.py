@@ -72,7 +72,7 @@ def linear(kind: str, mesh: DeviceMesh) -> tuple[nn.Linear, Tensor]:
 @contextlib.contextmanager
 def not_launched() -> Iterator[None]:
     """Let the feature's collectives do nothing."""
-    from ovpatch_plugins.tp_linear import tp_group
+    from ovpatch.overlap.tensor_parallel import tp_group
 
     done = WorkGroup(())
 

@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, get_world, graphed, start, timed
-from ovpatch_plugins.tp_linear import tp_group
-from ovpatch_plugins.tp_linear.schedules import SCHEDULES
+from ovpatch.overlap.tensor_parallel import tp_group
+from ovpatch.overlap.tensor_parallel.schedules import parse_schedule
 
 SHAPES = {  # tokens, features outside, features between, over all ranks
     "gpt": (4096, 3072, 12288),
@@ -65,7 +65,7 @@ class Linear:
 
     def kernels(self, tiles: Any) -> Tensor:
         """Compute by the kernels of ``fused``, with tiles as given."""
-        from ovpatch.overlap.symm_mem import memory
+        from ovpatch.overlap.kernels import symmetric_memory as memory
 
         found = self.launch(memory.get_workspace(self.group, device()), tiles)
         if found is None:
@@ -120,12 +120,12 @@ class Gather(Linear):
 
     def ours(self, schedule: str) -> Tensor:
         """Compute by a schedule of the feature."""
-        (out,), _ = SCHEDULES[schedule].gather_linear(self.ranks, self.x, [self.weight], [None], True)
+        (out,), _ = parse_schedule(schedule).gather_linear(self.ranks, self.x, [self.weight], [None], True)
         return out
 
     def launch(self, workspace: Any, tiles: Any) -> Tensor | None:
         """Launch the kernels of ``fused``."""
-        from ovpatch_plugins.tp_linear import triton_launch as launch
+        from ovpatch.overlap.tensor_parallel import triton_launch as launch
 
         found = launch.gather_linear(workspace, self.x, [self.weight], [None], tiles=tiles)
         return None if found is None else found[0][0]
@@ -175,11 +175,11 @@ class Scatter(Linear):
 
     def ours(self, schedule: str) -> Tensor:
         """Compute by a schedule of the feature."""
-        return SCHEDULES[schedule].linear_scatter(self.ranks, self.x, self.weight)
+        return parse_schedule(schedule).linear_scatter(self.ranks, self.x, self.weight)
 
     def launch(self, workspace: Any, tiles: Any) -> Tensor | None:
         """Launch the kernels of ``fused``."""
-        from ovpatch_plugins.tp_linear import triton_launch as launch
+        from ovpatch.overlap.tensor_parallel import triton_launch as launch
 
         return launch.linear_scatter(workspace, [self.x], [self.weight], tiles=tiles)
 
@@ -191,7 +191,7 @@ def variants(operator: Any) -> dict[str, Any]:
     """Return the tile settings of the kernels to try."""
     if not CUDA:
         return {}
-    from ovpatch_plugins.tp_linear.triton_launch import Tiles
+    from ovpatch.overlap.tensor_parallel.triton_launch import Tiles
 
     found = {"128x128": Tiles(columns=128, stages=4), "128x256 in halves": Tiles(split=True, stages=4)}
     found |= {f"groups of {n}": Tiles(group=n) for n in (1, 16)}

@@ -18,13 +18,23 @@ from ovpatch._version import __version__
 
 if TYPE_CHECKING:
     from ovpatch.api import FeatureError, applied, apply, report, revert
-    from ovpatch.hookspecs import Feature, Option, OptionError, Package, Registrar, hookimpl
+    from ovpatch.hookspecs import (
+        Feature,
+        FeatureCounters,
+        Option,
+        OptionError,
+        Package,
+        Registrar,
+        hookimpl,
+        make_feature_hooks,
+    )
     from ovpatch.patching import PatchError, PatchManager
     from ovpatch.session.report import Report
     from ovpatch.settings.settings import SettingsError
 
 __all__ = [
     "Feature",
+    "FeatureCounters",
     "FeatureError",
     "Option",
     "OptionError",
@@ -38,13 +48,23 @@ __all__ = [
     "applied",
     "apply",
     "hookimpl",
+    "make_feature_hooks",
     "report",
     "revert",
 ]
 
 _HOMES = {
     "ovpatch.api": ("FeatureError", "applied", "apply", "report", "revert"),
-    "ovpatch.hookspecs": ("Feature", "Option", "OptionError", "Package", "Registrar", "hookimpl"),
+    "ovpatch.hookspecs": (
+        "Feature",
+        "FeatureCounters",
+        "Option",
+        "OptionError",
+        "Package",
+        "Registrar",
+        "hookimpl",
+        "make_feature_hooks",
+    ),
     "ovpatch.patching": ("PatchError", "PatchManager"),
     "ovpatch.session.report": ("Report",),
     "ovpatch.settings.settings": ("SettingsError",),

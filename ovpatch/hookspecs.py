@@ -1,7 +1,8 @@
 """The specification of plugins.
 
-A plugin is an object, usually a module, that an entry point of the group ``ovpatch`` names. It describes one feature
-and implements the hooks below with :data:`hookimpl`. ``docs/write-a-plugin.md`` shows an example.
+A plugin is an object that an entry point of the group ``ovpatch`` names. It describes one feature and implements the
+hooks below. :func:`make_feature_hooks` returns such an object; a module whose functions are marked with
+:data:`hookimpl` is one, too. ``docs/write-a-plugin.md`` shows an example.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -211,17 +213,6 @@ class FeatureCounters:
         return {name: getattr(self, name) for name in names}
 
 
-def make_counters_hook(module: str) -> Callable[[], Mapping[str, int]]:
-    """Return the hook ``ovpatch_counters`` that reads the ``COUNTERS`` of a module, which it imports."""
-
-    @hookimpl
-    def ovpatch_counters() -> Mapping[str, int]:
-        counters: FeatureCounters = importlib.import_module(module).COUNTERS
-        return counters.as_dict()
-
-    return ovpatch_counters
-
-
 class Registrar(Protocol):
     """The patch manager of one feature; all that it registers belongs to that feature."""
 
@@ -230,14 +221,18 @@ class Registrar(Protocol):
         target: str,
         replacement: Callable[..., Any] | None = None,
         *,
-        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | str | None = None,
         optional: bool = False,
         order: int = 0,
         torch: str | None = None,
         why: str = "",
         expires: str = "",
     ) -> None:
-        """Declare a patch; see :meth:`ovpatch.PatchManager.register_patch`."""
+        """Declare a patch; see :meth:`ovpatch.PatchManager.register_patch`.
+
+        A text ``wrap="package.module:function"`` names the function. The module is imported when the target is
+        wrapped, and the function gets the feature's options if it has a parameter ``options``.
+        """
 
     def register_hook(self, name: str, install: Callable[[], Removable], *, why: str = "") -> None:
         """Declare an official hook; ``install`` is called at apply and its handle removed at revert."""
@@ -314,3 +309,65 @@ class FeatureSpecs:
         Returns:
             JSON data: rows, bounds, and the picture of the best row.
         """
+
+
+class FeatureHooks:
+    """The hooks of one feature, by name. Hashable, because pluggy keeps plugins in sets."""
+
+    def __init__(self, hooks: Mapping[str, Callable[..., Any]]) -> None:
+        vars(self).update({name: hookimpl(hook) for name, hook in hooks.items()})
+
+
+def make_feature_hooks(
+    feature: Feature,
+    register: Callable[..., None],
+    *,
+    counters: FeatureCounters | str | None = None,
+    reasons_against: Callable[..., Sequence[str]] | None = None,
+    activate: Callable[..., Sequence[str] | None] | str | None = None,
+    deactivate: Callable[[], None] | str | None = None,
+    remarks: Callable[[], Sequence[str]] | str | None = None,
+) -> FeatureHooks:
+    """Return the plugin object of a feature, which its entry point names.
+
+    Where a text is accepted, it is ``package.module:name``: that module is imported when the hook needs it, so that
+    describing the feature imports nothing else of it.
+
+    Args:
+        feature: The description.
+        register: The hook ``ovpatch_register``.
+        counters: The counters of the feature, or the text that names them. Default: none.
+        reasons_against: The hook ``ovpatch_reasons_against``. Default: none.
+        activate: The hook ``ovpatch_activate``; it gets the options. Default: none.
+        deactivate: The hook ``ovpatch_deactivate``. A text is called only if something has imported its module,
+            because otherwise no live object has changed. Default: none.
+        remarks: The hook ``ovpatch_remarks``. A text is called only if something has imported its module. Default:
+            none.
+    """
+    hooks: dict[str, Callable[..., Any]] = {"ovpatch_feature": lambda: feature, "ovpatch_register": register}
+    if reasons_against is not None:
+        hooks["ovpatch_reasons_against"] = reasons_against
+    if counters is not None:
+        hooks["ovpatch_counters"] = lambda: _find_named(counters).as_dict()
+    if activate is not None:
+        hooks["ovpatch_activate"] = _call_with_options(activate) if isinstance(activate, str) else activate
+    for name, hook in (("ovpatch_deactivate", deactivate), ("ovpatch_remarks", remarks)):
+        if hook is not None:
+            hooks[name] = _call_if_imported(hook) if isinstance(hook, str) else hook
+    return FeatureHooks(hooks)
+
+
+def _find_named(value: Any) -> Any:
+    """Return a value, or the value that a text ``package.module:name`` names."""
+    if not isinstance(value, str):
+        return value
+    module, _, name = value.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _call_with_options(text: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda options: _find_named(text)(options)
+
+
+def _call_if_imported(text: str) -> Callable[[], Any]:
+    return lambda: _find_named(text)() if text.partition(":")[0] in sys.modules else None

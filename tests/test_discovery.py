@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+import textwrap
 
 import pytest
 
+from ovpatch.patching.patch import NamedFunction, describe_callable, unwrap_callable
 from ovpatch.session import plugins
 from ovpatch.session.plugins import PluginError, Plugins
+from ovpatch.session.session import Session
 from tests.support import fake_plugins
 from tests.support.fake_plugins import Site
 
 site = fake_plugins.site
+only_site = fake_plugins.only_site
+session = fake_plugins.session
 
 
 @pytest.fixture
@@ -194,3 +200,117 @@ def test_an_error_in_a_hook_is_attributed_and_chained(site, find):
     with pytest.raises(PluginError, match="ovpatch_remarks raised KeyError: 'lost'") as error:
         plugins.call_hook("a", "ovpatch_remarks")
     assert isinstance(error.value.__cause__, KeyError)
+
+
+# --- plugins that make_feature_hooks makes ---
+
+MADE = """
+import victim
+from ovpatch import Feature, FeatureCounters, Option, make_feature_hooks
+
+class Counters(FeatureCounters):
+    calls: int = 3
+
+COUNTERS = Counters()
+
+def register(patches, options):
+    patches.register_patch("victim.f", wrap="fake_work:wrap_f")
+    patches.register_patch("victim.g", wrap="fake_work:wrap_g")
+
+hooks = make_feature_hooks(
+    Feature("a", "The feature a.", options=(Option("amount", 10, "What is added."),)),
+    register,
+    counters="fake_a:COUNTERS",
+    reasons_against=lambda options: victim.reasons,
+    activate="fake_live:attach",
+    deactivate="fake_live:detach_all",
+    remarks="fake_remarks:list_remarks",
+)
+"""
+WORK = """
+import functools
+
+def wrap_f(original, options):
+    @functools.wraps(original)
+    def f(x):
+        return original(x) + options["amount"]
+    return f
+
+def wrap_g(original):
+    @functools.wraps(original)
+    def g(x):
+        return original(x) * 2
+    return g
+"""
+LIVE = """
+import victim
+
+def attach(options):
+    victim.LOG.append(f"attach {options['amount']}")
+
+def detach_all():
+    victim.LOG.append("detach")
+"""
+
+
+@pytest.fixture
+def made(only_site):
+    """A plugin of make_feature_hooks, with three modules of work."""
+    site = only_site
+    site.write("fake_a", MADE)
+    site.write("fake_work", WORK)
+    site.write("fake_live", LIVE)
+    site.write("fake_remarks", "def list_remarks():\n    return ['there are remarks']\n")
+    site.announce("a", "fake_a:hooks", dist="dist-a")
+    site.victim.reasons = []
+    return site
+
+
+def test_a_made_plugin_imports_its_modules_when_they_are_needed(made, session):
+    made.victim.reasons = ["no such machine"]
+    assert session.apply((), None, None)["a"].reason == "no such machine"
+    assert not {"fake_work", "fake_live", "fake_remarks"} & set(sys.modules)
+
+    made.victim.reasons = []
+    assert session.apply((), {"a": {"amount": 5}}, None)["a"].state == "applied"
+    assert (made.victim.f(1), made.victim.g(3), made.log) == (6, 6, ["attach 5"])
+    assert session.report()["a"].counters == {"calls": 3}
+    assert "there are remarks" not in session.report()["a"].remarks, "nothing has imported that module"
+    importlib.import_module("fake_remarks")
+    assert "there are remarks" in session.report()["a"].remarks
+
+    session.revert(())
+    assert (made.victim.f(1), made.log) == (1, ["attach 5", "detach"])
+
+
+def test_a_made_plugin_does_not_detach_what_nothing_has_imported(made, session):
+    made.write("fake_live", LIVE.replace("import victim", "import nowhere"))
+    found = session.apply((), None, None)["a"]
+    assert (found.state, found.reason.partition(":")[0]) == ("failed", "ovpatch_activate raised ModuleNotFoundError")
+    assert made.victim.f(1) == 1
+
+
+@pytest.mark.parametrize("name", ["fake_work", "fake_work:", ":wrap_f", "fake work:f", "fake_work:no.method"])
+def test_a_wrap_that_names_no_function(made, name):
+    made.write("fake_a", MADE.replace("fake_work:wrap_f", name))
+    found = Session().apply((), None, None)["a"]
+    assert found.state == "failed"
+    assert f"wrap={name!r} names no function: write it as 'package.module:function'" in found.reason
+
+
+def test_a_named_wrap_that_does_not_exist_names_patch_and_target(made):
+    made.write("fake_a", MADE.replace("fake_work:wrap_f", "fake_work:wrap_h"))
+    found = Session().apply((), None, None)["a"]
+    assert found.state == "failed"
+    assert "(fake_work.wrap_h) failed for victim.f: AttributeError" in found.reason
+
+
+def test_a_named_wrap_is_declared_once_and_found_inside():
+    first, again = NamedFunction("textwrap:dedent", {"a": 1}), NamedFunction("textwrap:dedent", {"a": 1})
+    assert first == again
+    assert hash(first) == hash(again)
+    assert first != NamedFunction("textwrap:dedent", {"a": 2})
+    assert unwrap_callable(first) is textwrap.dedent, "Dynamo skips frames of its file"
+    unknown = NamedFunction("fake_nowhere:f", {})
+    assert unwrap_callable(unknown) is unknown
+    assert describe_callable(unknown) == "fake_nowhere.f"

@@ -272,10 +272,7 @@ def shipped_variables() -> set[str]:
 
 def template_variables() -> set[str]:
     folder = ROOT / "examples" / "plugin_template"
-    option = re.search(r'Option\("(\w+)"', (folder / "ovpatch_clip_watch.py").read_text(encoding="utf-8"))
-    assert option
-    names = {make_variable_name(path.stem.removeprefix("ovpatch_")) for path in folder.glob("ovpatch_*.py")}
-    return names | {make_variable_name("clip_watch", option[1])}
+    return {make_variable_name(path.stem.removeprefix("ovpatch_")) for path in folder.glob("ovpatch_*.py")}
 
 
 def test_every_variable_in_the_documentation_is_known():
@@ -316,7 +313,7 @@ def test_every_result_file_that_the_documentation_names_is_there():
 
 def test_no_feature_is_forgotten_here():
     assert sorted(FEATURES) == sorted(
-        path.parent.name for path in (ROOT / "plugins" / "ovpatch_plugins").glob("*/plugin.py")
+        path.parent.name for path in (ROOT / "plugins" / "ovpatch_plugins").glob("*/*_feature.py")
     )
 
 
@@ -348,7 +345,8 @@ def test_the_versions_are_those_of_their_record():
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_counters_are_all_explained(feature):
-    Counters = importlib.import_module(f"ovpatch_plugins.{feature}.report").Counters
+    hooks: Any = importlib.import_module(f"ovpatch_plugins.{feature}.{feature}_feature").hooks
+    counters = hooks.ovpatch_counters()
 
     text = (
         (ROOT / FEATURE_PAGES / f"{feature}-reference.md")
@@ -356,14 +354,14 @@ def test_the_counters_are_all_explained(feature):
         .partition("## Counters")[2]
         .partition("\n## ")[0]
     )
-    assert [row[0].strip("`") for row in cells(text)[2:]] == list(Counters().as_dict())
+    assert [row[0].strip("`") for row in cells(text)[2:]] == list(counters)
 
 
 # --- docs/features/ddp-reference.md ---
 
 
 def test_every_reason_for_the_stock_reducer_is_listed_and_no_other():
-    from ovpatch_plugins.ddp import ddp_attach, plugin
+    from ovpatch_plugins.ddp import ddp_attach, ddp_feature
 
     tree = ast.parse(inspect.getsource(ddp_attach.find_reason_for_stock))
     returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
@@ -373,11 +371,11 @@ def test_every_reason_for_the_stock_reducer_is_listed_and_no_other():
     page = ROOT / FEATURE_PAGES / "ddp-reference.md"
     text = page.read_text(encoding="utf-8").partition("## What stays")[2].partition("\n## ")[0]
     rows = {row[0] for row in cells(text) if row[0] != "Reason in the report" and row[0].strip("- ")}
-    assert rows == reasons | set(plugin._NEEDS_STOCK.values())
+    assert rows == reasons | set(ddp_feature._NEEDS_STOCK.values())
 
 
 def test_every_patched_method_of_ddp_is_explained():
-    from ovpatch_plugins.ddp.plugin import ovpatch_register
+    from ovpatch_plugins.ddp.ddp_feature import register
 
     targets: list[str] = []
 
@@ -385,7 +383,7 @@ def test_every_patched_method_of_ddp_is_explained():
         def register_patch(self, target: str, replacement: object = None, **details: object) -> None:
             targets.append(target.rpartition(".")[2])
 
-    ovpatch_register(patches=Patches(), options={"bucket_cap_mb": None})
+    register(patches=Patches(), options={"bucket_cap_mb": None})
     text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     named = [name for row in cells(text)[2:] for name in re.findall(r"`(\w+)`", row[0])]
     lacking = {"_check_manual_backward_finalization_supported"} - set(dir(torch.nn.parallel.DistributedDataParallel))

@@ -112,7 +112,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     ),
     "tests/test_cli.py::test_the_plugin_template_installs_works_and_is_listed": (
         "pip install ./examples/plugin_template",
-        "OVPATCH_CLIP_WATCH_COUNT_CLIPPED=1 ovpatch run -- torchrun --nproc-per-node 2 train.py",
+        "OVPATCH=clip_watch ovpatch run -- torchrun --nproc-per-node 2 train.py",
         "OVPATCH=-clip_watch ovpatch list",
         "ovpatch verify --features clip_watch -- torchrun --nproc-per-node 2 examples/train_gpt.py --steps 20",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -59,9 +60,7 @@ if child:
 OF_OTHERS = (
     "ovpatch_plugins.dist_optimizer.",
     "ovpatch.overlap.peer_rpc",
-    "ovpatch.overlap.copy_engine",
-    "ovpatch.overlap.symm_mem",
-    "ovpatch.overlap.autotune",
+    "ovpatch.overlap.kernels",
     "ovpatch.overlap.tensors.pending_param",
     "ovpatch.overlap.tensors.lazy_tensor",
 )
@@ -96,7 +95,8 @@ def test_a_step_of_ddp_imports_nothing_of_other_features(tmp_path):
         assert backwards == "2", "our reducer ran"
         assert "ovpatch.overlap.data_parallel.grad_sync" in loaded.split()
         others = [name for name in loaded.split() if name.startswith(OF_OTHERS)]
-        needed = {f"ovpatch_plugins.dist_optimizer.{name}" for name in ("plugin", "options")}  # found by entry point
+        # The entry point names these two.
+        needed = {f"ovpatch_plugins.dist_optimizer.dist_optimizer_{part}" for part in ("feature", "options")}
         assert set(others) <= needed
 
 
@@ -108,14 +108,17 @@ def test_nothing_is_imported_that_does_the_work_before_there_is_any():
     """Nothing while ovpatch is off; reducers, collectives, experts and linears wait for a model that needs them."""
     idle, *applied = (line.split() for line in output_of(LOADED).splitlines())
     assert idle == ["ovpatch", "ovpatch._version", "ovpatch.autoload"]
-    light = {"config", "errors", "options", "plugin", "report", "takeover", "ddp_attach", "step_patches"}
+    light = re.compile(r"\w+_(feature|options|report)|options|report|takeover|ddp_attach|step_patches")
     # Where a feature registers that it shards the gradients of models that are wrapped later.
     registry = {"ovpatch.overlap.data_parallel", "ovpatch.overlap.data_parallel.grad_sharder"}
-    for loaded, interface in zip(applied, (set(), registry), strict=True):
-        assert "ovpatch_plugins.ddp.plugin" in loaded, "the feature is on"
+    # Where an option finds the schedules that it may name, and operators the counters of the report.
+    names = ("", ".schedule_table", ".operator_counts")
+    table = {f"ovpatch.overlap.tensor_parallel{name}" for name in names}
+    for loaded, interface in zip(applied, (table, table | registry), strict=True):
+        assert "ovpatch_plugins.ddp.ddp_feature" in loaded, "the feature is on"
         work = [name for name in loaded if name.startswith("ovpatch.overlap.") and name not in interface]
         work += [name for name in loaded if name.count(".") > 1 and name.startswith("ovpatch_plugins.")]
-        work = [name for name in work if name.rpartition(".")[2] not in light]
+        work = [name for name in work if not light.fullmatch(name.rpartition(".")[2])]
         assert not work
 
 
@@ -124,5 +127,5 @@ def test_styles_that_are_imported_and_cut_nothing_bring_no_work_module(tmp_path)
     (tmp_path / "idle.py").write_text(IDLE)
     found = output([*preloaded(), str(tmp_path / "idle.py")]).split()
     loaded = {name.removeprefix("ovpatch_plugins.tp_linear.") for name in found}
-    assert "plugin" in loaded, "the feature is on"
-    assert loaded <= {"plugin", "options", "report"}
+    assert "tp_linear_feature" in loaded, "the feature is on"
+    assert loaded <= {"tp_linear_feature", "tp_linear_options", "tp_linear_report"}

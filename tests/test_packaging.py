@@ -81,7 +81,7 @@ def test_nothing_but_the_two_packages_is_in_the_wheel(names):
 def test_entry_points_of_all_three_groups(dist_info):
     points = configparser.ConfigParser()
     points.read_string(dist_info("entry_points.txt"))
-    assert points["ovpatch"]["ddp"] == "ovpatch_plugins.ddp.plugin"
+    assert points["ovpatch"]["ddp"] == "ovpatch_plugins.ddp.ddp_feature:hooks"
     assert points["console_scripts"]["ovpatch"] == "ovpatch.cli.main:main"
     assert points["torch.backends"]["ovpatch"].startswith("ovpatch.autoload:")
 
@@ -89,7 +89,7 @@ def test_entry_points_of_all_three_groups(dist_info):
 def test_every_feature_folder_has_an_entry_point(dist_info):
     points = configparser.ConfigParser()
     points.read_string(dist_info("entry_points.txt"))
-    features = {path.parent.name for path in (ROOT / "plugins" / "ovpatch_plugins").glob("*/plugin.py")}
+    features = {path.parent.name for path in (ROOT / "plugins" / "ovpatch_plugins").glob("*/*_feature.py")}
     assert features <= set(points["ovpatch"])
 
 
@@ -151,7 +151,7 @@ def test_the_environment_of_the_tests_has_the_libraries_that_programs_need(metad
 def test_the_installed_wheel_imports_and_is_found_by_torch(wheel, tmp_path):
     run("-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), str(wheel))
     code = (
-        "import torch, ovpatch_plugins.ddp.plugin as plugin, ovpatch\n"
+        "import torch, ovpatch_plugins.ddp.ddp_feature as plugin, ovpatch\n"
         "from importlib.metadata import distribution\n"
         "print(plugin.__file__); print(ovpatch.__file__)\n"
         "assert ovpatch.__version__ == distribution('ovpatch').version\n"

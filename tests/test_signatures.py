@@ -85,7 +85,7 @@ def find_misfits(shard: str) -> tuple[int, dict[str, str]]:
             with contextlib.suppress(ovpatch.FeatureError):  # its package is not here
                 stack.enter_context(ovpatch.applied(name))
         if shard == "auto":
-            from ovpatch_plugins.dist_optimizer.plugin import _Registration
+            from ovpatch_plugins.dist_optimizer.dist_optimizer_feature import _Registration
 
             assert _Registration.late.prepare() == ""
         states = {status.target: status for status in session._features._manager.statuses()}

@@ -42,7 +42,7 @@ def cut_linear() -> None:
 
 def call_experts() -> None:
     from ovpatch_plugins.pipe_experts import expert_parallel_ffn
-    from ovpatch_plugins.pipe_experts.options import STATE
+    from ovpatch_plugins.pipe_experts.pipe_experts_options import STATE
 
     weights = [torch.ones(1, 4, 4), torch.ones(1, 4, 4)]
     index = torch.zeros(2, 1, dtype=torch.long)
@@ -174,7 +174,7 @@ def fail_to_wrap(options: dict[str, Any], kind: str) -> list[str]:
     """Return the remarks after a model could not be wrapped, in a process in which no model was."""
     import torch.distributed.fsdp  # noqa: F401  # whose users may have no model in DistributedDataParallel
 
-    from ovpatch_plugins.ddp import report
+    from ovpatch_plugins.ddp import ddp_report as report
 
     with (
         mock.patch.object(report, "COUNTERS", report.Counters()),

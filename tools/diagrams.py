@@ -215,12 +215,10 @@ def folders() -> str:
         Box(1, 3, "ovpatch/patching\nslots, wrappers, undo"),
         Box(2, 3, "plugins/ovpatch_plugins\none folder a feature", columns=1.4),
         Box(0, 4, "ovpatch/overlap", columns=4, style="frame"),
-        Box(0.1, 4.5, "copy_engine", columns=0.9),
+        Box(0.1, 4.5, "peer_rpc", columns=0.9),
         Box(2, 4.5, "data_parallel", columns=0.9),
-        Box(0.1, 5.4, "peer_rpc", columns=0.9),
-        Box(1.05, 5.4, "symm_mem", columns=0.9),
-        Box(2, 5.4, "tensors", columns=0.9),
-        Box(2.95, 5.4, "autotune", columns=0.9),
+        Box(0.1, 5.4, "tensors", columns=0.9),
+        Box(2, 5.4, "kernels", columns=0.9),
         Box(0.1, 6.3, "comm\ncollectives, agreement of ranks, streams", columns=3.75),
     ]
     arrows = [
@@ -231,11 +229,10 @@ def folders() -> str:
         Arrow("ovpatch/session", "ovpatch/patching"),
         Arrow("ovpatch/session", "plugins/ovpatch_plugins", "hooks (pluggy)", dashed=True),
         Arrow("plugins/ovpatch_plugins", "ovpatch/overlap"),
-        Arrow("copy_engine", "peer_rpc"),
-        Arrow("copy_engine", "symm_mem"),
-        Arrow("data_parallel", "symm_mem"),
+        Arrow("peer_rpc", "tensors"),
         Arrow("data_parallel", "tensors"),
-        *(Arrow(name, "comm") for name in ("peer_rpc", "symm_mem", "tensors", "autotune")),
+        Arrow("data_parallel", "kernels"),
+        *(Arrow(name, "comm") for name in ("tensors", "kernels")),
     ]
     return draw_parts("The folders of ovpatch", boxes, arrows)
 

@@ -194,7 +194,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a ring sends what it should receive",
-        "plugins/ovpatch_plugins/tp_linear/schedules/overlapped.py",
+        "ovpatch/overlap/tensor_parallel/schedules/overlapped.py",
         "by_rank[owner], (rank + 1) % world, by_rank[owner - 1], (rank - 1) % world",
         "by_rank[owner - 1], (rank + 1) % world, by_rank[owner], (rank - 1) % world",
         ("tests/plugins/tp_linear/test_auto.py", "tests/plugins/tp_linear/test_rare.py"),
@@ -299,7 +299,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a recomputation calls the hooks inside of its block again",
-        _RECOMPUTE + "takeover.py",
+        _RECOMPUTE + "forward_wrap.py",
         "if hooked := _find_hook(self, modules):",
         'if hooked := "":',
         (_REPEATED_TESTS + "test_each_part_is_stocks",),
@@ -313,7 +313,7 @@ FAULTS: Final = (
     ),
     Fault(
         "each optimizer looks for its model again",
-        _RECOMPUTE + "takeover.py",
+        _RECOMPUTE + "recompute_attach.py",
         "and _SEEN not in attached_values(param)}",
         "}",
         (_REPEATED_TESTS + "test_optimizers_find_their_models_without_a_walk",),
@@ -394,7 +394,7 @@ FAULTS: Final = (
     ),
     Fault(
         "graphs guard on a block's name",
-        "plugins/ovpatch_plugins/recompute/takeover.py",
+        "plugins/ovpatch_plugins/recompute/recompute_attach.py",
         "mark: Mark = granularity, tuple(keep),",
         "mark: Mark = granularity, (*keep, block.name)[: len(keep) + 1],",
         ("tests/plugins/test_compiled.py::test_dynamo_does_what_it_does_in_stock_pytorch",),
@@ -415,7 +415,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a sum over ranks has every rank's bias",
-        "plugins/ovpatch_plugins/tp_linear/operators.py",
+        "ovpatch/overlap/tensor_parallel/operators.py",
         "bias / ranks.world",
         "bias",
         ("tests/plugins/tp_linear/test_drifted_copies.py",),

@@ -1,58 +1,36 @@
-"""An ovpatch plugin: counts how often gradients were clipped."""
+"""An ovpatch plugin: counts calls of clip_grad_norm_."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ovpatch import Feature, Option, Registrar, hookimpl
-
-COUNTERS = {"calls": 0, "clipped": 0}
+from ovpatch import Feature, FeatureCounters, Registrar, make_feature_hooks
 
 
-@hookimpl
-def ovpatch_feature() -> Feature:
-    return Feature(
-        name="clip_watch",
-        summary="Counts calls of clip_grad_norm_, and how many of them changed the gradients.",
-        options=(Option("count_clipped", default=False, help="Count real clipping too; this waits for the GPU."),),
-        default=True,
-        torch=">=2.11,<2.16",
-    )
+class Counters(FeatureCounters):
+    calls: int = 0
 
 
-@hookimpl
-def ovpatch_reasons_against(options: Mapping[str, Any]) -> Sequence[str]:
-    import torch  # not at the top: a plugin's module is imported even where the feature then stays off
-
-    needs_gpu = options["count_clipped"] and torch.version.hip is not None
-    return ["count_clipped was never tried on ROCm; set OVPATCH_CLIP_WATCH_COUNT_CLIPPED=0"] if needs_gpu else []
+COUNTERS = Counters()
 
 
-@hookimpl
-def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
-    patches.register_patch(
-        "torch.nn.utils.clip_grad.clip_grad_norm_",
-        wrap=functools.partial(watch, count_clipped=options["count_clipped"]),
-        why="the function every training loop calls; torch has no hook around it",
-    )
-
-
-def watch(original: Callable[..., Any], count_clipped: bool) -> Callable[..., Any]:
-    """Return the function that takes the place of ``original``: a plain function with the same signature."""
-
+def watch(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-        norm = original(parameters, max_norm, *args, **kwargs)
-        COUNTERS["calls"] += 1
-        if count_clipped:
-            COUNTERS["clipped"] += int(norm > max_norm)
-        return norm
+    def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+        COUNTERS.calls += 1
+        return original(*args, **kwargs)
 
     return clip_grad_norm_
 
 
-@hookimpl
-def ovpatch_counters() -> Mapping[str, int]:
-    return dict(COUNTERS)
+def register(patches: Registrar, options: Mapping[str, Any]) -> None:
+    patches.register_patch(
+        "torch.nn.utils.clip_grad.clip_grad_norm_",
+        wrap=watch,
+        why="every loop calls it, and torch has no hook there",
+    )
+
+
+hooks = make_feature_hooks(Feature("clip_watch", "Counts calls of clip_grad_norm_."), register, counters=COUNTERS)

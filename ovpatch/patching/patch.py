@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
+import inspect
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
@@ -120,6 +122,51 @@ Wrap = Callable[[Function], Function]
 Kind = Literal["replace", "wrap", "hook"]
 
 _DESCRIPTORS: Final = (staticmethod, classmethod, property)
+
+
+class NamedFunction:
+    """A function that takes the original of a patch, imported when its target is wrapped.
+
+    A feature names the function, so that describing the feature and declaring its patches import none of its modules.
+
+    Args:
+        name: ``package.module:function``.
+        options: Options of the feature. The function gets them as ``options=`` if it has a parameter of that name.
+
+    Raises:
+        DeclarationError: The name has another form.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        module, _, function = name.partition(":")
+        if not (function.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+            raise DeclarationError(f"wrap={name!r} names no function: write it as 'package.module:function'")
+        # Conflicts and errors show a function by these two attributes.
+        self.__module__ = module
+        self.__qualname__ = function
+        self._options = options
+
+    def __call__(self, original: Function) -> Function:
+        """Return the function to call instead of the original."""
+        function: Any = getattr(importlib.import_module(self.__module__), self.__qualname__)
+        takes_options = "options" in inspect.signature(function).parameters
+        wrapper: Function = function(original, options=self._options) if takes_options else function(original)
+        return wrapper
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both name the same function for the same options, which is then declared once."""
+        return isinstance(other, NamedFunction) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash((self.__module__, self.__qualname__))
+
+    @property
+    def _key(self) -> tuple[str, str, Mapping[str, Any]]:
+        return self.__module__, self.__qualname__, self._options
+
+    def get_loaded(self) -> Any:
+        """Return the function itself if its module is imported, otherwise None."""
+        return getattr(sys.modules.get(self.__module__), self.__qualname__, None)
 
 
 class Removable(Protocol):
@@ -266,9 +313,14 @@ def label_feature(feature: str) -> str:
 
 
 def unwrap_callable(value: Any) -> Any:
-    """Return the Python function inside partials, bound methods and descriptors."""
+    """Return the Python function inside partials, bound methods, descriptors and imported :class:`NamedFunction`."""
     while True:
-        if isinstance(value, functools.partial):
+        if isinstance(value, NamedFunction):
+            loaded = value.get_loaded()
+            if loaded is None:
+                return value
+            value = loaded
+        elif isinstance(value, functools.partial):
             value = value.func
         elif isinstance(value, (types.MethodType, staticmethod, classmethod)):
             value = value.__func__

@@ -14,6 +14,7 @@ from typing import Any, Final
 from ovpatch import logs
 from ovpatch.hookspecs import Feature, drop_failures
 from ovpatch.patching import PatchError, PatchManager, PatchStatus
+from ovpatch.patching.patch import NamedFunction
 from ovpatch.session import plan as plans
 from ovpatch.session import plugins, report
 from ovpatch.session.plan import (
@@ -34,12 +35,14 @@ from ovpatch.settings.settings import FeatureRequest, SettingsError, normalise_n
 class _Registrar:
     """The patch manager of one feature; an :class:`ovpatch.Registrar`."""
 
-    def __init__(self, manager: PatchManager, feature: str) -> None:
-        self._manager, self._feature = manager, feature
+    def __init__(self, manager: PatchManager, feature: str, options: Mapping[str, Any]) -> None:
+        self._manager, self._feature, self._options = manager, feature, options
         self.is_open = True  # until the feature is turned off, perhaps by another thread
 
-    def register_patch(self, target: str, replacement: Any = None, **details: Any) -> None:
-        self._manager.register_patch(target, replacement, feature=self._feature, **details)
+    def register_patch(self, target: str, replacement: Any = None, *, wrap: Any = None, **details: Any) -> None:
+        if isinstance(wrap, str):
+            wrap = NamedFunction(wrap, self._options)
+        self._manager.register_patch(target, replacement, wrap=wrap, feature=self._feature, **details)
 
     def register_hook(self, name: str, install: Any, *, why: str = "") -> None:
         self._manager.register_hook(name, install, feature=self._feature, why=why)
@@ -106,7 +109,8 @@ class ActiveFeatures:
             record = plan.records[name]
             self._manager.unregister(name)
             try:
-                registrar, options = _Registrar(self._manager, name), opts.get_values(record.options)
+                options = opts.get_values(record.options)
+                registrar = _Registrar(self._manager, name, options)
                 self._registrars[name] = registrar
                 self.plugins.call_hook(name, "ovpatch_register", patches=registrar, options=options)
             except PluginError as error:

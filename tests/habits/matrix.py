@@ -187,8 +187,8 @@ def _copy(value: Any) -> Any:
 
 
 def _counters() -> dict[str, int]:
-    from ovpatch_plugins.ddp.report import COUNTERS
-    from ovpatch_plugins.dist_optimizer.report import COUNTERS as SHARDED
+    from ovpatch_plugins.ddp.ddp_report import COUNTERS
+    from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS as SHARDED
 
     return COUNTERS.as_dict() | SHARDED.as_dict()
 

@@ -102,7 +102,7 @@ def train(features: tuple[str, ...], options: dict[str, Any], steps: int = 2) ->
             [param.sum() for param in wrapped.parameters()]
             dist.barrier()
         sent.append(count_sent_bytes())
-        from ovpatch_plugins.dist_optimizer.report import COUNTERS
+        from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 
         return [sent[-1] - sent[-2], COUNTERS.grads_sharded, *[param.sum().item() for param in wrapped.parameters()]]
 

@@ -85,7 +85,7 @@ def all_on_hosts(hosts, cases, option="auto"):
 
 
 def _remarks():
-    from ovpatch_plugins.ddp import report
+    from ovpatch_plugins.ddp import ddp_report as report
 
     return report.REMARKS
 

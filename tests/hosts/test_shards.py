@@ -96,7 +96,7 @@ def called(rank: int) -> tuple[dict[str, Any], set[int]]:
 
 def state_per_rank(shard_over: str) -> tuple[float, list[str], dict[str, Any]]:
     """Train, save and load under another layout; return the share of the state of a rank, the report and the state."""
-    from ovpatch_plugins.dist_optimizer.report import COUNTERS, list_remarks
+    from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS, list_remarks
 
     before = COUNTERS.as_dict()
     with apply({"shard_over": shard_over}):

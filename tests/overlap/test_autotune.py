@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from ovpatch.overlap.autotune import autotuner as autotuner_module
-from ovpatch.overlap.autotune.autotuner import (
+from ovpatch.overlap.comm.consensus import RankMismatchError
+from ovpatch.overlap.kernels import autotuner as autotuner_module
+from ovpatch.overlap.kernels import copy_choice as selection
+from ovpatch.overlap.kernels.autotuner import (
     Autotuner,
     Choice,
     Tuning,
@@ -28,9 +30,7 @@ from ovpatch.overlap.autotune.autotuner import (
     report_lines,
     run_in_own_thread,
 )
-from ovpatch.overlap.comm.consensus import RankMismatchError
-from ovpatch.overlap.copy_engine import selection
-from ovpatch.overlap.copy_engine.selection import Chosen
+from ovpatch.overlap.kernels.copy_choice import Chosen
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {"device": "a", "ranks": "2"}

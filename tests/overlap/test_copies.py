@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.autotune import autotuner
-from ovpatch.overlap.autotune.autotuner import report_lines
 from ovpatch.overlap.comm.collectives import AllGather, ReduceScatter, WorkGroup
 from ovpatch.overlap.comm.lifetimes import group_state
-from ovpatch.overlap.copy_engine import selection
-from ovpatch.overlap.copy_engine.collectives import Engine
-from ovpatch.overlap.copy_engine.selection import attend, choose
-from ovpatch.overlap.copy_engine.window import Addend, Span
-from ovpatch.overlap.symm_mem import memory
+from ovpatch.overlap.kernels import autotuner
+from ovpatch.overlap.kernels import copy_choice as selection
+from ovpatch.overlap.kernels import symmetric_memory as memory
+from ovpatch.overlap.kernels.autotuner import report_lines
+from ovpatch.overlap.kernels.copy_choice import attend, choose
+from ovpatch.overlap.kernels.copy_collectives import Engine
+from ovpatch.overlap.kernels.copy_window import Addend, Span
 from tests.support import windows
 from tests.support.interpreter import interpreted
 
@@ -238,7 +238,8 @@ class Known:
 
 
 def added(known: bool) -> list[tuple[Tensor, Tensor]]:
-    from ovpatch.overlap.copy_engine import collectives, sum_kernel
+    from ovpatch.overlap.kernels import copy_collectives as collectives
+    from ovpatch.overlap.kernels import copy_sum_kernel as sum_kernel
 
     sum_kernel._BLOCK, sum_kernel._GRID = 64, (3, 1, 1)
     sum_kernel._use_stream = torch.cuda.device = lambda *_: contextlib.nullcontext()

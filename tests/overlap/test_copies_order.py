@@ -21,10 +21,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.copy_engine import collectives, point_to_point, window
-from ovpatch.overlap.copy_engine.collectives import Engine
-from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
-from ovpatch.overlap.copy_engine.window import BYTES, Addend, Batch, Span, StreamBarrier, Window
+from ovpatch.overlap.kernels import copy_collectives as collectives
+from ovpatch.overlap.kernels import copy_messages as point_to_point
+from ovpatch.overlap.kernels import copy_window as window
+from ovpatch.overlap.kernels.copy_collectives import Engine
+from ovpatch.overlap.kernels.copy_messages import PointToPoint
+from ovpatch.overlap.kernels.copy_window import BYTES, Addend, Batch, Span, StreamBarrier, Window
 from tests.support import windows
 
 SLOT = 2 * 128 * 2  # bytes: some elements more than a piece, so there are many rounds

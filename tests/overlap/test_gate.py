@@ -346,7 +346,7 @@ def counted() -> Iterator[collections.Counter[str]]:
 
 def local_on(who: list[int], copy_engines: str = "off") -> tuple[str, float, int]:
     """Some ranks add to gradients under no_sync() before the fourth step, where hosts run ahead of devices."""
-    from ovpatch_plugins.dist_optimizer.report import COUNTERS
+    from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 
     before, options = COUNTERS.steps, {"min_param_numel": 1, "copy_engines": copy_engines}
     with ovpatch.applied("ddp", "dist_optimizer", options={"dist_optimizer": options}):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from ovpatch.overlap.autograd import accumulate_deferred
 from ovpatch.overlap.data_parallel.grad_bucket import GradBucket
-from ovpatch.overlap.data_parallel.graph_tasks import accumulate_deferred
 from ovpatch.overlap.tensors.shard import compute_contiguous_strides, has_same_layout
 from ovpatch.overlap.tensors.tensor_memory import count_sole_references, count_storage_references, is_dense
 from tests.overlap.gradients import ALONE, address, params

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.lifetimes import drop_values, group_values
-from ovpatch.overlap.symm_mem import memory
-from ovpatch.overlap.symm_mem import memory as order
-from ovpatch.overlap.symm_mem.memory import Memory
+from ovpatch.overlap.kernels import symmetric_memory as memory
+from ovpatch.overlap.kernels import symmetric_memory as order
+from ovpatch.overlap.kernels.symmetric_memory import Memory
 
 CPU = torch.device("cpu")
 

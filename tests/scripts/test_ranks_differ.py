@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ovpatch_plugins.ddp.options import OPTIONS
+from ovpatch_plugins.ddp.ddp_options import OPTIONS
 from tests.scripts.arms import PROGRAMS, WORLD, feature, together
 
 pytestmark = pytest.mark.slow

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.symm_mem.memory import Memory
+from ovpatch.overlap.kernels.symmetric_memory import Memory
 from tests.support.preloaded import Server
 
 _POLL = 1e-4  # seconds
@@ -62,7 +62,7 @@ def _server() -> Server:
 
 
 def allocate(size: int, group: Any, device: torch.device, prepare: Callable[[Tensor], None]) -> Memory:
-    """Stand for :func:`ovpatch.overlap.symm_mem.memory.allocate` among processes on one CPU."""
+    """Stand for :func:`ovpatch.overlap.kernels.symmetric_memory.allocate` among processes on one CPU."""
     name = group.group_name
     _allocations[name] += 1
     rank, paths = group.rank(), [f"{_allocations[name]}-{name}-{rank}" for rank in range(group.size())]

@@ -1,4 +1,4 @@
-"""Races whose winner a test decides: see :mod:`ovpatch.overlap.autotune`."""
+"""Races whose winner a test decides: see :mod:`ovpatch.overlap.kernels.autotuner`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ovpatch.overlap.autotune import autotuner
 from ovpatch.overlap.comm.lifetimes import drop_values
+from ovpatch.overlap.kernels import autotuner
 
 # Where nothing is kept, as on a machine whose homes are read-only.
 NOWHERE = {"OVPATCH_CACHE_DIR": os.path.join(os.devnull, "none")}

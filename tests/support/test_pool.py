@@ -61,7 +61,7 @@ def test_results_come_by_rank(ranks, world):
 
 def _count_and_remark():
     """Return the report of a feature as the case finds it, and leave something there."""
-    from ovpatch_plugins.dist_optimizer import report
+    from ovpatch_plugins.dist_optimizer import dist_optimizer_report as report
 
     found = report.COUNTERS.steps, report.list_remarks()
     report.COUNTERS.steps += 1

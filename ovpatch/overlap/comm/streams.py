@@ -12,10 +12,9 @@ import contextlib
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -328,27 +327,3 @@ def record_switches(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _find_stream(values: Iterable[Any]) -> Any:
     return next(value for value in values if isinstance(value, torch.Stream))
-
-
-# --- work during the waits of a backward ---
-
-
-@dataclass
-class BackwardWaits:
-    """Functions to launch work while a backward waits for communication.
-
-    A feature that communicates in backward calls them between the start of a transfer and its wait.
-    A feature with work that does not need the transfer sets them. All ranks call them in one order,
-    because the work may communicate as well.
-
-    Attributes:
-        launch_inside: Called inside a backward, before it waits for a collective. Default: None.
-        launch_before: Called with the autograd nodes of a graph's outputs, before the backward
-            waits for their gradients. Default: None.
-    """
-
-    launch_inside: Callable[[], None] | None = None
-    launch_before: Callable[[Sequence[Any]], None] | None = None
-
-
-BACKWARD_WAITS: Final = BackwardWaits()

@@ -18,11 +18,11 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.hooks import RemovableHandle
 
+from ovpatch.overlap.autograd import DeferredGradNode, TaskCallback
 from ovpatch.overlap.comm.streams import hide_frames
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import LOW_PRECISION_DTYPES
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
-from ovpatch.overlap.data_parallel.graph_tasks import DeferredGradNode, TaskCallback
 
 if TYPE_CHECKING:
     from ovpatch.overlap.data_parallel.grad_reducer import GradReducer

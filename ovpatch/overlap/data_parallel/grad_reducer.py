@@ -14,6 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from ovpatch.overlap.autograd import (
+    GraphTask,
+    find_executed,
+    is_compiled_autograd_on,
+    will_accumulate,
+)
 from ovpatch.overlap.comm.hosts import HostLayout
 from ovpatch.overlap.comm.step_flags import StepFlags
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
@@ -34,12 +40,6 @@ from ovpatch.overlap.data_parallel.grad_readiness import (
 )
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder, make_grad_sharder
 from ovpatch.overlap.data_parallel.grad_sync import GradSync
-from ovpatch.overlap.data_parallel.graph_tasks import (
-    GraphTask,
-    find_executed,
-    is_compiled_autograd_on,
-    will_accumulate,
-)
 from ovpatch.overlap.data_parallel.usage_map import UsageMap
 
 # Stock PyTorch's name of this range in profiles.

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.hookspecs import note_failures, refuse_option
-from ovpatch_plugins.ddp import report
-from ovpatch_plugins.ddp.report import COUNTERS
+from ovpatch_plugins.ddp import ddp_report as report
+from ovpatch_plugins.ddp.ddp_report import COUNTERS
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -271,7 +271,7 @@ class DDPAttachment:
     def _place_on_hosts(self, ddp: Wrapper, config: ReducerConfig) -> ReducerConfig:
         """Return the settings of a model on the hosts of its ranks, which all call this."""
         from ovpatch.overlap.comm.hosts import find_hierarchy_objection, find_host_layout
-        from ovpatch_plugins.ddp.options import OPTIONS
+        from ovpatch_plugins.ddp.ddp_options import OPTIONS
 
         wanted = self._options["hierarchical"]
         layout = find_host_layout(ddp.process_group)
@@ -376,6 +376,9 @@ def restore_all() -> None:
         _refuse_inside_backward(ddp)
     for ddp in _list_wrappers():
         restore_stock(ddp)
+    hosts = sys.modules.get("ovpatch.overlap.comm.hosts")
+    if hosts is not None:
+        hosts.close_host_groups()
 
 
 def _list_wrappers() -> list[Wrapper]:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ovpatch.hookspecs import refuse_option
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.lifetimes import group_state
-from ovpatch_plugins.ddp import report
-from ovpatch_plugins.ddp.options import OPTIONS
+from ovpatch_plugins.ddp import ddp_report as report
+from ovpatch_plugins.ddp.ddp_options import OPTIONS
 
 # --- the communicator ---
 

@@ -20,9 +20,9 @@ from ovpatch.overlap.data_parallel.backward_plan import PlanFacts
 from ovpatch.overlap.data_parallel.grad_hooks import watch_outputs
 from ovpatch.overlap.data_parallel.grad_reducer import GradReducer, ReducerOwner, ReducerState
 from ovpatch.overlap.data_parallel.grad_sync import GradSync
-from ovpatch_plugins.ddp import report
+from ovpatch_plugins.ddp import ddp_report as report
+from ovpatch_plugins.ddp.ddp_report import COUNTERS
 from ovpatch_plugins.ddp.nccl_budget import get_budgeted_group
-from ovpatch_plugins.ddp.report import COUNTERS
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel

@@ -19,7 +19,7 @@ from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import shard_view
 from ovpatch_plugins.dist_optimizer import optimizer_attach, sharded_grads, step_patches
-from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_bucket import shard_norms
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, updating_shards
 from ovpatch_plugins.dist_optimizer.sharded_param import (

@@ -34,7 +34,7 @@ class MainParamRefresher:
 
     def __call__(self, wides: Sequence[Tensor], rounded: Sequence[Tensor]) -> None:
         """Refresh fp32 tensors from their roundings, all contiguous and on one device."""
-        from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
+        from ovpatch.overlap.kernels.symmetric_memory import triton_unavailable_reason
 
         if not wides or not wides[0].is_cuda or triton_unavailable_reason():
             for wide, rounding in zip(wides, rounded, strict=True):

@@ -26,6 +26,7 @@ from ovpatch.overlap.tensors import lazy_tensor, pending_param
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.pending_param import PENDING
 from ovpatch_plugins.dist_optimizer import sharded_grads
+from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS, note_unmanaged, remark
 from ovpatch_plugins.dist_optimizer.elementwise_state import ElementwiseState
 from ovpatch_plugins.dist_optimizer.main_params import MainParamsState, load_in_fp32
 from ovpatch_plugins.dist_optimizer.owned_state import NamedOwnedState, OwnedState
@@ -36,7 +37,6 @@ from ovpatch_plugins.dist_optimizer.param_all_gather import (
     finish_when_dropped,
 )
 from ovpatch_plugins.dist_optimizer.param_broadcast import ParamBroadcast
-from ovpatch_plugins.dist_optimizer.report import COUNTERS, note_unmanaged, remark
 from ovpatch_plugins.dist_optimizer.sharded_optimizer import ShardedOptimizer
 from ovpatch_plugins.dist_optimizer.step_patches import (
     Kind,
@@ -80,7 +80,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
         # `destroy_process_group(WORLD)` destroys all groups, as it does without an argument.
         ending = None if group is dist.group.WORLD else group
         should_serve = not is_exiting_by_error()
-        copies = sys.modules.get("ovpatch.overlap.copy_engine.selection")
+        copies = sys.modules.get("ovpatch.overlap.kernels.copy_choice")
         if should_serve:
             # State dicts that the script has read in part fetch the rest now, because no peer will
             # reply later.

@@ -17,7 +17,7 @@ from ovpatch.overlap.tensors.lazy_tensor import LazyTensor, TensorMeta
 from ovpatch.overlap.tensors.shard import Shard
 from ovpatch.overlap.tensors.tensor_memory import is_unshared
 from ovpatch_plugins.dist_optimizer.agreement import OptimizerName
-from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import (
     ShardedParam,

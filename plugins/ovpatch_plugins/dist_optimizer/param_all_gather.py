@@ -31,9 +31,9 @@ from ovpatch.overlap.data_parallel.bucket_assignment import get_layer
 from ovpatch.overlap.data_parallel.grad_bucket import SMALL_NUMEL
 from ovpatch.overlap.tensors.pending_param import mark_lost, mark_pending, mark_ready
 from ovpatch.overlap.tensors.shard import shard_range, shard_view
-from ovpatch_plugins.dist_optimizer.options import OPTIONS
+from ovpatch_plugins.dist_optimizer.dist_optimizer_options import OPTIONS
+from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 from ovpatch_plugins.dist_optimizer.param_sync import group_by_kind, split_by_size
-from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam, read_versions
 
 MIB: Final = 1024 * 1024
@@ -506,7 +506,7 @@ class ParamAllGather:
         and the load waits for a collective of the script that is in flight. The peer may launch its part
         of that after its own step, in which it would wait here for this rank.
         """
-        from ovpatch.overlap.copy_engine.selection import choose
+        from ovpatch.overlap.kernels.copy_choice import choose
 
         mode = self._copy_engines
         directory = cache_dir()
@@ -525,7 +525,7 @@ class ParamAllGather:
 
     def _attend_copies(self) -> None:
         """Count the gathers of copy engines, and let the backend's watchdog observe them."""
-        from ovpatch.overlap.copy_engine.selection import attend, find_gatherer
+        from ovpatch.overlap.kernels.copy_choice import attend, find_gatherer
 
         for group, device in self.copy_places:
             if find_gatherer(group, device) is not None:

@@ -14,9 +14,9 @@ from ovpatch.overlap.comm.collectives import Broadcast, Work
 from ovpatch.overlap.comm.lifetimes import outside_modes
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.tensors.shard import view_flat
+from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 from ovpatch_plugins.dist_optimizer.param_all_gather import MIB
 from ovpatch_plugins.dist_optimizer.param_sync import group_by_kind, split_by_size
-from ovpatch_plugins.dist_optimizer.report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 
 

@@ -32,7 +32,7 @@ from ovpatch.overlap.tensors.tensor_memory import (
     is_in_shared_memory,
     use_count,
 )
-from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 
 _read_grad: Final = operator.attrgetter("grad")
 

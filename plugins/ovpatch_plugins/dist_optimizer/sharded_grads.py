@@ -41,7 +41,7 @@ from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import Shard, can_be_sharded, shard_range, shard_view, unshard
 from ovpatch_plugins.dist_optimizer.agreement import VOTES, OptimizerName, StepVotes, Vote
-from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 from ovpatch_plugins.dist_optimizer.shard_reader import ShardReader
 from ovpatch_plugins.dist_optimizer.sharded_bucket import (
     GradShards,

@@ -23,7 +23,7 @@ from ovpatch.overlap.tensors.lazy_tensor import LazySource, LazyTensor, TensorMe
 from ovpatch.overlap.tensors.shard import Shard, shard_view, view_flat
 from ovpatch.overlap.tensors.tensor_memory import has_sole_object, is_dense, is_unshared
 from ovpatch_plugins.dist_optimizer.agreement import OptimizerName
-from ovpatch_plugins.dist_optimizer.report import COUNTERS, note_shared_state
+from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS, note_shared_state
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import ShardedParam
 

@@ -16,8 +16,8 @@ from ovpatch.overlap.comm.consensus import gather_values
 from ovpatch.overlap.comm.hosts import HostLayout, find_hierarchy_objection, find_host_layout
 from ovpatch.overlap.data_parallel.fp32_accumulation import LOW_PRECISION_DTYPES
 from ovpatch.overlap.tensors.shard import can_be_sharded
-from ovpatch_plugins.dist_optimizer.options import OPTIONS
-from ovpatch_plugins.dist_optimizer.report import note_choice
+from ovpatch_plugins.dist_optimizer.dist_optimizer_options import OPTIONS
+from ovpatch_plugins.dist_optimizer.dist_optimizer_report import note_choice
 
 #: The average number of elements per sharded tensor whose update a rank must save, by backend and
 #: device type. To shard a tensor costs the host time, but the device does not update the shards of

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch.optim import Optimizer
 
-from ovpatch_plugins.dist_optimizer.report import note_unmanaged
+from ovpatch_plugins.dist_optimizer.dist_optimizer_report import note_unmanaged
 
 if TYPE_CHECKING:
     from ovpatch.hookspecs import Registrar

@@ -20,19 +20,19 @@ from torch import Tensor
 
 from ovpatch.hookspecs import note_failures, refuse_option
 from ovpatch.overlap.comm.consensus import check_consistent_once
+from ovpatch.overlap.tensor_parallel.functional import all_gather_linear, linear_reduce_scatter
+from ovpatch.overlap.tensor_parallel.schedule_table import get_schedule_info
+from ovpatch.overlap.tensor_parallel.schedules.fused import find_fused_objection
 from ovpatch.overlap.tensors.pending_param import wait_for_param
-from ovpatch_plugins.megatron.options import OPTIONS
-from ovpatch_plugins.megatron.report import COUNTERS
-from ovpatch_plugins.megatron.takeover import note_left
+from ovpatch_plugins.megatron.megatron_options import OPTIONS
+from ovpatch_plugins.megatron.megatron_report import COUNTERS, note_left
 from ovpatch_plugins.megatron.weight_grads import WeightGrad, WeightGradQueue, multiply
-from ovpatch_plugins.tp_linear import all_gather_linear, find_fused_objection, linear_reduce_scatter
 
 _LAYERS: Final = "megatron.core.tensor_parallel.layers"
 _COLUMN: Final = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
 _REPLACED: Final = (*_COLUMN, "reduce_scatter_to_sequence_parallel_region")  # by one operator in row-parallel linears
 # Arguments of a column-parallel linear that change nothing here; others, as where its weight gradient is deferred, do.
 _IGNORED: Final = ("tp_group", "wgrad_deferral_limit", "async_grad_allreduce")
-_KEEPING: Final = ("stock", "bulk", "ring", "chunk")  # schedules whose operands can be kept behind the backward
 _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 _REMEDY: Final = (
     "Call ovpatch.apply() with the same arguments on every rank before the first forward, and give every rank the same "
@@ -50,8 +50,8 @@ class LinearPatches:
     """
 
     def __init__(self, options: Mapping[str, Any], queue: WeightGradQueue | None = None) -> None:
-        # The kernels of other schedules gather into memory that the next linear uses.
-        self._queue = queue if options["schedule"] in _KEEPING else None
+        # A queued weight gradient is computed from operands that must outlive the backward.
+        self._queue = queue if get_schedule_info(options["schedule"]).keeps_operands else None
         self._how = {name: options[name] for name in ("schedule", "chunks")}
         self._regather: bool = options["regather"]
         self._least_flop: float = options["min_linear_gflop"] * 1e9
@@ -113,7 +113,7 @@ class LinearPatches:
     def _compute_row(self, foreign: str, linear: Any, x: Tensor) -> Tensor | None:
         """Return the output ``[s / world, b, n]`` of ``x``, ``[s, b, k]``; None if Megatron has to compute it."""
         weight, fuse, group = linear.weight, linear.gradient_accumulation_fusion, linear.tp_group
-        reason = foreign or self._find_replacement(linear)
+        reason = foreign or self._find_foreign_function(linear)
         if group.size() > 1 and x.shape[0] % group.size():
             reason = "its sequence does not divide by the number of ranks"
         offloading = linear.config._cpu_offloading_context
@@ -160,8 +160,8 @@ class LinearPatches:
         if schedule == "fused" and (reason := find_fused_objection(group, x.device.type)):
             refuse_option("megatron", OPTIONS, "schedule", schedule, reason)
 
-    def _find_replacement(self, linear: Any) -> str:
-        """Return which function that one operator replaces is no longer Megatron's own, or ""."""
+    def _find_foreign_function(self, linear: Any) -> str:
+        """Return :func:`_read_foreign_function`, which is read again only if a function has changed."""
         layers = _layers()
         now: list[Any] = []
         for name in _REPLACED:
@@ -170,7 +170,7 @@ class LinearPatches:
             now += (function, None if mark is None else mark.patches)
         now.append(getattr(getattr(linear, "_forward_impl", None), "__func__", None))
         if now != self._found[0]:
-            self._found = now, _find_replacement(linear)
+            self._found = now, _read_foreign_function(linear)
         return self._found[1]
 
 
@@ -232,8 +232,8 @@ def _find_nil_gain(schedule: str, flop: int, least_flop: float) -> str:
     return "its product is below min_linear_gflop" if flop < least_flop else ""
 
 
-def _find_replacement(linear: Any) -> str:
-    """Return which function that one operator replaces is no longer Megatron's own, or ""."""
+def _read_foreign_function(linear: Any) -> str:
+    """Return the name of a function that our operator replaces and another library has patched, or ""."""
     layers = _layers()
     functions = {name: getattr(layers, name, None) for name in _REPLACED}
     functions["_forward_impl"] = getattr(getattr(linear, "_forward_impl", None), "__func__", None)

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ovpatch.overlap.autograd import DeferredGrads, accumulate_deferred
 from ovpatch.overlap.comm.lifetimes import weak_key
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch.overlap.data_parallel.graph_tasks import DeferredGrads, accumulate_deferred
-from ovpatch_plugins.megatron.report import COUNTERS
-from ovpatch_plugins.megatron.takeover import note_left
+from ovpatch_plugins.megatron.megatron_report import COUNTERS, note_left
 
 WeightGrad: TypeAlias = Callable[[Tensor, Tensor, Tensor], "Tensor | None"]
 """Computes a weight's gradient, from the weight, the output's gradient ``[M, n]`` and the input ``[M, k]``."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 _HOMES: Final = {
     "ExpertParallelFFN": "layer",
-    "MoEConfig": "options",
+    "MoEConfig": "pipe_experts_options",
     "expert_data_parallel": "expert_grads",
     "expert_parallel_ffn": "layer",
     "run_experts": "layer",

@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ovpatch.hookspecs import note_failures, refuse_option
+from ovpatch.overlap.autograd import apply_function
 from ovpatch.overlap.comm.collectives import WorkGroup
 from ovpatch.overlap.comm.lifetimes import group_state, outside_modes
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
-from ovpatch.overlap.data_parallel.graph_tasks import apply_function
-from ovpatch.overlap.symm_mem import memory
-from ovpatch_plugins.pipe_experts.options import OPTIONS, MoEConfig
-from ovpatch_plugins.pipe_experts.report import COUNTERS
+from ovpatch.overlap.kernels import symmetric_memory as memory
+from ovpatch_plugins.pipe_experts.pipe_experts_options import OPTIONS, MoEConfig
+from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS
 
 if TYPE_CHECKING:
-    from ovpatch.overlap.symm_mem.kernels import Prepared
+    from ovpatch.overlap.kernels.workspace_kernels import Prepared
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ class SymmAllToAll:
         depth: int = _DEPTH,
         block: int = _BLOCK,
     ) -> None:
-        from ovpatch.overlap.symm_mem.kernels import RANKS
+        from ovpatch.overlap.kernels.workspace_kernels import RANKS
         from ovpatch_plugins.pipe_experts.triton_kernels import HEADER
 
         self._world, self._rank = group.size(), group.rank()
@@ -334,7 +334,7 @@ class SymmAllToAll:
         return WorkGroup((work,))
 
     def _make_kernel(self, word: torch.dtype, aligned: bool) -> Prepared:
-        from ovpatch.overlap.symm_mem.kernels import Prepared
+        from ovpatch.overlap.kernels.workspace_kernels import Prepared
         from ovpatch_plugins.pipe_experts.triton_kernels import symm_all_to_all_kernel
 
         fixed = (

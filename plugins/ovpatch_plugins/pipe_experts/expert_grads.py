@@ -40,7 +40,7 @@ from ovpatch.overlap.data_parallel.backward_plan import PlanFacts
 from ovpatch.overlap.data_parallel.grad_hooks import GradHooks, watch_outputs
 from ovpatch.overlap.data_parallel.grad_reducer import GradReducer, ReducerConfig, ReducerOwner
 from ovpatch_plugins.pipe_experts.layer import ExpertParallelFFN
-from ovpatch_plugins.pipe_experts.options import make_communicator
+from ovpatch_plugins.pipe_experts.pipe_experts_options import make_communicator
 
 _WRAP_AGAIN: Final = "Wrap the module itself again: expert_data_parallel(ddp.module, ...)."
 

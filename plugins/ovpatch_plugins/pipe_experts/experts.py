@@ -248,6 +248,26 @@ def run_pipelined(
     return [pending.wait() for pending in combined], shared
 
 
+# A layer of three chunks. Time runs to the right; D: dispatch, E: experts, C: combine.
+#
+#   forward    communicator   D0  D1  D2  C0  C1  C2
+#              compute        shared  E0  E1  E2      weighted sum
+#
+# All dispatches are launched first, so that chunk 0 waits for the first one alone. Each combine runs under the experts
+# of the next chunk. On one communicator, C0 queues behind D2; with multi_stream, combines have a second one:
+#
+#   forward    dispatches     D0  D1  D2
+#              combines               C0  C1  C2
+#              compute        shared  E0  E1  E2  weighted sum
+#
+# Backward is the mirror image: the gradients of all combines (c) are launched first, then each chunk computes the
+# gradient of its rows (e) and launches the gradient of its dispatch (d). The weights' gradients (w) of a chunk need no
+# rows of other ranks, so delay_wgrad computes them while d is in flight:
+#
+#   backward   communicator   c2  c1  c0  d2  d1  d0
+#              compute            e2  w2  e1  w1  e0  w0
+
+
 def run_forward(
     x: Tensor,
     top_k_index: Tensor,

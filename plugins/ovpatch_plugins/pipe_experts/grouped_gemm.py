@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ovpatch.overlap.autograd import apply_function, will_execute
 from ovpatch.overlap.comm.lifetimes import outside_modes
-from ovpatch.overlap.data_parallel.graph_tasks import apply_function, will_execute
 
 _ALIGNMENT = 16  # bytes; the grouped kernel asks it of every row
 

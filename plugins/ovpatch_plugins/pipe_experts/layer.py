@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from ovpatch.hookspecs import cache_dir
-from ovpatch.overlap.autotune.autotuner import Candidates, Tuning, get_autotuner
 from ovpatch.overlap.comm.consensus import check_consistent_once
 from ovpatch.overlap.comm.lifetimes import group_state
+from ovpatch.overlap.kernels.autotuner import Candidates, Tuning, get_autotuner
 from ovpatch.overlap.tensors.linear_ops import autocast_dtype
 from ovpatch_plugins.pipe_experts.all_to_all import resolve_exchange
 from ovpatch_plugins.pipe_experts.experts import (
@@ -32,8 +32,8 @@ from ovpatch_plugins.pipe_experts.experts import (
     run_forward,
     swiglu,
 )
-from ovpatch_plugins.pipe_experts.options import MoEConfig
-from ovpatch_plugins.pipe_experts.report import COUNTERS
+from ovpatch_plugins.pipe_experts.pipe_experts_options import MoEConfig
+from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS
 from ovpatch_plugins.pipe_experts.routing import (
     ChunkPlan,
     PlanCandidates,

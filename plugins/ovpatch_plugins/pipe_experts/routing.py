@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ovpatch.overlap.autograd import apply_function
 from ovpatch.overlap.comm.lifetimes import outside_modes
-from ovpatch.overlap.data_parallel.graph_tasks import apply_function
-from ovpatch.overlap.symm_mem.memory import triton_unavailable_reason
+from ovpatch.overlap.kernels.symmetric_memory import triton_unavailable_reason
 from ovpatch_plugins.pipe_experts.all_to_all import AllToAllTransport, CollectiveAllToAll
-from ovpatch_plugins.pipe_experts.options import CUTS, EXCHANGES
+from ovpatch_plugins.pipe_experts.pipe_experts_options import CUTS, EXCHANGES
 
 DROPPED = -1
 """The expert of a slot that goes to no expert."""

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ovpatch.overlap.symm_mem.kernels import RANKS, signals_of, wait_for
+from ovpatch.overlap.kernels.workspace_kernels import RANKS, signals_of, wait_for
 
 _BLOCK = 1024  # features per program and pass
 

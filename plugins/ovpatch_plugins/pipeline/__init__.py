@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ovpatch_plugins.pipeline.cut_schedule import cut as cut
     from ovpatch_plugins.pipeline.loop_engine import LoopEngine as LoopEngine
     from ovpatch_plugins.pipeline.loop_engine import LoopError as LoopError
-    from ovpatch_plugins.pipeline.plugin import wrap_destroy_process_group as wrap_destroy_process_group
+    from ovpatch_plugins.pipeline.pipeline_feature import wrap_destroy_process_group as wrap_destroy_process_group
     from ovpatch_plugins.pipeline.transport import find_group_reason as find_group_reason
     from ovpatch_plugins.pipeline.weight_stash import attach_optimizer as attach_optimizer
 
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
 
         return find_group_reason
     if name == "wrap_destroy_process_group":
-        from ovpatch_plugins.pipeline.plugin import wrap_destroy_process_group
+        from ovpatch_plugins.pipeline.pipeline_feature import wrap_destroy_process_group
 
         return wrap_destroy_process_group
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

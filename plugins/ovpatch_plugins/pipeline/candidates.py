@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ovpatch.overlap.autotune.autotuner import write_if_possible, write_json
+from ovpatch.overlap.kernels.autotuner import write_if_possible, write_json
 from ovpatch_plugins.pipeline.measured_costs import PipelineCosts, find_unit, make_problem
 from ovpatch_plugins.pipeline.options import MemoryLimit, read_memory_limit
 from ovpatch_plugins.pipeline.orders import (

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ovpatch.overlap.data_parallel.graph_tasks import accumulate_grads
+from ovpatch.overlap.autograd import accumulate_grads
 from ovpatch_plugins.pipeline.failures import Replicas
 from ovpatch_plugins.pipeline.torch_stage import reset_fsdp
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners, outside_modes
-from ovpatch.overlap.comm.streams import BACKWARD_WAITS
 from ovpatch_plugins.pipeline.data_parallel import (
     FullyShardedGradients,
     LocalGradients,

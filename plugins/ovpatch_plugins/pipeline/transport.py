@@ -30,13 +30,13 @@ from ovpatch.overlap.comm.lifetimes import (
     is_exiting_by_error,
     register_at_exit,
 )
-from ovpatch.overlap.symm_mem import memory
+from ovpatch.overlap.kernels import symmetric_memory as memory
 from ovpatch_plugins.pipeline.options import COPIES, OPTIONS
 from ovpatch_plugins.pipeline.program import Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS
 
 if TYPE_CHECKING:
-    from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
+    from ovpatch.overlap.kernels.copy_messages import PointToPoint
 
 _log = logging.getLogger("ovpatch.pipeline")
 
@@ -271,8 +271,8 @@ class CopiedMessages(PeerToPeer):
         Raises:
             ovpatch.OptionError: There is too little memory, or it cannot be reached; on all ranks.
         """
-        from ovpatch.overlap.copy_engine.point_to_point import PointToPoint, round_up
-        from ovpatch.overlap.copy_engine.selection import make_on_all
+        from ovpatch.overlap.kernels.copy_choice import make_on_all
+        from ovpatch.overlap.kernels.copy_messages import PointToPoint, round_up
 
         found = gather_values(self._group, "pipeline messages", {"bytes": count_bytes(round_up)})
         self._bytes = max(self._bytes, *(one["bytes"] for one in found))
@@ -394,7 +394,7 @@ def find_reason_against_copies(
 def _reason_against_copies(group: dist.ProcessGroup, devices: Sequence[torch.device], device: torch.device) -> str:
     if reason := memory.memory_unsupported_reason(device):
         return reason
-    from ovpatch.overlap.copy_engine.selection import reason_against  # where there may be some
+    from ovpatch.overlap.kernels.copy_choice import reason_against  # where there may be some
 
     if len(set(devices)) > 1:
         return "its stages are on several devices"
@@ -407,7 +407,8 @@ def _reason_against_copies(group: dist.ProcessGroup, devices: Sequence[torch.dev
 
 def _try_copies(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return why ranks cannot reach each other's memory, as it may be in containers; tried once for a group."""
-    from ovpatch.overlap.copy_engine import selection, window
+    from ovpatch.overlap.kernels import copy_choice as selection
+    from ovpatch.overlap.kernels import copy_window as window
 
     def attempt() -> str:
         return selection.make_on_all(group, lambda: window.allocate_window(_TRIED_BYTES, group, device))[1]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ovpatch.overlap.data_parallel.graph_tasks import DeferredGrads, accumulate_deferred, accumulate_grads
+from ovpatch.overlap.autograd import DeferredGrads, accumulate_deferred, accumulate_grads
 from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD, DELAYS_WGRAD, ComputeGrad, autocast_dtype
 from ovpatch_plugins.pipeline.graph import find_readers
 from ovpatch_plugins.pipeline.report import StageReport

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ovpatch_plugins.recompute.recomputation import RecomputeError as RecomputeError
-    from ovpatch_plugins.recompute.takeover import recompute as recompute
+    from ovpatch_plugins.recompute.recompute_attach import recompute as recompute
 
 __all__ = ["RecomputeError", "recompute"]
 
@@ -14,7 +14,7 @@ __all__ = ["RecomputeError", "recompute"]
 def __getattr__(name: str) -> Any:
     """Import what is public when it is first used: the feature's package is imported without torch."""
     if name == "recompute":
-        from ovpatch_plugins.recompute.takeover import recompute
+        from ovpatch_plugins.recompute.recompute_attach import recompute
 
         return recompute
     if name == "RecomputeError":

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ovpatch.overlap.comm.lifetimes import attached_values
 from ovpatch.overlap.tensors.linear_ops import RandomStream, is_generator_class, make_random_stream
-from ovpatch_plugins.recompute.report import note
+from ovpatch_plugins.recompute.recompute_report import note
 
 # Key of a block's tensors that its forward changes in place.
 _CHANGING: Final = "recompute: changing"

@@ -31,8 +31,8 @@ from ovpatch_plugins.recompute.forward_state import (
     RandomState,
     find_tensors,
 )
-from ovpatch_plugins.recompute.options import ALWAYS, AUTO
-from ovpatch_plugins.recompute.report import COUNTERS
+from ovpatch_plugins.recompute.recompute_options import ALWAYS, AUTO
+from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from ovpatch_plugins.recompute.selective import Contexts
 
 _KEY: Final = "ovpatch_recomputation"  # in the metadata of nodes that made a block's outputs

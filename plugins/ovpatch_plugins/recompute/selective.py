@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ovpatch_plugins.recompute.options import FULL
-from ovpatch_plugins.recompute.report import note
+from ovpatch_plugins.recompute.recompute_options import FULL
+from ovpatch_plugins.recompute.recompute_report import note
 
 ATTENTION: Final = frozenset(
     {

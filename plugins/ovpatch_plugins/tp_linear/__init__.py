@@ -11,9 +11,9 @@ import importlib
 from typing import Any, Final
 
 _HOMES: Final = {
-    "all_gather_linear": "functional",
-    "find_fused_objection": "schedules.fused",
-    "linear_reduce_scatter": "functional",
+    "all_gather_linear": "ovpatch.overlap.tensor_parallel.functional",
+    "find_fused_objection": "ovpatch.overlap.tensor_parallel.schedules.fused",
+    "linear_reduce_scatter": "ovpatch.overlap.tensor_parallel.functional",
 }
 
 __all__ = list(_HOMES)
@@ -23,4 +23,4 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Loaded at the first use: describing the feature must stay cheap.
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)

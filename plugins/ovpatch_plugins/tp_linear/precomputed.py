@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ovpatch_plugins.tp_linear.layout import fill_output, get_local
-from ovpatch_plugins.tp_linear.report import COUNTERS
+from ovpatch.overlap.tensor_parallel.layout import fill_output, get_local
+from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
 LaterOperands = tuple[Tensor, Sequence[Tensor]]
 """Gathered rows, ``[M, k]``, and the memory of each linear's output, which the linear computes when it is called."""

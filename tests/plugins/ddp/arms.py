@@ -184,7 +184,7 @@ def data(step: int, *shape: int, micro: int = 0) -> torch.Tensor:
 
 
 def _counters() -> dict[str, int]:
-    from ovpatch_plugins.ddp.report import COUNTERS
-    from ovpatch_plugins.dist_optimizer.report import COUNTERS as SHARDED
+    from ovpatch_plugins.ddp.ddp_report import COUNTERS
+    from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS as SHARDED
 
     return COUNTERS.as_dict() | SHARDED.as_dict()

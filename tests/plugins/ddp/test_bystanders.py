@@ -9,7 +9,7 @@ import types
 import pytest
 from torch import nn
 
-from ovpatch_plugins.ddp import report
+from ovpatch_plugins.ddp import ddp_report as report
 
 FSDP, DTENSOR = "torch.distributed.fsdp", "torch.distributed.tensor"
 DEEPSPEED, MEGATRON = "deepspeed.runtime.engine", "megatron.core.distributed"

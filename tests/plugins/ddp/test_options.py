@@ -78,7 +78,7 @@ def test_a_variable_that_cannot_be_read_is_named(monkeypatch, name):
 
 
 def test_every_option_is_tried_from_the_environment():
-    from ovpatch_plugins.ddp.options import OPTIONS as known
+    from ovpatch_plugins.ddp.ddp_options import OPTIONS as known
 
     assert {option.name for option in known} == {name.lower() for name in VARIABLES}
 

@@ -303,7 +303,7 @@ def second_order() -> list[str]:
     handler.emit = lambda entry: texts.append(entry.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ovpatch.ddp").addHandler(handler)
     with ovpatch.applied("ddp"):
-        from ovpatch_plugins.ddp.report import warn_of_create_graph
+        from ovpatch_plugins.ddp.ddp_report import warn_of_create_graph
 
         warn_of_create_graph.cache_clear()
         wrapped = DDP(nn.Linear(2, 1))

@@ -84,7 +84,7 @@ def test_what_needs_the_stock_reducer_gets_it_and_the_report_says_so(ranks, worl
 
 
 def both_with_remarks(loop: Any) -> dict[str, Any]:
-    from ovpatch_plugins.ddp.report import REMARKS
+    from ovpatch_plugins.ddp.ddp_report import REMARKS
 
     REMARKS.clear()
     result = both(loop)
@@ -303,7 +303,7 @@ def test_a_rank_without_ovpatch_is_named(ranks):
 def objecting_alone() -> dict[str, Any]:
     """One rank cannot take part: all of them keep the stock reducer."""
     from ovpatch_plugins.ddp import ddp_attach
-    from ovpatch_plugins.ddp.report import REMARKS
+    from ovpatch_plugins.ddp.ddp_report import REMARKS
 
     original = ddp_attach.find_reason_for_stock
     ddp_attach.find_reason_for_stock = lambda *a: "planted" if dist.get_rank() == 1 else original(*a)

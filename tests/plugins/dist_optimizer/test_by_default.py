@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ovpatch
 from ovpatch.patching import PatchError, PatchManager
-from ovpatch_plugins.dist_optimizer import plugin
+from ovpatch_plugins.dist_optimizer import dist_optimizer_feature
 from tests.plugins.ddp.arms import Record, data
 from tests.plugins.ddp.arms import both as run_both
 from tests.plugins.dist_optimizer.checks import check, ddp, params, train_step
@@ -200,7 +200,7 @@ def test_two_models_at_once_wait_for_the_patches():
         time.sleep(0.2)
         applied.append(1)
 
-    late = plugin._LatePatches(apply)
+    late = dist_optimizer_feature._LatePatches(apply)
     first = threading.Thread(target=late.prepare)
     first.start()
     inside.wait(60)

@@ -22,7 +22,7 @@ from ovpatch.overlap.comm.collectives import (
     connect_step_communicator,
     step_communicator,
 )
-from ovpatch.overlap.copy_engine import selection
+from ovpatch.overlap.kernels import copy_choice as selection
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.checks import all_cases, check_all, ddp, params, some
 from tests.plugins.dist_optimizer.test_gpu import NCCL

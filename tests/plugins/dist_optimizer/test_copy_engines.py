@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import ovpatch
 from ovpatch.overlap.comm.collectives import step_communicator
-from ovpatch.overlap.copy_engine import selection
-from ovpatch.overlap.copy_engine.collectives import Engine
+from ovpatch.overlap.kernels import copy_choice as selection
+from ovpatch.overlap.kernels.copy_collectives import Engine
 from ovpatch_plugins.dist_optimizer import optimizer_attach
 from ovpatch_plugins.dist_optimizer.param_all_gather import ParamAllGather
 from tests.plugins.ddp.arms import data

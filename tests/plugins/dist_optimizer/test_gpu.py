@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ovpatch
-from ovpatch_plugins.dist_optimizer.report import COUNTERS
+from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 from tests.overlap import test_gate
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.ddp.checks import same_bits

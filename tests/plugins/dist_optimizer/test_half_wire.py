@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ovpatch
 from ovpatch.overlap.comm import host_barrier
 from ovpatch.overlap.comm.host_barrier import HostBarrier
-from ovpatch.overlap.copy_engine.collectives import Engine
+from ovpatch.overlap.kernels.copy_collectives import Engine
 from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.checks import SMALL, ddp, params

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from ovpatch.overlap.comm.lifetimes import group_values
 from ovpatch.overlap.peer_rpc import retention
-from ovpatch_plugins.dist_optimizer import report
+from ovpatch_plugins.dist_optimizer import dist_optimizer_report as report
 from ovpatch_plugins.dist_optimizer.optimizer_attach import wrap_destroy
 from tests.plugins.ddp.arms import Record, all_both, data, table
 from tests.plugins.ddp.checks import same_bits

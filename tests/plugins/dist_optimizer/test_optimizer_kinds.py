@@ -202,7 +202,7 @@ def test_other_optimizers_stay_stock(ranks):
 def reported() -> list[str]:
     with apply():
         train("own step")
-        from ovpatch_plugins.dist_optimizer.report import list_remarks
+        from ovpatch_plugins.dist_optimizer.dist_optimizer_report import list_remarks
 
         return list_remarks()
 

@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.overlap.data_parallel.grad_sharder import GradSharder
-from ovpatch_plugins.dist_optimizer import report, sharding_choice
-from ovpatch_plugins.dist_optimizer.report import Counters
+from ovpatch_plugins.dist_optimizer import dist_optimizer_report as report
+from ovpatch_plugins.dist_optimizer import sharding_choice
+from ovpatch_plugins.dist_optimizer.dist_optimizer_report import Counters
 from ovpatch_plugins.dist_optimizer.sharding_choice import MIN_SAVED_NUMEL, ModelFacts
 from tests.plugins.ddp.arms import Record
 from tests.plugins.dist_optimizer.checks import SMALL, both, check, ddp, train_steps

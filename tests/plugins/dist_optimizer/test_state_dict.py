@@ -33,7 +33,7 @@ ALL = {"min_param_numel": 1}
 
 
 def count_pulled() -> int:
-    from ovpatch_plugins.dist_optimizer.report import COUNTERS
+    from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 
     return COUNTERS.bytes_pulled
 

@@ -86,7 +86,7 @@ def _make(classes: dict[str, type[Optimizer]], words: str, model: nn.Module) -> 
 
 def _train_in_order(name: str, *, patched: bool) -> tuple[list[Any], dict[str, int], str]:
     """Return parameters and calls of hooks, the counters, and the remark on a fallback."""
-    from ovpatch_plugins.dist_optimizer.report import list_remarks
+    from ovpatch_plugins.dist_optimizer.dist_optimizer_report import list_remarks
 
     before, after, _ = ORDERS[name]
     calls: list[str] = []
@@ -109,7 +109,7 @@ def _train_in_order(name: str, *, patched: bool) -> tuple[list[Any], dict[str, i
 
 
 def _count() -> dict[str, int]:
-    from ovpatch_plugins.dist_optimizer.report import COUNTERS
+    from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 
     return {"steps": COUNTERS.steps, "stock": COUNTERS.stock_optimizers}
 
@@ -137,7 +137,7 @@ def test_subclasses_without_their_own_step_are_sharded_in_any_order(ranks: Any) 
 
 def _apply_twice() -> list[tuple[dict[str, int], bool, str]]:
     """Return, for two calls of apply(), the counters, and whether stock PyTorch has the same parameters."""
-    from ovpatch_plugins.dist_optimizer.report import list_remarks
+    from ovpatch_plugins.dist_optimizer.dist_optimizer_report import list_remarks
 
     found = []
     with _fresh_bases():

@@ -262,7 +262,7 @@ def run_both(cases: dict[str, Case], schedules: tuple[str, ...], **options: Any)
 def _run_on_the_same_groups(
     cases: dict[str, Case], schedules: tuple[str, ...], options: dict[str, Any]
 ) -> dict[str, Any]:
-    from ovpatch_plugins.megatron.report import COUNTERS
+    from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
     stock = {name: train(case) for name, case in cases.items()}
     found: dict[str, Any] = {}

@@ -70,7 +70,7 @@ def errors(found: list[Grads], right: list[Grads]) -> list[float]:
 
 
 def orders_differ(patched: bool) -> tuple[list[float], dict[str, int]]:
-    from ovpatch_plugins.megatron.report import COUNTERS
+    from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
     order = ("a", "b", "c") if dist.get_rank() == 0 else ("b", "c", "a")
     with parallel(), features(patched):
@@ -157,7 +157,7 @@ def test_a_failed_backward_leaves_nothing_for_the_next(ranks, complete):
 
 
 def wrapped_before_apply() -> tuple[list[float], int]:
-    from ovpatch_plugins.megatron.report import COUNTERS
+    from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
     order = ("a", "b", "c") if dist.get_rank() == 0 else ("c", "b", "a")
     with parallel():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import ovpatch
 from ovpatch.insight.equality import Verdict
-from ovpatch_plugins.megatron import linears, takeover
+from ovpatch_plugins.megatron import linears, megatron_report
 from ovpatch_plugins.megatron.weight_grads import WeightGradQueue
 from tests.plugins.megatron import models
 from tests.plugins.megatron.models import train_gpt
@@ -52,7 +52,7 @@ def run(cases: Mapping[str, Any], options: Sequence[dict[str, Any]]) -> dict[str
 
 
 def run_on_the_same_groups(cases: Mapping[str, Any], options: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    from ovpatch_plugins.megatron.report import COUNTERS
+    from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
     found: dict[str, Any] = {}
     for name, case in cases.items():
@@ -99,7 +99,7 @@ def test_with_another_order_of_sums_only_rounding_differs(ranks, world, schedule
 def left_to_megatron() -> tuple[dict[str, Any], list[str]]:
     from megatron.core.tensor_parallel import layers
 
-    from ovpatch_plugins.megatron.report import COUNTERS
+    from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
     with ovpatch.applied("megatron"):
         train_gpt(steps=1)  # a replacement comes later, too
@@ -120,7 +120,7 @@ def left_to_megatron() -> tuple[dict[str, Any], list[str]]:
 def wrapped_before_apply(managed: bool) -> tuple[list[str], dict[str, int], list[str]]:
     from megatron.core.tensor_parallel import layers
 
-    from ovpatch_plugins.megatron.report import COUNTERS
+    from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
     names, called = ["linear_with_grad_accumulation_and_async_allreduce", "RowParallelLinear.forward"], []
 
@@ -230,7 +230,7 @@ def test_ranks_that_differ_are_named(ranks):
     ],
 )
 def test_on_a_gpu_linears_without_a_gain_are_megatrons(monkeypatch, rows, connections, schedule, reason):
-    monkeypatch.setattr(takeover, "_LEFT", {})
+    monkeypatch.setattr(megatron_report, "_LEFT", {})
     monkeypatch.setattr(linears, "check_consistent_once", lambda *_, **__: None)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if connections is not None:
@@ -241,10 +241,10 @@ def test_on_a_gpu_linears_without_a_gain_are_megatrons(monkeypatch, rows, connec
     group.size.return_value = 2
     patches = linears.LinearPatches(OPTIONS | {"schedule": schedule})
     for kind in ("column", "row"):
-        takeover._LEFT.clear()
+        megatron_report._LEFT.clear()
         entering = patches._enter(x, weight, False, group, kind, "")
         assert (entering is None) == bool(reason)
-        assert takeover.list_left() == ([f"a {kind}-parallel linear: {reason}"] if reason else [])
+        assert megatron_report.list_left() == ([f"a {kind}-parallel linear: {reason}"] if reason else [])
 
 
 def test_linears_whose_weight_gradients_are_delayed_are_ours_on_a_gpu_too(monkeypatch):

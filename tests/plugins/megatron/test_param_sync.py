@@ -88,7 +88,7 @@ def error(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
 
 
 def read_between(name: str, patched: bool, reader: int | None) -> tuple[list[float], float, dict[str, int]]:
-    from ovpatch_plugins.megatron.report import COUNTERS
+    from ovpatch_plugins.megatron.megatron_report import COUNTERS
 
     before = COUNTERS.as_dict()
     with parallel(), features(patched):

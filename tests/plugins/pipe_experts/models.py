@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ovpatch_plugins.pipe_experts import experts
 from ovpatch_plugins.pipe_experts.experts import ACTIVATIONS
 from ovpatch_plugins.pipe_experts.layer import ExpertParallelFFN, run_experts, run_grouped_experts, run_layer
-from ovpatch_plugins.pipe_experts.options import MoEConfig
+from ovpatch_plugins.pipe_experts.pipe_experts_options import MoEConfig
 from ovpatch_plugins.pipe_experts.routing import drop_over_capacity
 from tests.plugins.ddp.arms import named
 from tests.support.equality import compare

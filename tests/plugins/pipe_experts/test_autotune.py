@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ovpatch
-from ovpatch.overlap.autotune.autotuner import report_lines
 from ovpatch.overlap.comm.lifetimes import drop_values
+from ovpatch.overlap.kernels.autotuner import report_lines
 from ovpatch_plugins.pipe_experts.layer import MeasuredPlans, expert_parallel_ffn
-from ovpatch_plugins.pipe_experts.options import MoEConfig
-from ovpatch_plugins.pipe_experts.report import COUNTERS
+from ovpatch_plugins.pipe_experts.pipe_experts_options import MoEConfig
+from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS
 from ovpatch_plugins.pipe_experts.routing import ChunkPlan, PlanCandidates, list_candidates, make_plan, route_tokens
 from tests.plugins.pipe_experts.models import KINDS, Case, Record, expected, train
 from tests.plugins.pipe_experts.test_layer import reentrant

@@ -234,8 +234,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def all_cases(arm: str, ep: int) -> dict[str, Any]:
-    from ovpatch_plugins.ddp.report import COUNTERS as REDUCED
-    from ovpatch_plugins.dist_optimizer.report import COUNTERS as DIVIDED
+    from ovpatch_plugins.ddp.ddp_report import COUNTERS as REDUCED
+    from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS as DIVIDED
 
     before = REDUCED.backwards, DIVIDED.steps, DIVIDED.grads_sharded
     world = dist.get_world_size()

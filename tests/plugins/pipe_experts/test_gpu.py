@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ovpatch_plugins.pipe_experts.experts import swiglu
 from ovpatch_plugins.pipe_experts.layer import expert_parallel_ffn
-from ovpatch_plugins.pipe_experts.options import MoEConfig
+from ovpatch_plugins.pipe_experts.pipe_experts_options import MoEConfig
 from tests.plugins.pipe_experts import test_layer, test_order
 from tests.plugins.pipe_experts.models import Case, check, device, differentiated, one_by_one
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 import ovpatch
 from ovpatch.insight.equality import Verdict
-from ovpatch_plugins.pipe_experts.report import COUNTERS
-from ovpatch_plugins.pipe_experts.takeover import is_stock_implementation
+from ovpatch_plugins.pipe_experts.huggingface_experts import is_stock_implementation
+from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS
 from tests.support.equality import compare
 from tests.support.errors import error_of
 

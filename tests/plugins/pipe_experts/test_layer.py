@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ovpatch.overlap.comm.consensus import RankMismatchError
 from ovpatch_plugins.pipe_experts.layer import ExpertParallelFFN, expert_parallel_ffn
-from ovpatch_plugins.pipe_experts.options import MoEConfig
+from ovpatch_plugins.pipe_experts.pipe_experts_options import MoEConfig
 from tests.plugins.pipe_experts.models import KINDS, Case, OverRanks, check, differentiated, one_by_one, train_all
 from tests.support.equality import compare
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from ovpatch_plugins.pipe_experts.options import MoEConfig
+from ovpatch_plugins.pipe_experts.pipe_experts_options import MoEConfig
 from ovpatch_plugins.pipe_experts.routing import get_positions_on
 from tests.plugins.ddp.arms import named
 from tests.plugins.pipe_experts.models import KINDS, Case, Record, expected, train

@@ -145,25 +145,27 @@ def test_the_report(ranks):
 
 
 def test_nothing_to_take_over_is_said(monkeypatch):
-    from ovpatch_plugins.pipe_experts import options, plugin, report
+    from ovpatch_plugins.pipe_experts import pipe_experts_feature
+    from ovpatch_plugins.pipe_experts import pipe_experts_options as options
+    from ovpatch_plugins.pipe_experts import pipe_experts_report as report
 
     monkeypatch.setattr(report, "COUNTERS", report.Counters())
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    assert not plugin.ovpatch_remarks(), "nor is there a library whose layers could be found"
+    assert not pipe_experts_feature.list_remarks(), "nor is there a library whose layers could be found"
     monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
-    (remark,) = plugin.ovpatch_remarks()
+    (remark,) = pipe_experts_feature.list_remarks()
     assert "no expert-parallel layer was found" in remark
     assert "run_experts()" in remark
     report.COUNTERS.calls = report.COUNTERS.parts = report.COUNTERS.taken_over = 4
-    (remark,) = plugin.ovpatch_remarks()
+    (remark,) = pipe_experts_feature.list_remarks()
     assert "try cut=experts" in remark
     monkeypatch.setattr(options.STATE, "config", MoEConfig("none"))
-    assert not plugin.ovpatch_remarks(), "as was said"
+    assert not pipe_experts_feature.list_remarks(), "as was said"
     monkeypatch.setattr(options.STATE, "config", MoEConfig())
     report.COUNTERS.stacked_calls = 1
-    assert not plugin.ovpatch_remarks()
+    assert not pipe_experts_feature.list_remarks()
     report.COUNTERS.library_experts = 3
-    (remark,) = plugin.ovpatch_remarks()
+    (remark,) = pipe_experts_feature.list_remarks()
     assert "in 3 of 4 calls transformers computed its experts itself" in remark
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ovpatch_plugins.pipe_experts import all_to_all, experts, grouped_gemm
 from ovpatch_plugins.pipe_experts.experts import run_pipelined, swiglu
 from ovpatch_plugins.pipe_experts.layer import ExpertParallelFFN, expert_parallel_ffn, run_experts
-from ovpatch_plugins.pipe_experts.options import MoEConfig
+from ovpatch_plugins.pipe_experts.pipe_experts_options import MoEConfig
 
 
 @contextlib.contextmanager

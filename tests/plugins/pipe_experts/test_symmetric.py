@@ -20,11 +20,11 @@ from triton.compiler import ASTSource
 
 from ovpatch.hookspecs import OptionError
 from ovpatch.overlap.comm.lifetimes import drop_values
-from ovpatch.overlap.symm_mem import memory
-from ovpatch_plugins.pipe_experts import all_to_all, layer, plugin
+from ovpatch.overlap.kernels import symmetric_memory as memory
+from ovpatch_plugins.pipe_experts import all_to_all, layer, pipe_experts_feature
 from ovpatch_plugins.pipe_experts.all_to_all import SymmAllToAll
-from ovpatch_plugins.pipe_experts.options import MoEConfig
-from ovpatch_plugins.pipe_experts.report import COUNTERS
+from ovpatch_plugins.pipe_experts.pipe_experts_options import MoEConfig
+from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS
 from ovpatch_plugins.pipe_experts.routing import list_candidates, make_plan
 from ovpatch_plugins.pipe_experts.triton_kernels import MAX_CHANNELS, symm_all_to_all_kernel
 from tests.plugins.pipe_experts.models import Case, expected, train
@@ -169,7 +169,7 @@ def stood_down(why: str, config: MoEConfig) -> tuple[int, str, list[str]]:
     finally:
         memory.unsupported_reason, memory.allocate = objection, made
         drop_values(all_to_all.SymmAllToAll)
-    lines = [line for line in plugin.ovpatch_remarks() if "symmetric memory" in line]
+    lines = [line for line in pipe_experts_feature.list_remarks() if "symmetric memory" in line]
     all_to_all._unsupported_reasons.clear()
     return COUNTERS.symmetric - before, error, lines
 

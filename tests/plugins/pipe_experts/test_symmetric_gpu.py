@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from ovpatch_plugins.pipe_experts import all_to_all
 from ovpatch_plugins.pipe_experts.all_to_all import get_transport
 from ovpatch_plugins.pipe_experts.layer import ExpertParallelFFN
-from ovpatch_plugins.pipe_experts.options import MoEConfig
-from ovpatch_plugins.pipe_experts.report import COUNTERS
+from ovpatch_plugins.pipe_experts.pipe_experts_options import MoEConfig
+from ovpatch_plugins.pipe_experts.pipe_experts_report import COUNTERS
 from tests.plugins.pipe_experts import test_layer
 from tests.plugins.pipe_experts.models import Case, device, expected, train
 from tests.plugins.pipe_experts.test_gpu import wide

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ovpatch
 from ovpatch.overlap.comm.consensus import check_consistent
-from ovpatch.overlap.copy_engine import point_to_point, window
-from ovpatch.overlap.copy_engine.point_to_point import PointToPoint, round_up
-from ovpatch.overlap.symm_mem import memory
+from ovpatch.overlap.kernels import copy_messages as point_to_point
+from ovpatch.overlap.kernels import copy_window as window
+from ovpatch.overlap.kernels import symmetric_memory as memory
+from ovpatch.overlap.kernels.copy_messages import PointToPoint, round_up
 from ovpatch_plugins.pipeline import takeover, transport
 from ovpatch_plugins.pipeline.report import COUNTERS, list_schedules
 from tests.plugins.pipeline.cases import Case, Outcome, differences, make_schedule, train, train_both

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.overlap.comm.lifetimes import group_values
-from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
-from ovpatch.overlap.symm_mem import memory
+from ovpatch.overlap.kernels import symmetric_memory as memory
+from ovpatch.overlap.kernels.copy_messages import PointToPoint
 from ovpatch_plugins.pipeline import transport as transport_module
 from ovpatch_plugins.pipeline.report import list_schedules
 from ovpatch_plugins.pipeline.transport import _Opened

@@ -337,7 +337,7 @@ def test_nothing_is_imported_before_the_pipeline_is_and_the_solver_for_schedule_
     program = tmp_path / "imports.py"
     program.write_text(IMPORTS)
     applied, taken_over = forks.torchrun(1, program).check().stdout.splitlines()
-    assert "ovpatch_plugins.pipeline.plugin" in applied
+    assert "ovpatch_plugins.pipeline.pipeline_feature" in applied
     assert "torch.distributed.pipelining" not in applied
     assert "takeover" not in applied
     assert "takeover" in taken_over

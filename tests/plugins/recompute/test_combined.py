@@ -17,10 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from ovpatch.overlap.comm.streams import BACKWARD_WAITS
+from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
+from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
 from ovpatch_plugins.pipeline.engine import Engine
-from ovpatch_plugins.recompute.report import COUNTERS
-from ovpatch_plugins.tp_linear.tp_group import TPGroup
+from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from tests.plugins.pipeline.cases import Case, train
 from tests.plugins.pipeline.models import Block, Part
 from tests.plugins.recompute import models
@@ -120,7 +120,7 @@ def _train_llama(
 
 
 def _tp_counters() -> dict[str, int]:
-    from ovpatch_plugins.tp_linear.report import COUNTERS as counters
+    from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS as counters
 
     return counters.as_dict()
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ovpatch
 from ovpatch_plugins.recompute import RecomputeError, recompute
-from ovpatch_plugins.recompute.report import COUNTERS
+from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from ovpatch_plugins.recompute.selective import make_policy
 from tests.plugins.recompute.models import WIDTH, Block, Decoder, Derived, count_differences, data, plain_call, record
 

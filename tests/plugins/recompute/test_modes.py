@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ovpatch
 from ovpatch_plugins.recompute import recompute
-from ovpatch_plugins.recompute.report import COUNTERS
+from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from tests.support.equality import compare
 from tests.support.modes import FORWARD_ONLY, MODES
 

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 import ovpatch
 from ovpatch.insight.verify.verify import Request
-from ovpatch_plugins.recompute import RecomputeError, recomputation, recompute, takeover
-from ovpatch_plugins.recompute.report import COUNTERS
+from ovpatch_plugins.recompute import RecomputeError, recomputation, recompute
+from ovpatch_plugins.recompute import recompute_attach as takeover
+from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from tests.plugins.recompute.models import count_differences
 
 WIDTH = 6

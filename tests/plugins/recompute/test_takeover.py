@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
+from ovpatch.overlap.module_blocks import find_blocks
 from ovpatch_plugins.recompute import recompute
-from ovpatch_plugins.recompute.options import OPTIONS
-from ovpatch_plugins.recompute.report import COUNTERS
-from ovpatch_plugins.recompute.takeover import find_blocks
+from ovpatch_plugins.recompute.recompute_options import OPTIONS
+from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from tests.plugins.recompute.models import Block, Decoder, Derived, count_differences, data, record
 from tests.support.rarely import ALL_CASES
 

@@ -73,7 +73,7 @@ def apply(options: dict[str, Any] | None) -> AbstractContextManager[Any]:
 
 
 def counters() -> dict[str, int]:
-    from ovpatch_plugins.tp_linear.report import COUNTERS
+    from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
     return COUNTERS.as_dict()
 

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.symm_mem import memory
-from ovpatch.overlap.symm_mem.memory import Workspace
-from ovpatch_plugins.tp_linear import triton_launch as launch
-from ovpatch_plugins.tp_linear.triton_launch import Tiles
+from ovpatch.overlap.kernels import symmetric_memory as memory
+from ovpatch.overlap.kernels.symmetric_memory import Workspace
+from ovpatch.overlap.tensor_parallel import triton_launch as launch
+from ovpatch.overlap.tensor_parallel.triton_launch import Tiles
 
 CUTS = (Tiles(), Tiles(columns=128, stages=2, split=True, pullers=3, width=64))
 SHAPES = (  # rows of a rank, features, features of each product

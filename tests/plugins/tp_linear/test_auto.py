@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ovpatch
-from ovpatch.overlap.autotune.autotuner import report_lines
 from ovpatch.overlap.comm.consensus import RankMismatchError
-from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, tp_group
-from ovpatch_plugins.tp_linear.options import MEASURED
-from ovpatch_plugins.tp_linear.schedules import autotuned, find_schedule
-from ovpatch_plugins.tp_linear.schedules.autotuned import Auto, Shape, round_rows
+from ovpatch.overlap.kernels.autotuner import report_lines
+from ovpatch.overlap.tensor_parallel import tp_group
+from ovpatch.overlap.tensor_parallel.schedule_table import MEASURED_NAMES
+from ovpatch.overlap.tensor_parallel.schedules import autotuned, find_schedule
+from ovpatch.overlap.tensor_parallel.schedules.autotuned import Auto, Shape, round_rows
+from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
 from tests.plugins.ddp.arms import counted, seeded
 from tests.plugins.tp_linear import test_compiled, test_gpu, test_llama, test_operators, test_shared
 from tests.plugins.tp_linear.arms import Record, apply, both, counters, draw, mesh
@@ -50,7 +51,7 @@ def won_by(first: int, function: Any, *args: Any, **kwargs: Any) -> tuple[Record
 def wrong() -> tuple[list[str], set[str]]:
     """What operators compute wrongly whichever schedule wins, and which ones have won."""
     found, winners = [], set()
-    for first in range(len(MEASURED)):
+    for first in range(len(MEASURED_NAMES)):
         with forced(first) as won:
             for operator, cases in test_operators.CASES.items():
                 for name, case in cases.items():
@@ -118,7 +119,7 @@ def test_shapes_that_differ_between_ranks_are_named(ranks):
 
 
 def test_only_what_differs_is_measured():
-    arms = {name: find_schedule(name, 4) for name in MEASURED}
+    arms = {name: find_schedule(name, 4) for name in MEASURED_NAMES}
     assert "fused" in arms
     wires: Any = type("Wires", (), {"world": 2})()
 
@@ -289,7 +290,7 @@ def test_measuring_leaves_nothing_behind(ranks):
 
 
 def test_what_schedules_are_raced():
-    arms = {name: find_schedule(name, 4) for name in MEASURED}
+    arms = {name: find_schedule(name, 4) for name in MEASURED_NAMES}
     assert autotuned._distinct(arms, "gather_linear") == ("stock", "ring", "chunk", "fused")
     assert autotuned._distinct(arms, "gather_linear_backward") == ("stock", "bulk", "fused")
     assert autotuned._distinct(arms, "linear_scatter_backward") == ("stock", "ring", "chunk", "fused")

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import ovpatch
-from ovpatch_plugins.tp_linear import tp_group
+from ovpatch.overlap.tensor_parallel import tp_group
 from tests.plugins.ddp.checks import on
 from tests.plugins.tp_linear.arms import Record, all_both, draw, layout, mesh, seen, whole
 from tests.plugins.tp_linear.models import MLP, WIDTH, Attention, Llama, parallel_llama

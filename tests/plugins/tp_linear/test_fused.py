@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ovpatch.overlap.symm_mem import memory
-from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, plugin
-from ovpatch_plugins.tp_linear.report import COUNTERS
-from ovpatch_plugins.tp_linear.schedules import fused
+from ovpatch.overlap.kernels import symmetric_memory as memory
+from ovpatch.overlap.tensor_parallel.schedules import fused
+from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter, tp_linear_feature
+from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 from tests.plugins.tp_linear import test_drifted_copies, test_llama, test_operators
 from tests.plugins.tp_linear.arms import both, draw, mesh, seen
 from tests.plugins.tp_linear.models import Llama, parallel_llama
@@ -131,7 +131,7 @@ def stood_down() -> tuple[bool, Any, list[str]]:
     x = torch.ones(4, 8, dtype=torch.bfloat16)
     weight = torch.ones(16, 8, dtype=torch.bfloat16)
     found = [all_gather_linear(x, [weight], dist.group.WORLD, schedule=name)[0] for name in ("fused", "bulk")]
-    remarks = list(plugin.ovpatch_remarks())
+    remarks = list(tp_linear_feature.list_remarks())
     fused.drop_fused_support()
     return torch.equal(*found), COUNTERS.fused, remarks
 

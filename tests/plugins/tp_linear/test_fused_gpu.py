@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ovpatch.overlap.tensor_parallel.schedules import fused
 from ovpatch_plugins.tp_linear import all_gather_linear, linear_reduce_scatter
-from ovpatch_plugins.tp_linear.report import COUNTERS
-from ovpatch_plugins.tp_linear.schedules import fused
+from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 from tests.plugins.tp_linear import test_llama
 from tests.plugins.tp_linear.arms import both, device
 

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ovpatch.overlap.symm_mem import kernels, memory
-from ovpatch.overlap.symm_mem.memory import HEADER, Memory, Workspace
-from ovpatch_plugins.tp_linear import triton_launch as launch
-from ovpatch_plugins.tp_linear.triton_gemm import (
+from ovpatch.overlap.kernels import symmetric_memory as memory
+from ovpatch.overlap.kernels import workspace_kernels as kernels
+from ovpatch.overlap.kernels.symmetric_memory import HEADER, Memory, Workspace
+from ovpatch.overlap.tensor_parallel import triton_launch as launch
+from ovpatch.overlap.tensor_parallel.triton_gemm import (
     gather_gemm_kernel,
     gemm_scatter_kernel,
     reduce_kernel,
     scatter_kernel,
     stage_kernel,
 )
-from ovpatch_plugins.tp_linear.triton_launch import Tiles
+from ovpatch.overlap.tensor_parallel.triton_launch import Tiles
 from tests.support.interpreter import interpreted
 
 SMALL = Tiles(rows=16, columns=16, depth=16, group=2, pullers=2, width=32)

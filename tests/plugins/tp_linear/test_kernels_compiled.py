@@ -9,8 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ovpatch_plugins.tp_linear.triton_gemm import gather_gemm_kernel, gemm_scatter_kernel
-from ovpatch_plugins.tp_linear.triton_launch import Tiles
+from ovpatch.overlap.tensor_parallel.triton_gemm import gather_gemm_kernel, gemm_scatter_kernel
+from ovpatch.overlap.tensor_parallel.triton_launch import Tiles
 from tests.support.rarely import RARELY
 
 SHARED = 227 * 1024  # bytes of shared memory that a program may have

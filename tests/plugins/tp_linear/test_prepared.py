@@ -18,10 +18,10 @@ from triton.compiler import make_backend
 from triton.runtime import _allocation
 from triton.runtime.jit import create_function_from_signature
 
-from ovpatch.overlap.symm_mem import kernels as prepared
-from ovpatch.overlap.symm_mem.memory import Memory, Scratch, Workspace
-from ovpatch_plugins.tp_linear import triton_launch as launch
-from ovpatch_plugins.tp_linear.triton_launch import Tiles
+from ovpatch.overlap.kernels import workspace_kernels as prepared
+from ovpatch.overlap.kernels.symmetric_memory import Memory, Scratch, Workspace
+from ovpatch.overlap.tensor_parallel import triton_launch as launch
+from ovpatch.overlap.tensor_parallel.triton_launch import Tiles
 
 KERNELS = ("stage_kernel", "gather_gemm_kernel", "gemm_scatter_kernel", "scatter_kernel", "reduce_kernel")
 CPU = torch.device("cpu")

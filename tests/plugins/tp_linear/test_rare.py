@@ -249,7 +249,7 @@ def test_late_apply_with_foreign_hooks_and_classes(ranks):
 
 
 def kept_after_revert() -> list[int]:
-    from ovpatch_plugins.tp_linear import tp_group
+    from ovpatch.overlap.tensor_parallel import tp_group
 
     group = dist.new_group()
     with ovpatch.applied("tp_linear"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from ovpatch_plugins.tp_linear.triton_launch import WIDE, gather_tiles, scatter_tiles
+from ovpatch.overlap.tensor_parallel.triton_launch import WIDE, gather_tiles, scatter_tiles
 
 PROGRAMS = 132  # of an H200
 

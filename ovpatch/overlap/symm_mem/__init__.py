@@ -1,1 +1,0 @@
-"""Memory that all ranks of a group can write to, and kernels that use it."""

@@ -1,0 +1,166 @@
+"""The forward of a class of blocks while ``recompute`` wraps it.
+
+A call of a marked block passes these questions, in this order: are gradients on; does a compiler trace (it recomputes
+by itself); is the call inside of another block; does the script checkpoint it; has a module inside a hook that must not
+be called twice. Only then does :class:`.Recomputation` run it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ovpatch_plugins.recompute.recomputation import Recomputation, is_inside_block
+from ovpatch_plugins.recompute.recompute_options import FULL
+from ovpatch_plugins.recompute.recompute_report import COUNTERS, note
+from ovpatch_plugins.recompute.selective import make_compiled_contexts, make_contexts
+
+BLOCK_MARK: Final = "_ovpatch_recompute"
+"""Attribute of a block: granularity, names of further operators to keep, and the class whose forward is wrapped for it.
+Plain text, so that a pickled model loads without ovpatch. Graphs guard on it, so all blocks of a class have the same:
+otherwise Dynamo would compile each block of a model by itself, and give up after eight."""
+
+BLOCK_NAME: Final = "_ovpatch_recompute_name"
+"""Attribute of a block: its name in the model."""
+
+_LAYER_FORWARD: Final = "forward_with_checkpointing"
+"""Name of the forward that transformers gives to layers, in its code."""
+
+Mark = tuple[str, tuple[str, ...], str]
+
+
+class WrappedForward:
+    """The forward of a class while it is wrapped.
+
+    Layers of transformers have a forward that checkpoints the model's own if it is told to, and only if their class has
+    that very function. So the one inside of it is wrapped, in the cell from which it is read.
+
+    Args:
+        owner: The class.
+    """
+
+    def __init__(self, owner: type[nn.Module]) -> None:
+        self._owner = owner
+        self._stock: Callable[..., Any] = vars(owner)["forward"]
+        self._cell = _find_cell(self._stock)
+        if self._cell is not None:
+            self._stock = self._cell.cell_contents
+        self._wrapped = wrap_forward(self._stock, f"{owner.__module__}.{owner.__qualname__}")
+        self._write(self._wrapped)
+
+    def restore(self) -> None:
+        """Give the class its own forward, unless ours was wrapped; without marks ours does nothing."""
+        now = vars(self._owner).get("forward") if self._cell is None else self._cell.cell_contents
+        if now is self._wrapped:
+            self._write(self._stock)
+
+    def _write(self, forward: Callable[..., Any]) -> None:
+        if self._cell is None:
+            self._owner.forward = forward
+        else:
+            self._cell.cell_contents = forward
+
+
+def _find_cell(forward: Callable[..., Any]) -> Any:
+    """Return the cell from which a layer of transformers reads the model's own forward, None for other forwards."""
+    code = getattr(forward, "__code__", None)
+    cells: Any = getattr(forward, "__closure__", None)
+    if code is None or code.co_name != _LAYER_FORWARD or "forward" not in code.co_freevars:
+        return None
+    return cells[code.co_freevars.index("forward")]
+
+
+def wrap_forward(stock: Callable[..., Any], owner: str) -> Callable[..., Any]:
+    """Wrap the forward of a class whose name is ``owner``: for its marked instances, activations are not kept."""
+
+    @functools.wraps(stock)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mark: Mark | None = self.__dict__.get(BLOCK_MARK)
+        if mark is None or mark[2] != owner or not torch.is_grad_enabled():
+            return stock(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _run_compiled(stock, self, mark, args, kwargs)
+        if is_inside_block() or not _may_save():
+            return stock(self, *args, **kwargs)
+        if _is_checkpointed():
+            COUNTERS.stock_calls += 1
+            return stock(self, *args, **kwargs)
+        modules = list(self.modules())
+        if hooked := _find_hook(self, modules):
+            COUNTERS.stock_calls += 1
+            note(hooked)
+            return stock(self, *args, **kwargs)
+        name, contexts = self.__dict__[BLOCK_NAME], make_contexts(mark[0], mark[1])
+        call = Recomputation(self, name, modules, stock, args, kwargs, contexts)
+        return call.run(args, kwargs)
+
+    forward.__ovpatch__ = True  # type: ignore[attr-defined]  # a mark of ours
+    return forward
+
+
+def _run_compiled(stock: Callable[..., Any], block: Any, mark: Mark, args: Any, kwargs: Any) -> Any:
+    """Have the compiler recompute: it knows ``torch.utils.checkpoint``, and saves and orders in its own graph."""
+    if getattr(block, "gradient_checkpointing", False) and block.training:  # transformers' own, around this forward
+        return stock(block, *args, **kwargs)
+    _count_compiled()
+    more: dict[str, Any] = {}
+    if mark[0] != FULL:
+        more["context_fn"] = functools.partial(make_compiled_contexts, mark[1])
+    return checkpoint(stock.__get__(block), *args, use_reentrant=False, **more, **kwargs)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # not typed in torch
+def _count_compiled() -> int:
+    COUNTERS.compiled_calls += 1
+    return 0
+
+
+def _find_hook(block: nn.Module, modules: Sequence[nn.Module]) -> str:
+    """Return a remark on a hook inside of a block that a second forward would call twice, or "".
+
+    Hooks of torch and of ovpatch belong to the computation: they gather parameters, and make weights or inputs.
+    """
+    own = [module for module in modules if module is not block and (module._forward_hooks or module._forward_pre_hooks)]
+    for module in [torch.nn.modules.module, *own] if own or _has_global_hooks() else ():
+        prefix = "" if isinstance(module, nn.Module) else "_global"
+        for hooks in (getattr(module, f"{prefix}_forward_hooks"), getattr(module, f"{prefix}_forward_pre_hooks")):
+            for hook in hooks.values():
+                while isinstance(hook, functools.partial):
+                    hook = hook.func
+                home = getattr(hook, "__module__", None) or type(hook).__module__
+                if not home.startswith(("torch.", "ovpatch")):
+                    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                    where = type(module).__name__ if prefix == "" else "all modules"
+                    return (
+                        f"blocks of class {type(block).__name__} keep their activations, because forward hook {name} "
+                        f"of {where} would be called again: remove the hook before training to have them recomputed"
+                    )
+    return ""
+
+
+def _has_global_hooks() -> bool:
+    module: Any = torch.nn.modules.module
+    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
+
+
+def _may_save() -> bool:
+    """Return whether tensors for backward may be left out: not under torch.func and tracers, which refuse hooks."""
+    autograd: Any = torch._C._autograd
+    return (
+        not torch._C._are_functorch_transforms_active()
+        and not torch._C._is_tracing()
+        and bool(autograd._saved_tensors_hooks_is_enabled())
+    )
+
+
+def _is_checkpointed() -> bool:
+    """Return whether the script checkpoints this call itself: torch's hooks are on top, or a backward recomputes."""
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
