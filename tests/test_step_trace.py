@@ -186,7 +186,7 @@ CLASSES = {
     "GradReducer": {"methods": 30, "attributes": 25, "boolean attributes": 3},
     # Each method but the first is a hook, through which the reducer calls another feature.
     "GradSharder": {"methods": 11, "attributes": 5, "boolean attributes": 2},
-    "ShardedGrads": {"methods": 36, "attributes": 40, "boolean attributes": 6},
+    "ShardedGrads": {"methods": 36, "attributes": 41, "boolean attributes": 7},
 }
 
 

@@ -775,7 +775,7 @@ FAULTS: Final = (
     Fault(
         "a step does not wait for readers",
         _SHARDING + "sharded_state.py",
-        'PeerRpc.for_group(self.group).call(self._topic, {"next step": self._next_step})',
+        'PeerRpc.for_group(self.group).call(self._topic, {"next step": self._next_step}, self._shards.holders.peers)',
         "pass",
         (_SHARDING_TESTS + "test_state.py::test_a_rank_that_has_read_leaves_its_peers_the_time_to_read_as_well",),
     ),
