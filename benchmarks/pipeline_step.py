@@ -40,8 +40,9 @@ import ovpatch
 from benchmarks.message_clock import time_steps
 from benchmarks.models import Block
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, described, device, running, start
+from ovpatch.overlap.pipelining.ir import Kind
+from ovpatch.overlap.pipelining.orders import build_order, convert_torch_order, split_backwards
 from ovpatch_plugins.pipeline.clock import HostClock
-from ovpatch_plugins.pipeline.orders import Kind, build_order, convert_torch_order, split_backwards
 from ovpatch_plugins.pipeline.report import list_schedules
 from ovpatch_plugins.pipeline.simulator import Costs, simulate
 from ovpatch_plugins.pipeline.stage_run import list_stages

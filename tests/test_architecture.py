@@ -154,6 +154,7 @@ OVERLAP = {
     "data_parallel": BELOW | {"data_parallel"},
     "peer_rpc": BELOW | {"peer_rpc"},
     "copy_engine": BELOW | {"peer_rpc", "copy_engine"},
+    "pipelining": BELOW | {"copy_engine", "pipelining"},
 }
 
 
@@ -296,7 +297,8 @@ def test_files_stay_small():
     assert not long
 
 
-MOST_FILES = {"": 214, "ovpatch.insight": 25, "ovpatch.patching": 8}
+# The pipeline has a room for each of its parts, so that imports between them can be checked.
+MOST_FILES = {"": 228, "ovpatch.insight": 25, "ovpatch.patching": 8}
 
 
 def test_files_are_few():
@@ -356,7 +358,7 @@ TABLES = {
     "ovpatch_plugins.pipeline.report:_schedules": "the last schedules, for the report, which outlives them",
     "ovpatch_plugins.pipeline.report:_stock_reasons": "lines of the report",
     "ovpatch_plugins.pipeline.stage_module:_classes": "subclasses, each made once",
-    "ovpatch_plugins.pipeline.transport:_stuck": "memory that is never freed",
+    "ovpatch.overlap.pipelining.edges:_stuck": "memory that is never freed",
     "ovpatch_plugins.recompute.report:_left": "lines of the report",
     "ovpatch_plugins.recompute.report:_models": "lines of the report",
     "ovpatch_plugins.recompute.report:_notes": "lines of the report",

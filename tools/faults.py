@@ -10,6 +10,7 @@ _REDUCTION: Final = "ovpatch/overlap/data_parallel/"
 _SHARDING: Final = "plugins/ovpatch_plugins/dist_optimizer/"
 _DDP: Final = "plugins/ovpatch_plugins/ddp/"
 _RPC: Final = "ovpatch/overlap/peer_rpc/"
+_PIPELINING: Final = "ovpatch/overlap/pipelining/"
 _PIPELINE: Final = "plugins/ovpatch_plugins/pipeline/"
 _PIPELINE_TESTS: Final = "tests/plugins/pipeline/"
 _RECOMPUTE: Final = "plugins/ovpatch_plugins/recompute/"
@@ -505,7 +506,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a pipeline starts a receive later than its order allows",
-        _PIPELINE + "program.py",
+        _PIPELINING + "ir.py",
         "limit = ahead + (step.receive is not None)",
         "limit = 1",
         (_PIPELINE_TESTS + "test_program.py",),

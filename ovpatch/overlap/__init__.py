@@ -1,5 +1,5 @@
 """What features share at run time.
 
 The packages, from the lowest: ``comm``; ``tensors``, ``symm_mem`` and ``autotune``; ``data_parallel`` and ``peer_rpc``;
-``copy_engine``. They know nothing of patches and plugins, and need torch only.
+``copy_engine``; ``pipelining``. They know nothing of patches and plugins, and need torch only.
 """

@@ -74,7 +74,7 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
             "multiplies, and scatters the product: a patch of either function alone could not overlap them",
         )
     if delays:
-        from ovpatch_plugins.pipeline import wrap_destroy_process_group
+        from ovpatch.overlap.pipelining.group_end import wrap_destroy_process_group
 
         patch(
             f"{_PIPELINE}.schedules.forward_backward_pipelining_without_interleaving",

@@ -25,6 +25,8 @@ from torch import Tensor
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values, wait_limit_s
 from ovpatch.overlap.comm.lifetimes import group_state
+from ovpatch.overlap.pipelining.ir import Kind, Placement, Program, Schedule, ScheduleError, write_orders
+from ovpatch.overlap.pipelining.order_rules import check_schedule
 from ovpatch_plugins.pipeline.candidates import (
     AS_GIVEN_NAME,
     STOCK_NAME,
@@ -44,11 +46,8 @@ from ovpatch_plugins.pipeline.measured_costs import (
     read_spare,
     read_times,
 )
-from ovpatch_plugins.pipeline.orders import Kind, Placement, Schedule, ScheduleError, check_schedule, write_orders
-from ovpatch_plugins.pipeline.program import Program
 from ovpatch_plugins.pipeline.race import Race, StepTimer, Turn, Verdict, find_medians, judge, merge_ranks
 from ovpatch_plugins.pipeline.report import Prediction, ScheduleReport
-from ovpatch_plugins.pipeline.transport import CopiedMessages
 
 WARM_UP: Final = 2
 """Steps before costs are measured."""
@@ -411,7 +410,7 @@ class AutoSchedule:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
             "threads": torch.get_num_threads(),
             "backend": backend_name(self._pipeline.group, device),
-            "copies": isinstance(self.engine.transport, CopiedMessages),
+            "copies": self.engine.transport.is_copied,
             "torch": str(torch.__version__),
             "ovpatch": importlib.metadata.version("ovpatch"),
         }

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedule1F1B, ScheduleGPipe
 
+from ovpatch.overlap.pipelining.ir import BidirectionalPlacement
 from ovpatch_plugins.pipeline.options import ActiveOptions
-from ovpatch_plugins.pipeline.orders import BidirectionalPlacement
 from ovpatch_plugins.pipeline.torch_stage import initialize_stages
 
 _WAYS: Final = 2

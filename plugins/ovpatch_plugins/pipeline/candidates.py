@@ -15,18 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from ovpatch.overlap.autotune.autotuner import write_if_possible, write_json
+from ovpatch.overlap.pipelining.ir import Placement, Schedule, ScheduleError, read_orders, write_orders
+from ovpatch.overlap.pipelining.orders import ORDERS, build_order, split_backwards
 from ovpatch_plugins.pipeline.measured_costs import PipelineCosts, find_unit, make_problem
 from ovpatch_plugins.pipeline.options import MemoryLimit, read_memory_limit
-from ovpatch_plugins.pipeline.orders import (
-    ORDERS,
-    Placement,
-    Schedule,
-    ScheduleError,
-    build_order,
-    read_orders,
-    split_backwards,
-    write_orders,
-)
 from ovpatch_plugins.pipeline.planning import draw_text
 from ovpatch_plugins.pipeline.race import CLEAR
 from ovpatch_plugins.pipeline.simulator import Simulation, simulate

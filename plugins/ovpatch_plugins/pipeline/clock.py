@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ovpatch_plugins.pipeline.orders import Kind
+from ovpatch.overlap.pipelining.ir import Kind
 from ovpatch_plugins.pipeline.report import StepTimes
 
 

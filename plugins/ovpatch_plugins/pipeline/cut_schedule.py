@@ -25,6 +25,8 @@ from ovpatch.overlap.comm.consensus import (
     join_messages,
     wait_limit_s,
 )
+from ovpatch.overlap.pipelining.ir import Placement, count_stages
+from ovpatch.overlap.pipelining.orders import build_placement
 from ovpatch_plugins.pipeline.balance import BlockCosts, check_count, measure_costs, split_blocks, split_evenly
 from ovpatch_plugins.pipeline.block_stack import (
     BlockStack,
@@ -38,7 +40,6 @@ from ovpatch_plugins.pipeline.block_stack import (
     seed_all,
     trace_model,
 )
-from ovpatch_plugins.pipeline.orders import Placement, build_placement, count_stages
 from ovpatch_plugins.pipeline.stage_module import (
     ARG,
     SharedParam,

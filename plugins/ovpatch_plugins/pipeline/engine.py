@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
+from ovpatch.overlap.pipelining.copied_messages import CopiedMessages
+from ovpatch.overlap.pipelining.ir import Kind, Program, Receive, Step
+from ovpatch.overlap.pipelining.messages import Messages
 from ovpatch_plugins.pipeline.clock import Clock
 from ovpatch_plugins.pipeline.failures import PipelineRankError, StepFailures, make_rank_error
-from ovpatch_plugins.pipeline.orders import Kind
-from ovpatch_plugins.pipeline.program import Program, Receive, Step
 from ovpatch_plugins.pipeline.report import COUNTERS, Prediction, StepTimes
 from ovpatch_plugins.pipeline.stage_run import StageRun
 from ovpatch_plugins.pipeline.torch_stage import defers_wait, finalizes_gradients
-from ovpatch_plugins.pipeline.transport import CopiedMessages, PeerToPeer, StepReceives
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Engine:
         stages: Mapping[int, StageRun],
         program: Program,
         settling: Program | None,
-        transport: PeerToPeer,
+        transport: Messages,
         times: StepTimes,
         clock: Clock,
         prediction: Prediction,
@@ -108,7 +108,6 @@ class Engine:
         self._defers_wait = defers_wait(schedule)
         takes_loss_kwargs = "loss_kwargs" in inspect.signature(schedule._maybe_compute_loss).parameters
         self._takes_loss_kwargs = takes_loss_kwargs
-        self._receives = StepReceives(transport)
         self._last_sent: Step | None = None
         self._is_connected = True
         self._has_failed = False  # in its last step
@@ -121,7 +120,6 @@ class Engine:
         assert isinstance(self.transport, CopiedMessages)
         stages = self.stages.values()
         self.transport = self.transport.open(lambda align: max(stage.count_message_bytes(align) for stage in stages))
-        self._receives = StepReceives(self.transport)
 
     def run(self, inputs: StepInputs) -> None:
         """Run one step.
@@ -137,10 +135,8 @@ class Engine:
         if not self.transport.is_open:
             self._open()
         self._clock.start_step()
-        self.transport.start_step(self._tell_failure)
-        self._failures.start_step(self.transport.step)
+        self._failures.start_step(self.transport.start_step(self._tell_failure))
         self._decided.clear()
-        self._receives.clear()
         self._last_sent, self._is_connected = None, True
         program, number = self.settling or self.program, 0
         try:
@@ -195,7 +191,7 @@ class Engine:
             if step.receive.action.kind is not Kind.F:
                 self.stages[step.receive.action.stage].launch_before_backward(step.receive.action.microbatch)
             self._wait_for(step.receive)
-            self._receives.release_sent(step)
+            self.transport.release(step.kept)
         kind, index, microbatch = step.action
         stage = self.stages[index]
         stage.wait_for_unshard()
@@ -280,7 +276,7 @@ class Engine:
 
     def _post(self, receive: Receive) -> None:
         try:
-            self._receives.post(receive, functools.partial(self._make_buffers, receive))
+            self.transport.post(receive, self._make_buffers)
         except RuntimeError as error:
             raise self._make_transport_error(receive.sender, error) from error
 
@@ -294,7 +290,7 @@ class Engine:
     def _wait_for(self, receive: Receive) -> None:
         started = self._clock.begin_wait()
         try:
-            self._receives.wait_for(receive)
+            self.transport.wait(receive)
         except RuntimeError as error:
             raise self._make_transport_error(receive.sender, error) from error
         self._clock.end_wait(started)
@@ -309,12 +305,13 @@ class Engine:
             raise self._make_transport_error(step.receiver, error) from error
         self._last_sent = step
         COUNTERS.messages += 1
+        COUNTERS.copied_messages += self.transport.is_copied
 
     def _send_tensors(self, tensors: Sequence[Tensor], step: Step, stage: StageRun) -> None:
         assert step.receiver is not None
         # An input gradient has the shape of what its receiver sent.
-        tells_sizes = stage.varies and step.action.kind is Kind.F
-        self.transport.send(tensors, step.receiver, tells_sizes=tells_sizes)
+        with_sizes = stage.varies and step.action.kind is Kind.F
+        self.transport.send(tensors, step.receiver, with_sizes=with_sizes)
 
     # --- failures ---
 
@@ -374,7 +371,7 @@ class Engine:
                     self._refuse_to_reduce(step, failure)
             if self._is_connected:
                 self._failures.wait_for_readers()
-        self._receives.clear()
+        self.transport.drop_receives()
         for stage in self.stages.values():
             stage.clear()
 
@@ -382,9 +379,9 @@ class Engine:
         """Go on with the messages and decisions of the step without computing."""
         for step in left:
             for receive in step.posts:
-                if receive not in self._receives.posted:
+                if receive not in self.transport.posted:
                     self._post(receive)
-            if step.receive in self._receives.arriving:
+            if step.receive in self.transport.arriving:
                 self._wait_for(step.receive)
             if step.receiver is not None and step is not self._last_sent:
                 stage, kind = self.stages[step.action.stage], Kind.F if step.action.kind is Kind.F else Kind.B

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ovpatch_plugins.pipeline.orders import Action, Kind, Placement, Schedule, find_source
+from ovpatch.overlap.pipelining.ir import Action, Kind, Placement, Schedule, find_source
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint
 
 Orders: TypeAlias = list[list[int]]

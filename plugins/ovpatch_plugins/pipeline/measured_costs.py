@@ -16,13 +16,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ovpatch.overlap.pipelining.ir import Kind, Placement, Schedule
+from ovpatch.overlap.pipelining.messages import Messages
 from ovpatch_plugins.pipeline.options import MemoryLimit
-from ovpatch_plugins.pipeline.orders import Kind, Placement, Schedule
 from ovpatch_plugins.pipeline.report import StepTimes
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint, peak_memory
 from ovpatch_plugins.pipeline.solver import Problem
 from ovpatch_plugins.pipeline.stage_run import StageRun
-from ovpatch_plugins.pipeline.transport import PeerToPeer
 
 _MARGIN: Final = 0.1  # of a device's memory, for fragments and for what later steps allocate
 _MOST_TIMES: Final = 2.0  # of what 1F1B holds, where no limit is given
@@ -158,7 +158,7 @@ def read_spare(device: torch.device) -> float | None:
 
 
 def measure_sends(
-    transport: PeerToPeer, stages: Mapping[int, StageRun], placement: Placement, rank: int, device: torch.device
+    messages: Messages, stages: Mapping[int, StageRun], placement: Placement, rank: int, device: torch.device
 ) -> dict[str, float]:
     """Return the seconds of a transfer on each edge between this rank and another, by ``sender-receiver``.
 
@@ -166,7 +166,7 @@ def measure_sends(
     stages after the other.
     """
     found: dict[str, float] = {}
-    transport.start_step()
+    messages.start_step()
     for stage_run in stages.values():
         stage_run.take_buffers()  # an evaluation between steps has given them back
         stage_run.forget_sizes()
@@ -181,9 +181,9 @@ def measure_sends(
             started = time.perf_counter()
             for sends in (is_lower, not is_lower):
                 if sends:
-                    transport.send(sent, peer)
+                    messages.send(sent, peer)
                 else:
-                    works = transport.receive(own.make_inputs(0, Kind.B if is_lower else Kind.F), peer)
+                    works = messages.receive(own.make_inputs(0, Kind.B if is_lower else Kind.F), peer)
                     for work in works:
                         work.wait()
                     if device.type == "cuda":
@@ -192,7 +192,7 @@ def measure_sends(
         own.drop_buffers(0)
         for edge in (f"{lower}-{upper}", f"{upper}-{lower}"):
             found[edge] = min(seconds[1:]) / 2
-    transport.finish()
+    messages.finish()
     return found
 
 

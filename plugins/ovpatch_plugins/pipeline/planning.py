@@ -8,16 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ovpatch_plugins.pipeline.orders import (
+from ovpatch.overlap.pipelining.ir import Kind, Schedule, ScheduleError, count_stages
+from ovpatch.overlap.pipelining.orders import (
     ORDERS,
-    Kind,
-    Schedule,
-    ScheduleError,
     build_bidirectional_order,
     build_order,
     build_placement,
     build_vee_order,
-    count_stages,
     split_backwards,
 )
 from ovpatch_plugins.pipeline.simulator import Costs, Simulation, simulate

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ovpatch.hookspecs import Feature, Package, Registrar, hookimpl, make_counters_hook
+from ovpatch.overlap.pipelining.group_end import wrap_destroy_process_group
 from ovpatch_plugins.pipeline.options import OPTIONS, ActiveOptions
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
@@ -70,19 +71,6 @@ def ovpatch_remarks() -> Sequence[str]:
     from ovpatch_plugins.pipeline.report import write_remarks
 
     return write_remarks()
-
-
-def wrap_destroy_process_group(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``destroy_process_group``: edges of a pipeline end before its group does."""
-
-    @functools.wraps(original)
-    def destroy_process_group(group: Any = None) -> None:
-        transport = sys.modules.get("ovpatch_plugins.pipeline.transport")
-        if transport is not None:
-            transport.close_edges(None if group is sys.modules["torch"].distributed.group.WORLD else group)
-        original(group)
-
-    return destroy_process_group
 
 
 def _wrap_step(original: Callable[..., Any], owner: str, options: Mapping[str, Any]) -> Callable[..., Any]:

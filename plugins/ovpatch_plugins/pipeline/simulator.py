@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from ovpatch_plugins.pipeline.orders import (
+from ovpatch.overlap.pipelining.ir import (
     Action,
     Kind,
     Placement,

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from ovpatch.overlap.pipelining.ir import Action, Kind, Placement, Schedule, ScheduleError
+from ovpatch.overlap.pipelining.orders import ORDERS, build_order, build_vee_blocks, build_vee_order, split_backwards
 from ovpatch_plugins.pipeline.greedy import (
     Choices,
     Operations,
@@ -23,18 +25,6 @@ from ovpatch_plugins.pipeline.greedy import (
     build_list_schedule,
     build_zero_bubble,
     place_weights,
-)
-from ovpatch_plugins.pipeline.orders import (
-    ORDERS,
-    Action,
-    Kind,
-    Placement,
-    Schedule,
-    ScheduleError,
-    build_order,
-    build_vee_blocks,
-    build_vee_order,
-    split_backwards,
 )
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint, Simulation, peak_memory, simulate
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners, outside_modes
 from ovpatch.overlap.comm.streams import BACKWARD_WAITS
+from ovpatch.overlap.pipelining.ir import Kind
 from ovpatch_plugins.pipeline.data_parallel import (
     FullyShardedGradients,
     LocalGradients,
     is_fsdp2,
     make_data_parallel,
 )
-from ovpatch_plugins.pipeline.orders import Kind
 from ovpatch_plugins.pipeline.report import StageReport
 from ovpatch_plugins.pipeline.torch_stage import (
     clear_states,

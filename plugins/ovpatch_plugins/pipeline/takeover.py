@@ -15,40 +15,22 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ovpatch.hookspecs import cache_dir, note_failures
+from ovpatch.hookspecs import cache_dir, note_failures, refuse_option
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
+from ovpatch.overlap.pipelining.copied_messages import CopiedMessages, find_reason_against_copies, write_c10d_remark
+from ovpatch.overlap.pipelining.edges import close_edges
+from ovpatch.overlap.pipelining.ir import Kind, Order, Placement, Program, Schedule, ScheduleError, make_program
+from ovpatch.overlap.pipelining.messages import AHEAD, Messages, blocks_host, find_group_reason
+from ovpatch.overlap.pipelining.order_rules import check_schedule, count_slots
+from ovpatch.overlap.pipelining.orders import build_bidirectional_order, build_order, convert_torch_order
 from ovpatch_plugins.pipeline.clock import make_clock
 from ovpatch_plugins.pipeline.engine import Engine, StepInputs
-from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO, COPIES
-from ovpatch_plugins.pipeline.orders import (
-    Kind,
-    Order,
-    Placement,
-    Schedule,
-    ScheduleError,
-    build_bidirectional_order,
-    build_order,
-    check_schedule,
-    convert_torch_order,
-    count_slots,
-)
-from ovpatch_plugins.pipeline.program import Program, make_program
+from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO, COPIES, OPTIONS
 from ovpatch_plugins.pipeline.report import COUNTERS, Prediction, ScheduleReport, StepTimes, note_schedule, note_stock
 from ovpatch_plugins.pipeline.shape_inference import ShapeInference
 from ovpatch_plugins.pipeline.stage_run import StageRun, give_all_buffers_back, give_buffers_back, list_stages
 from ovpatch_plugins.pipeline.torch_stage import initialize_stages, is_initialized, limits_sends
-from ovpatch_plugins.pipeline.transport import (
-    AHEAD,
-    CopiedMessages,
-    PeerToPeer,
-    blocks_host,
-    close_edges,
-    find_group_reason,
-    find_reason_against_copies,
-    refuse_copies,
-    write_c10d_remark,
-)
 
 if TYPE_CHECKING:
     from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule
@@ -216,12 +198,13 @@ class Takeover:
             for number, run in runs.items():
                 run.first_input = schedule.first_input(number)
                 run.data_parallel.add_replicas(schedule.replicas)
-        transport: PeerToPeer
+        transport: Messages
         if by_copies:
-            is_asked, slots = self._options["p2p_transport"] == COPIES, _count_slots(orders, placement)
-            transport = CopiedMessages(group, device, program.edges, slots, is_asked=is_asked)
+            refuse = _refuse_copies if self._options["p2p_transport"] == COPIES else None
+            slots = _count_slots(orders, placement)
+            transport = CopiedMessages(group, device, program.edges, slots, refuse=refuse)
         else:
-            transport = PeerToPeer(group, device, program.edges)
+            transport = Messages(group, device, program.edges)
         transport.remarks += remarks
         by_perform = owner != "PipelineScheduleMulti"
         prediction = Prediction(group, orders, placement)
@@ -283,7 +266,7 @@ class Takeover:
         devices = [_device_of(stage) for stage in stages]
         reason = find_reason_against_copies(group, devices, varies=varies, is_asked=is_asked)
         if reason and is_asked:
-            refuse_copies(reason)
+            _refuse_copies(reason)
         return not reason, [write_c10d_remark(reason)] if reason else []
 
     def _make_run(self, stage: Any, schedule: Any, sends: bool, splits: bool) -> StageRun:
@@ -452,6 +435,11 @@ def _list_actions(orders: Schedule) -> list[list[str]]:
 def _count_slots(orders: Schedule, placement: Sequence[int]) -> int:
     """Return the slots of an edge: with two, the next message is there when one has been read."""
     return max(2, count_slots(orders, placement))
+
+
+def _refuse_copies(reason: str) -> None:
+    """Raise OptionError: the user asks for copy engines, and they cannot carry messages."""
+    refuse_option("pipeline", OPTIONS, "p2p_transport", COPIES, reason)
 
 
 def _unshard_all(order: Order) -> list[tuple[int, str, int]]:

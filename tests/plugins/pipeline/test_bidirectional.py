@@ -15,15 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ovpatch
+from ovpatch.overlap.pipelining.ir import Kind, ScheduleError
+from ovpatch.overlap.pipelining.order_rules import check_schedule
+from ovpatch.overlap.pipelining.orders import build_bidirectional_order, build_placement, split_backwards
 from ovpatch_plugins.pipeline import CutError, cut
-from ovpatch_plugins.pipeline.orders import (
-    Kind,
-    ScheduleError,
-    build_bidirectional_order,
-    build_placement,
-    check_schedule,
-    split_backwards,
-)
 from ovpatch_plugins.pipeline.report import COUNTERS
 from ovpatch_plugins.pipeline.simulator import Costs, simulate
 from ovpatch_plugins.pipeline.takeover import Takeover

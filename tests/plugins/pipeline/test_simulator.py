@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from ovpatch_plugins.pipeline.orders import Action, Kind, ScheduleError, build_order, build_placement, split_backwards
+from ovpatch.overlap.pipelining.ir import Action, Kind, ScheduleError
+from ovpatch.overlap.pipelining.orders import build_order, build_placement, split_backwards
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint, peak_memory, simulate
 from tests.plugins.pipeline.torch_orders import torch_order
 

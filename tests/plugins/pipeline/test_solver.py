@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ovpatch.overlap.pipelining.ir import Kind, ScheduleError
+from ovpatch.overlap.pipelining.order_rules import check_schedule
+from ovpatch.overlap.pipelining.orders import build_order, build_placement
 from ovpatch_plugins.pipeline.greedy import Choices, Operations, build_zero_bubble
-from ovpatch_plugins.pipeline.orders import Kind, ScheduleError, build_order, build_placement, check_schedule
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint, simulate
 from ovpatch_plugins.pipeline.solver import Problem, find_lower_bound, solve
 from tests.plugins.pipeline.torch_orders import PLACEMENT_OF, torch_order

@@ -358,7 +358,7 @@ def _watch_receives() -> tuple[list[str], list[int], list[int]]:
         run(self, inputs)
 
     def _wait_for(self: Any, receive: Any) -> None:
-        started[-1].append(len(self._receives.arriving))
+        started[-1].append(len(self.transport.arriving))
         wait(self, receive)
 
     with pytest.MonkeyPatch.context() as patch:

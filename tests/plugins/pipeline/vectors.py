@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ovpatch_plugins.pipeline.orders import build_placement
+from ovpatch.overlap.pipelining.orders import build_placement
 from ovpatch_plugins.pipeline.simulator import Costs, Footprint
 from ovpatch_plugins.pipeline.solver import Problem
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ovpatch_plugins.pipeline import LoopEngine, LoopError
+from ovpatch.overlap.pipelining.program_cursor import LoopError, ProgramCursor
 from tests.support import signs
 
 
-def run_step(engine: LoopEngine, order: str, microbatches: int, *, varies: bool = False) -> list[str]:
+def run_step(engine: ProgramCursor, order: str, microbatches: int, *, varies: bool = False) -> list[str]:
     """Return what a step of 1F1B on two ranks did: values are checked on the way."""
     rank, events = dist.get_rank(), list[str]()
-    transport = engine._transport
-    send, receive, wait = transport.send, transport.receive, transport.wait_for
+    transport = engine._messages
+    send, receive, wait = transport.send, transport.receive, transport._wait_for
 
     def note(name: str, function: Any) -> Any:
         return lambda *args, **kwargs: (events.append(name), function(*args, **kwargs))[1]
@@ -28,7 +28,7 @@ def run_step(engine: LoopEngine, order: str, microbatches: int, *, varies: bool 
     with (
         mock.patch.object(transport, "send", note("send", send)),
         mock.patch.object(transport, "receive", note("receive", receive)),
-        mock.patch.object(transport, "wait_for", note("wait", wait)),
+        mock.patch.object(transport, "_wait_for", note("wait", wait)),
     ):
         engine.start_step(order, microbatches, torch.empty, lambda index: events.append(f"W{index}"), varies=varies)
         forwards = backwards = 0
@@ -49,7 +49,7 @@ def run_step(engine: LoopEngine, order: str, microbatches: int, *, varies: bool 
 
 
 def steps_of_a_loop() -> dict[str, list[str]]:
-    engine = LoopEngine(dist.group.WORLD, torch.device("cpu"))
+    engine = ProgramCursor(dist.group.WORLD, torch.device("cpu"))
     found = {order: run_step(engine, order, 3) for order in ("1f1b", "zb-h1")}
     return found | {"varies": run_step(engine, "1f1b", 3, varies=True)}
 
@@ -63,7 +63,7 @@ def test_receives_start_ahead_and_weight_gradients_are_computed_behind_the_send(
 
 
 def wrong_loops() -> list[str]:
-    engine, texts = LoopEngine(dist.group.WORLD, torch.device("cpu")), []
+    engine, texts = ProgramCursor(dist.group.WORLD, torch.device("cpu")), []
 
     def start() -> None:
         engine.start_step("1f1b", 1, torch.empty, print, varies=False)
@@ -92,7 +92,7 @@ def test_a_loop_of_another_order_is_refused(ranks):
 
 
 def interrupted_steps() -> list[float]:
-    engine, rank = LoopEngine(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
+    engine, rank = ProgramCursor(dist.group.WORLD, torch.device("cpu")), dist.get_rank()
     found: list[float] = []
     for step in range(2):  # each ends behind the first F, as by an exception on both ranks
         if rank > step:
@@ -104,7 +104,7 @@ def interrupted_steps() -> list[float]:
             found += received.tolist()
         engine.send([torch.tensor([7.0 + step])])
     run_step(engine, "1f1b", 3)
-    assert not engine._transport._abandoned, "it is not kept for longer"
+    assert not engine._messages._abandoned, "it is not kept for longer"
     return found
 
 

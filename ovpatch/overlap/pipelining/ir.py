@@ -1,13 +1,147 @@
-"""What a rank runs in a step: its computations, and what it receives before and sends behind each."""
+"""The terms of a pipeline schedule: actions, orders, placements, and the program of a rank.
+
+A *schedule* is one *order* per rank: a list of *actions* ``stage·kind·microbatch`` (``0F3``; kinds F, B = input
+gradient, W = weight gradient, BW = both). Orders hold computations only. A *placement* is a sequence with the rank of
+each stage. ``make_program(schedule, placement, rank)`` derives the *program* of one rank: *steps*, each an action plus
+the messages to receive before it and to send after it. So no order can name a transfer that its peer does not expect.
+
+Whatever makes orders (fixed, torch's, solved) ends here. Whatever runs them (our engine, Megatron's loop, the
+simulator) begins here.
+"""
 
 from __future__ import annotations
 
+import enum
+import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeAlias
 
-from ovpatch_plugins.pipeline.orders import Action, Kind, Schedule, find_source, find_target, list_messages
+
+class Kind(enum.Enum):
+    """The computations of one microbatch on one stage, by the letters of the zero-bubble paper.
+
+    ``F`` is the forward, ``B`` the gradient of the stage's input alone, ``W`` the gradients of its weights that ``B``
+    left for later, and ``BW`` a full backward; torch calls the latter ``B``, and ``B`` ``I``.
+    """
+
+    F = "F"
+    B = "B"
+    W = "W"
+    BW = "BW"
+
+
+class Action(NamedTuple):
+    """One computation.
+
+    Attributes:
+        kind: What is computed.
+        stage: Index of the stage in the whole pipeline.
+        microbatch: Index of the microbatch in the step.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+Order: TypeAlias = Sequence[Action]
+"""The actions of one rank, in the order in which it runs them."""
+
+Schedule: TypeAlias = Sequence[Order]
+"""The orders of all ranks of a pipeline, by rank."""
+
+Placement: TypeAlias = Sequence[int]
+"""The rank of each stage, by stage."""
+
+_ACTION: Final = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
+
+
+class ScheduleError(ValueError):
+    """An order breaks a rule; the message names the rule, the rank and the action."""
+
+
+class BidirectionalPlacement(tuple[int, ...]):
+    """The placement of two pipelines that run through the same ranks, one down and one up.
+
+    Each has all stages of the model, so a rank holds one stage of each. With ``d`` ranks, stages ``0`` to ``d - 1`` go
+    down and ``d`` to ``2 * d - 1`` up; stage ``d + s`` is a replica of stage ``s``.
+    """
+
+    @classmethod
+    def of(cls, ranks: int) -> BidirectionalPlacement:
+        """Return the placement on a number of ranks."""
+        return cls((*range(ranks), *reversed(range(ranks))))
+
+
+def count_stages(placement: Placement) -> int:
+    """Return the stages of one pipeline."""
+    return len(placement) // 2 if isinstance(placement, BidirectionalPlacement) else len(placement)
+
+
+def find_source(action: Action, placement: Placement) -> Action | None:
+    """Return the computation of another stage whose result an action reads; its kind is F or B. None without one."""
+    stages = count_stages(placement)
+    if action.kind is Kind.F and action.stage % stages > 0:
+        return action._replace(stage=action.stage - 1)
+    if action.kind in (Kind.B, Kind.BW) and action.stage % stages < stages - 1:
+        return Action(Kind.B, action.stage + 1, action.microbatch)
+    return None
+
+
+def find_target(action: Action, placement: Placement) -> int | None:
+    """Return the stage that reads the result of an action, None without one."""
+    stages = count_stages(placement)
+    target = action.stage + (1 if action.kind is Kind.F else -1)
+    is_there = action.kind is not Kind.W and 0 <= target < len(placement) and target // stages == action.stage // stages
+    return target if is_there else None
+
+
+def list_messages(schedule: Schedule, placement: Placement) -> dict[tuple[int, int], list[Action]]:
+    """Return the messages of each directed edge ``(sender, receiver)`` in the order of the sender.
+
+    A message is named by the computation that makes it; that of a full backward is named by B.
+    """
+    messages: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, order in enumerate(schedule):
+        for action in order:
+            target = find_target(action, placement)
+            if target is not None and placement[target] != rank:
+                kind = Kind.F if action.kind is Kind.F else Kind.B
+                messages[rank, placement[target]].append(action._replace(kind=kind))
+    return dict(messages)
+
+
+# --- text ---
+
+
+def write_orders(schedule: Schedule) -> list[str]:
+    """Return orders as text, one line a rank."""
+    return [" ".join(map(str, order)) for order in schedule]
+
+
+def read_orders(lines: Sequence[str]) -> Schedule:
+    """Return the orders of lines that :func:`write_orders` made.
+
+    Raises:
+        ScheduleError: A word is no action.
+    """
+    return [[_read_action(word) for word in line.split()] for line in lines]
+
+
+def _read_action(word: str) -> Action:
+    found = _ACTION.fullmatch(word)
+    if found is None:
+        raise ScheduleError(f"{word} is no action. Write one as 0F3: stage, kind and microbatch.")
+    return Action(Kind(found[2]), int(found[1]), int(found[3]))
+
+
+# --- the program of a rank ---
 
 
 @dataclass(frozen=True)
