@@ -42,9 +42,9 @@ from benchmarks.models import Block
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, described, device, running, start
 from ovpatch.overlap.pipelining.ir import Kind
 from ovpatch.overlap.pipelining.orders import build_order, convert_torch_order, split_backwards
+from ovpatch.planner.simulator import Costs, simulate
 from ovpatch_plugins.pipeline.clock import HostClock
 from ovpatch_plugins.pipeline.report import list_schedules
-from ovpatch_plugins.pipeline.simulator import Costs, simulate
 from ovpatch_plugins.pipeline.stage_run import list_stages
 
 COPIES = ", copies"  # ends the names of arms whose messages copy engines carry

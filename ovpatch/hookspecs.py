@@ -275,15 +275,3 @@ class FeatureSpecs:
     @hookspec
     def ovpatch_remarks(self) -> Sequence[str]:
         """Return remarks on the run, for example which model fell back to stock, and why."""
-
-    @hookspec
-    def ovpatch_plan(self, question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapping[str, Any]:
-        """Answer ``ovpatch pipeline --what-if``: what orders of a pipeline cost. Only feature ``pipeline`` is asked.
-
-        Args:
-            question: Sizes, costs and memory limits, checked.
-            progress: Called with the part that is done, from 0 to 1.
-
-        Returns:
-            JSON data: rows, bounds, and the picture of the best row.
-        """

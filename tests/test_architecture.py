@@ -113,9 +113,12 @@ def parts_of_the_patch_manager(name: str, target: str, eager: bool) -> bool:
     return name != "ovpatch" and within(target, "ovpatch.patching") and target != "ovpatch.patching.patch"
 
 
-SHARED = ("ovpatch.hookspecs", "ovpatch.overlap")
+SHARED = ("ovpatch.hookspecs", "ovpatch.overlap", "ovpatch.planner")
 SHARDING = ("ovpatch_plugins.dist_optimizer", "ovpatch.overlap.peer_rpc", "ovpatch.overlap.copy_engine")
 SPEAK_TO_THE_MANAGER = ("ovpatch.session.session", "ovpatch.session.report", "ovpatch.insight", "ovpatch.patching")
+
+# The parts of pipelining that import no torch, from the lowest.
+TERMS = tuple(f"ovpatch.overlap.pipelining{part}" for part in (".ir", ".orders", ".order_rules"))
 
 #: Who, but for whom, and what they may not import.
 ARROWS = {
@@ -126,6 +129,15 @@ ARROWS = {
         ["ovpatch.overlap"], (), none_of("ovpatch", "ovpatch_plugins", "wrapt", "pluggy", but=("ovpatch.overlap",))),
     "gradient reducers know sharding by its interface only": (
         ["ovpatch.overlap.data_parallel", "ovpatch_plugins.ddp"], (), none_of(*SHARDING)),
+    "the planner knows the terms of a pipeline, and no torch": (
+        ["ovpatch.planner"], (), none_of("ovpatch", "ovpatch_plugins", "torch", but=("ovpatch.planner", *TERMS))),
+    "the terms of a pipeline know no torch": (list(TERMS), (), none_of("ovpatch", "torch", but=TERMS)),
+    "messages and programs know no order": (
+        ["ovpatch.overlap.pipelining"], (*TERMS, "ovpatch.overlap.pipelining.program_cursor"), none_of(*TERMS[1:])),
+    "only the commands and plugins call the planner": (
+        ["ovpatch"], ("ovpatch.planner", *COMMANDS), none_of("ovpatch.planner")),
+    "nothing but feature pipeline imports its plugin": (
+        ["ovpatch_plugins"], ("ovpatch_plugins.pipeline",), none_of("ovpatch_plugins.pipeline")),
     "patching knows nothing of features and imports no torch": (["ovpatch.patching"], (), features_or_torch_at_once),
     "nothing of ovpatch imports a plugin": (["ovpatch"], (), none_of("ovpatch_plugins")),
     "insight is above the API": (["ovpatch"], ("ovpatch.insight", *COMMANDS), none_of("ovpatch.insight", *COMMANDS)),

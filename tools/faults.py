@@ -520,7 +520,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a larger memory limit has a longer pipeline step",
-        _PIPELINE + "solver.py",
+        "ovpatch/planner/solver.py",
         "if problem.fits(solution.schedule))], key=_read_step)",
         "if not problem)], key=_read_step)",
         ("tests/test_cli_pipeline.py::test_more_memory_never_makes_a_solved_step_longer",),

@@ -17,12 +17,12 @@ from typing import Any, Final
 from ovpatch.overlap.autotune.autotuner import write_if_possible, write_json
 from ovpatch.overlap.pipelining.ir import Placement, Schedule, ScheduleError, read_orders, write_orders
 from ovpatch.overlap.pipelining.orders import ORDERS, build_order, split_backwards
+from ovpatch.planner.memory_limit import MemoryLimit, read_memory_limit
+from ovpatch.planner.simulator import Simulation, simulate
+from ovpatch.planner.solver import Problem, Solution, find_lower_bound, share_solutions, solve
+from ovpatch.planner.what_if import draw_text
 from ovpatch_plugins.pipeline.measured_costs import PipelineCosts, find_unit, make_problem
-from ovpatch_plugins.pipeline.options import MemoryLimit, read_memory_limit
-from ovpatch_plugins.pipeline.planning import draw_text
 from ovpatch_plugins.pipeline.race import CLEAR
-from ovpatch_plugins.pipeline.simulator import Simulation, simulate
-from ovpatch_plugins.pipeline.solver import Problem, Solution, find_lower_bound, share_solutions, solve
 
 AS_GIVEN_NAME: Final = "as given"
 STOCK_NAME: Final = "stock"

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ovpatch.overlap.pipelining.ir import Kind, Placement, Schedule
 from ovpatch.overlap.pipelining.messages import Messages
-from ovpatch_plugins.pipeline.options import MemoryLimit
+from ovpatch.planner.memory_limit import MemoryLimit
+from ovpatch.planner.simulator import Costs, Footprint, peak_memory
+from ovpatch.planner.solver import Problem
 from ovpatch_plugins.pipeline.report import StepTimes
-from ovpatch_plugins.pipeline.simulator import Costs, Footprint, peak_memory
-from ovpatch_plugins.pipeline.solver import Problem
 from ovpatch_plugins.pipeline.stage_run import StageRun
 
 _MARGIN: Final = 0.1  # of a device's memory, for fragments and for what later steps allocate

@@ -77,11 +77,3 @@ def _wrap_step(original: Callable[..., Any], owner: str, options: Mapping[str, A
     from ovpatch_plugins.pipeline.takeover import Takeover
 
     return Takeover(options).wrap_step(original, owner)
-
-
-@hookimpl
-def ovpatch_plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapping[str, Any]:
-    """Answer ``ovpatch pipeline --what-if``."""
-    from ovpatch_plugins.pipeline.planning import plan
-
-    return plan(question, progress)

@@ -16,8 +16,8 @@ from ovpatch.hookspecs import FeatureCounters
 from ovpatch.overlap.comm.lifetimes import group_store
 from ovpatch.overlap.pipelining.ir import Kind, Schedule
 from ovpatch.overlap.pipelining.orders import split_backwards
+from ovpatch.planner.simulator import Costs, simulate
 from ovpatch_plugins.pipeline.failures import name_keys
-from ovpatch_plugins.pipeline.simulator import Costs, simulate
 
 _SHARED_AFTER: Final = 6  # steps, until ranks share their costs; the first ones are slower
 

@@ -17,13 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from ovpatch.overlap.pipelining.ir import Kind
 from ovpatch.overlap.pipelining.orders import build_order
-from ovpatch_plugins.pipeline import auto_schedule, race, solver, takeover
+from ovpatch.planner import solver
+from ovpatch.planner.memory_limit import read_memory_limit
+from ovpatch.planner.simulator import Costs, Footprint
+from ovpatch_plugins.pipeline import auto_schedule, race, takeover
 from ovpatch_plugins.pipeline.clock import DeviceClock
 from ovpatch_plugins.pipeline.measured_costs import PipelineCosts, make_problem
-from ovpatch_plugins.pipeline.options import read_memory_limit
 from ovpatch_plugins.pipeline.race import LAPS, ROUNDS, SETTLING, judge, merge_ranks
 from ovpatch_plugins.pipeline.report import list_schedules
-from ovpatch_plugins.pipeline.simulator import Costs, Footprint
 from tests.plugins.pipeline.cases import (
     Case,
     Outcome,

@@ -17,8 +17,8 @@ from ovpatch.overlap.pipelining.orders import (
     build_vee_order,
     split_backwards,
 )
-from ovpatch_plugins.pipeline.simulator import Costs, Simulation, simulate
-from ovpatch_plugins.pipeline.solver import Problem, Progress, Solution, find_lower_bound, share_solutions, solve
+from ovpatch.planner.simulator import Costs, Simulation, simulate
+from ovpatch.planner.solver import Problem, Progress, Solution, find_lower_bound, share_solutions, solve
 
 _SOLVED: Final = "solved"
 _EARLY: Final = "1f1b, early sends"

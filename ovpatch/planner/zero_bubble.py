@@ -1,6 +1,6 @@
 """Schedules made in one pass: from costs, memory and a few choices to the order of each rank.
 
-They are where the search of :mod:`ovpatch_plugins.pipeline.solver` begins.
+They are where the search of :mod:`ovpatch.planner.solver` begins.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ovpatch.overlap.pipelining.ir import Action, Kind, Placement, Schedule, find_source
-from ovpatch_plugins.pipeline.simulator import Costs, Footprint
+from ovpatch.planner.simulator import Costs, Footprint
 
 Orders: TypeAlias = list[list[int]]
 """Numbers of operations (:class:`Operations`) by rank, in their order."""
@@ -53,7 +53,7 @@ class Operations:
         stock: Schedule | None = None,
         keep_forward_order: bool = False,
     ) -> None:
-        """Number the operations; arguments are those of :class:`ovpatch_plugins.pipeline.solver.Problem`."""
+        """Number the operations; arguments are those of :class:`ovpatch.planner.solver.Problem`."""
         self.placement, self.microbatches, self.stages = placement, microbatches, len(placement)
         self.ranks = max(placement) + 1
         self.limit = [value + _ROUNDING * max(1.0, value) if math.isfinite(value) else value for value in limit]

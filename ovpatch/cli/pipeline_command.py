@@ -1,8 +1,8 @@
 """``ovpatch pipeline``: what orders of a pipeline cost.
 
-``--what-if`` answers from costs alone, before the pipeline is run: the plugin of feature ``pipeline`` does, by its hook
-``ovpatch_plan``. With a command, that is run with ``schedule=auto``, which measures and races all orders. Tables go to
-stdout, progress and remarks to stderr, the output of the command into a log.
+``--what-if`` answers from costs alone, before the pipeline runs: the planner simulates and solves. A command runs with
+``schedule=auto``, which measures and races all orders. Tables go to stdout, progress and remarks to stderr, the output
+of the command into a log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import pipeline_plan
-from ovpatch.session.plugins import PluginError, Plugins, find_plugins
+from ovpatch.planner import what_if
 from ovpatch.session.report import wants_colour
 from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError, suggest_name
@@ -247,25 +247,13 @@ def _number(name: str, text: str, least: float) -> float:
 
 
 def _ask(question: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = find_plugins().get(_FEATURE)
-    if found is None:
-        raise SettingsError("the plugin of feature pipeline is not installed. Install ovpatch again.")
     shown = sys.stderr.isatty()
 
     def progress(done: float) -> None:
         if shown:
             print(f"\rovpatch pipeline: solving, {100 * done:3.0f}%", end="\n" if done >= 1 else "", file=sys.stderr)
 
-    plugins = Plugins()
-    try:
-        plugins.load_feature(found)
-        answer = plugins.call_hook(_FEATURE, "ovpatch_plan", question=question, progress=progress)
-    except PluginError as error:
-        raise SettingsError(f"feature pipeline: {str(error).rstrip('.')}. Run `ovpatch doctor` for more.") from error
-    if answer is None:
-        raise SettingsError(f"{found.origin} has no planner. Install ovpatch again.")
-    checked: Mapping[str, Any] = answer
-    return checked
+    return what_if.plan(question, progress)
 
 
 def format_answer(question: Mapping[str, Any], answer: Mapping[str, Any], *, colour: bool) -> str:
