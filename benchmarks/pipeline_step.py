@@ -43,9 +43,9 @@ from benchmarks.runs import CUDA, add_timing, alternate, clocked, described, dev
 from ovpatch.overlap.pipelining.ir import Kind
 from ovpatch.overlap.pipelining.orders import build_order, convert_torch_order, split_backwards
 from ovpatch.planner.simulator import Costs, simulate
-from ovpatch_plugins.pipeline.clock import HostClock
-from ovpatch_plugins.pipeline.report import list_schedules
-from ovpatch_plugins.pipeline.stage_run import list_stages
+from ovpatch_plugins.pipeline.pipeline_report import list_schedules
+from ovpatch_plugins.pipeline.runtime.step_clock import HostClock
+from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 
 COPIES = ", copies"  # ends the names of arms whose messages copy engines carry
 # Name of the arm: class, stages per rank, order of the feature or None for stock.
@@ -275,7 +275,7 @@ class StageAlone:
     """
 
     def __init__(self, args: argparse.Namespace, arm: str) -> None:
-        from ovpatch_plugins.pipeline.stage_run import StageRun  # stock arms of other calls do not need it
+        from ovpatch_plugins.pipeline.runtime.stage import StageRun  # stock arms of other calls do not need it
 
         self.microbatches = args.microbatches
         stage = PipelineStage(make_part(args, checkpointed="checkpoint" in arm), 0, 1, device())

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -120,6 +121,11 @@ SPEAK_TO_THE_MANAGER = ("ovpatch.session.session", "ovpatch.session.report", "ov
 # The parts of pipelining that import no torch, from the lowest.
 TERMS = tuple(f"ovpatch.overlap.pipelining{part}" for part in (".ir", ".orders", ".order_rules"))
 
+PIPELINE = "ovpatch_plugins.pipeline"
+REPORT = f"{PIPELINE}.pipeline_report"
+# Counters, and what all rooms read of the graph of autograd.
+COUNTED = (f"{PIPELINE}.pipeline_counters", f"{PIPELINE}.graph")
+
 #: Who, but for whom, and what they may not import.
 ARROWS = {
     "plugins know only the specification and what features share": (
@@ -138,6 +144,16 @@ ARROWS = {
         ["ovpatch"], ("ovpatch.planner", *COMMANDS), none_of("ovpatch.planner")),
     "nothing but feature pipeline imports its plugin": (
         ["ovpatch_plugins"], ("ovpatch_plugins.pipeline",), none_of("ovpatch_plugins.pipeline")),
+    "the engine of a pipeline knows its stages and messages alone": (
+        [f"{PIPELINE}.runtime"], (), none_of(PIPELINE, "ovpatch.planner", but=(f"{PIPELINE}.runtime", REPORT, *COUNTED))),
+    "the race of orders knows the engine and the planner": (
+        [f"{PIPELINE}.auto"], (), none_of(PIPELINE, but=(f"{PIPELINE}.auto", f"{PIPELINE}.runtime", REPORT, *COUNTED))),
+    "variants of a pipeline know the engine alone": (
+        [f"{PIPELINE}.variants"], (), none_of(PIPELINE, "ovpatch.planner", but=(
+            f"{PIPELINE}.variants", f"{PIPELINE}.runtime", f"{PIPELINE}.options", f"{PIPELINE}.pipeline_attach", *COUNTED))),
+    "a plain model is cut without the engine": (
+        [f"{PIPELINE}.cutting"], (), none_of(PIPELINE, "ovpatch.planner", but=(
+            f"{PIPELINE}.cutting", f"{PIPELINE}.runtime.torch_compat", f"{PIPELINE}.variants.bidirectional", *COUNTED))),
     "patching knows nothing of features and imports no torch": (["ovpatch.patching"], (), features_or_torch_at_once),
     "nothing of ovpatch imports a plugin": (["ovpatch"], (), none_of("ovpatch_plugins")),
     "insight is above the API": (["ovpatch"], ("ovpatch.insight", *COMMANDS), none_of("ovpatch.insight", *COMMANDS)),
@@ -231,7 +247,7 @@ STORED_IN_MODES = {
     "ovpatch_plugins.pipe_experts.layer: self.up": "a parameter of the script's module, as in nn.Linear",
     "ovpatch_plugins.pipe_experts.layer: self.down": "a parameter of the script's module, as in nn.Linear",
     "ovpatch_plugins.pipe_experts.routing: row_of_slot": "integers of one call, kept while that runs",
-    "ovpatch_plugins.pipeline.stage_run: tensors[place]": "a message of one backward, in a local list",
+    "ovpatch_plugins.pipeline.runtime.stage: tensors[place]": "a message of one backward, in a local list",
 }
 
 
@@ -320,6 +336,27 @@ def test_files_are_few():
 
 # --- names ---
 
+# Basenames that several files have. The list may only become shorter.
+SAME_NAMES = {
+    "collectives",
+    "memory",
+    "options",
+    "param_sync",
+    "plan",
+    "plugin",
+    "report",
+    "takeover",
+    "verify",
+    "worker",
+}
+
+
+def test_no_two_files_have_one_name():
+    names = Counter(path.stem for path in FILES.values() if path.stem not in ("__init__", "__main__"))
+    twice = {name for name, number in names.items() if number > 1}
+    assert twice <= SAME_NAMES, {name: [str(path) for path in FILES.values() if path.stem == name] for name in twice}
+
+
 # Functions that another module finds by their name, in each of several modules.
 BY_NAME = {"main", "configure", "start_worker", "__getattr__"}
 
@@ -367,9 +404,9 @@ TABLES = {
     "ovpatch_plugins.dist_optimizer.report:_remarks": "lines of the report",
     "ovpatch_plugins.megatron.takeover:_LEFT": "lines of the report",
     "ovpatch_plugins.pipe_experts.all_to_all:_unsupported_reasons": "lines of the report",
-    "ovpatch_plugins.pipeline.report:_schedules": "the last schedules, for the report, which outlives them",
-    "ovpatch_plugins.pipeline.report:_stock_reasons": "lines of the report",
-    "ovpatch_plugins.pipeline.stage_module:_classes": "subclasses, each made once",
+    "ovpatch_plugins.pipeline.pipeline_report:_schedules": "the last schedules, for the report, which outlives them",
+    "ovpatch_plugins.pipeline.pipeline_report:_stock_reasons": "lines of the report",
+    "ovpatch_plugins.pipeline.cutting.stage_tree:_classes": "subclasses, each made once",
     "ovpatch.overlap.pipelining.edges:_stuck": "memory that is never freed",
     "ovpatch_plugins.recompute.report:_left": "lines of the report",
     "ovpatch_plugins.recompute.report:_models": "lines of the report",

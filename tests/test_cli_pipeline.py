@@ -14,7 +14,7 @@ from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import pipeline_plan
 from ovpatch.planner import solver, what_if
 from ovpatch.settings.settings import SettingsError
-from ovpatch_plugins.pipeline.race import CLEAR
+from ovpatch_plugins.pipeline.auto.order_race import CLEAR
 from tests.support.preloaded import preloaded
 
 

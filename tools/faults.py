@@ -17,7 +17,7 @@ _RECOMPUTE: Final = "plugins/ovpatch_plugins/recompute/"
 _REPEATED_TESTS: Final = "tests/plugins/recompute/test_repeated.py::"
 _DDP_TESTS: Final = "tests/plugins/ddp/"
 _SHARDING_TESTS: Final = "tests/plugins/dist_optimizer/"
-_CUTTING: Final = "plugins/ovpatch_plugins/pipeline/"
+_CUTTING: Final = "plugins/ovpatch_plugins/pipeline/cutting/"
 _CUTTING_TESTS: Final = "tests/plugins/pipeline/test_cut.py"
 
 
@@ -499,7 +499,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a pipeline scales gradients whose order has no REDUCE_GRAD",
-        _PIPELINE + "takeover.py",
+        _PIPELINE + "pipeline_attach.py",
         "run.is_reduced = lowered.reductions is None or number in lowered.reductions",
         "run.is_reduced = True",
         (_PIPELINE_TESTS + "test_order_sources.py",),
@@ -527,7 +527,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a stage continues where its forward skipped a block of another one",
-        _CUTTING + "stage_module.py",
+        _CUTTING + "stage_tree.py",
         "if index != (plan.due if plan.due < plan.low else plan.high):",
         "if False:",
         (_CUTTING_TESTS,),
@@ -541,7 +541,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a stage sends transposed tensors",
-        _CUTTING + "stage_module.py",
+        _CUTTING + "stage_tree.py",
         "path).contiguous() for path",
         "path) for path",
         (_CUTTING_TESTS,),
@@ -882,14 +882,14 @@ FAULTS: Final = (
     ),
     Fault(
         "a stage lacks a part that the model calls without its module",
-        _CUTTING + "stage_module.py",
+        _CUTTING + "stage_tree.py",
         "return None if inner is None or id(module) in inner.callers else self._copy(child, plan, made)",
         "return None",
         (_CUTTING_TESTS,),
     ),
     Fault(
         "a stage fails where a tower's forward depends on values",
-        _CUTTING + "stage_module.py",
+        _CUTTING + "stage_tree.py",
         "                self._twin = _make_twin(self._shell, device)\n",
         "                raise\n",
         (_CUTTING_TESTS,),

@@ -32,7 +32,7 @@ def ovpatch_feature() -> Feature:
 @hookimpl
 def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches; they wait for the import of ``torch.distributed.pipelining``."""
-    report = sys.modules.get("ovpatch_plugins.pipeline.report")
+    report = sys.modules.get("ovpatch_plugins.pipeline.pipeline_report")
     if report is not None:
         report.drop_remarks()  # of an earlier apply()
     patches.register_hook(
@@ -57,23 +57,23 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
 @hookimpl
 def ovpatch_deactivate() -> None:
     """Give all stages back to stock."""
-    takeover = sys.modules.get("ovpatch_plugins.pipeline.takeover")
-    if takeover is not None:
-        takeover.release_all()
+    attach = sys.modules.get("ovpatch_plugins.pipeline.pipeline_attach")
+    if attach is not None:
+        attach.release_all()
 
 
-ovpatch_counters = make_counters_hook("ovpatch_plugins.pipeline.report")
+ovpatch_counters = make_counters_hook("ovpatch_plugins.pipeline.pipeline_counters")
 
 
 @hookimpl
 def ovpatch_remarks() -> Sequence[str]:
     """Return what ran and what it cost, and why schedules or linears were left to stock."""
-    from ovpatch_plugins.pipeline.report import write_remarks
+    from ovpatch_plugins.pipeline.pipeline_report import write_remarks
 
     return write_remarks()
 
 
 def _wrap_step(original: Callable[..., Any], owner: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    from ovpatch_plugins.pipeline.takeover import Takeover
+    from ovpatch_plugins.pipeline.pipeline_attach import Takeover
 
     return Takeover(options).wrap_step(original, owner)

@@ -20,8 +20,8 @@ from ovpatch.overlap.pipelining.order_rules import check_schedule
 from ovpatch.overlap.pipelining.orders import build_bidirectional_order, build_placement, split_backwards
 from ovpatch.planner.simulator import Costs, simulate
 from ovpatch_plugins.pipeline import CutError, cut
-from ovpatch_plugins.pipeline.report import COUNTERS
-from ovpatch_plugins.pipeline.takeover import Takeover
+from ovpatch_plugins.pipeline.pipeline_attach import Takeover
+from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
 from tests.plugins.pipeline.cases import counters, differences, feature_report
 from tests.plugins.pipeline.plain_models import CONTEXT, WORDS, Decoder, DecoderBlock, differ, language_loss
 

@@ -20,8 +20,9 @@ from ovpatch.overlap.copy_engine.point_to_point import PointToPoint, round_up
 from ovpatch.overlap.pipelining import copied_messages
 from ovpatch.overlap.pipelining.edges import close_edges
 from ovpatch.overlap.symm_mem import memory
-from ovpatch_plugins.pipeline import takeover
-from ovpatch_plugins.pipeline.report import COUNTERS, list_schedules
+from ovpatch_plugins.pipeline import pipeline_attach
+from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
+from ovpatch_plugins.pipeline.pipeline_report import list_schedules
 from tests.plugins.pipeline.cases import Case, Outcome, differences, make_schedule, train, train_both
 from tests.plugins.pipeline.models import ROWS, WIDTH
 from tests.plugins.pipeline.test_bidirectional import Ways
@@ -212,7 +213,7 @@ def _stay_away() -> list[str]:
                 texts.append(str(error))
         dist.barrier()
         if dist.get_rank():
-            engine = takeover._find_record(schedule).engine
+            engine = pipeline_attach._find_record(schedule).engine
             engine._failures.start_step(engine.transport._steps.count + 1)
             texts.append(engine._failures.read())
         ovpatch.revert()

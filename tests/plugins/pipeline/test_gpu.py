@@ -25,7 +25,7 @@ from ovpatch.overlap.copy_engine.point_to_point import PointToPoint
 from ovpatch.overlap.pipelining import copied_messages
 from ovpatch.overlap.pipelining.edges import Slots
 from ovpatch.overlap.symm_mem import memory
-from ovpatch_plugins.pipeline.report import list_schedules
+from ovpatch_plugins.pipeline.pipeline_report import list_schedules
 from tests.plugins.pipeline.cases import Case, counters, device, differences, feature_report, make_schedule, train
 from tests.plugins.pipeline.models import Block, Part
 from tests.plugins.pipeline.test_failures import fail

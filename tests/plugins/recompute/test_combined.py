@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.overlap.comm.streams import BACKWARD_WAITS
-from ovpatch_plugins.pipeline.engine import Engine
+from ovpatch_plugins.pipeline.runtime.engine import Engine
 from ovpatch_plugins.recompute.report import COUNTERS
 from ovpatch_plugins.tp_linear.tp_group import TPGroup
 from tests.plugins.pipeline.cases import Case, train

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ovpatch.overlap.data_parallel.graph_tasks import accumulate_grads
-from ovpatch_plugins.pipeline.failures import Replicas
-from ovpatch_plugins.pipeline.torch_stage import reset_fsdp
+from ovpatch_plugins.pipeline.runtime.step_failures import Replicas
+from ovpatch_plugins.pipeline.runtime.torch_compat import reset_fsdp
 
 
 class LocalGradients:

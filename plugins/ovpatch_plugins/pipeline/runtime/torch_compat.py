@@ -229,6 +229,12 @@ def _list_ways(schedule: Any) -> list[Any]:
     return list(getattr(schedule, "ways", (schedule,)))
 
 
+def list_stages(schedule: Any) -> list[Any]:
+    """Return this rank's stages of one of torch's schedules, in its order."""
+    stages = getattr(schedule, "_stages", None)
+    return [schedule._stage] if stages is None else list(stages)
+
+
 def is_initialized(schedule: Any) -> bool:
     """Tell whether torch has initialised the stages of a schedule for steps with a backward."""
     return all(getattr(way, name, True) for way in _list_ways(schedule) for name in _INITIALIZED)

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedu
 
 from ovpatch.overlap.pipelining.ir import BidirectionalPlacement
 from ovpatch_plugins.pipeline.options import ActiveOptions
-from ovpatch_plugins.pipeline.torch_stage import initialize_stages
+from ovpatch_plugins.pipeline.runtime.torch_compat import initialize_stages
 
 _WAYS: Final = 2
 
@@ -95,7 +95,7 @@ class ScheduleBidirectional(PipelineScheduleMulti):
         if options is None:
             self.run_in_turns(*args, **kwargs)
             return
-        from ovpatch_plugins.pipeline.takeover import BIDIRECTIONAL, Takeover
+        from ovpatch_plugins.pipeline.pipeline_attach import BIDIRECTIONAL, Takeover
 
         run = functools.partial(self.run_in_turns, *args, **kwargs)
         given = inspect.signature(self.run_in_turns).bind(*args, **kwargs)

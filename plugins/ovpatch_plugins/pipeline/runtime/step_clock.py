@@ -6,15 +6,75 @@ the wait for the message that the computation reads, and looks at them in a late
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from ovpatch.overlap.pipelining.ir import Kind
-from ovpatch_plugins.pipeline.report import StepTimes
+
+
+class StepTimes:
+    """Durations of a rank's computations and steps, in seconds; the last :attr:`WINDOW` of each kind."""
+
+    WINDOW = 64
+
+    def __init__(self) -> None:
+        self._costs: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+        self._steps: list[float] = []
+        self._overheads: list[float] = []
+
+    def add_action(self, stage: int, kind: Kind, seconds: float) -> None:
+        """Add a computation."""
+        _append(self._costs[stage, kind], seconds)
+
+    def add_step(self, seconds: float) -> None:
+        """Add a step."""
+        _append(self._steps, seconds)
+
+    def add_overhead(self, seconds: float) -> None:
+        """Add what a step took beside its computations and waits."""
+        _append(self._overheads, seconds)
+
+    @property
+    def overhead(self) -> float:
+        """Median of what a step takes beside its computations and waits; 0 where that is not known, as on a device."""
+        return statistics.median(self._overheads) if self._overheads else 0.0
+
+    def clear(self) -> None:
+        """Forget all durations."""
+        self._costs.clear()
+        self._steps.clear()
+        self._overheads.clear()
+
+    def stages(self) -> set[int]:
+        """Return the stages with costs."""
+        return {stage for stage, _ in self._costs}
+
+    def cost(self, stage: int, kind: Kind) -> float:
+        """Return the median cost; 0 without one."""
+        costs = self._costs.get((stage, kind))
+        return statistics.median(costs) if costs else 0.0
+
+    def mean(self, stage: int, kind: Kind) -> float:
+        """Return the mean cost; 0 without one. Where costs scatter, a step takes about the sum of means."""
+        return statistics.fmean(self._costs.get((stage, kind)) or [0.0])
+
+    def bubble(self, microbatches: int) -> float | None:
+        """Return ``1 - m (F + B + W) / T`` over all stages of the rank; None before the first step."""
+        if not self._steps:
+            return None
+        work = sum(self.cost(stage, kind) for stage, kind in self._costs)
+        return 1 - microbatches * work / statistics.median(self._steps)
+
+
+def _append(values: list[float], value: float) -> None:
+    if len(values) >= StepTimes.WINDOW:
+        del values[0]
+    values.append(value)
 
 
 class Clock(Protocol):

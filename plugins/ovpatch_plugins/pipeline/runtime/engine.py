@@ -4,7 +4,7 @@
 goes on with the messages of the step: it reads those that come and sends zeros, so that no rank waits for it and all
 queues are empty at the end. Every rank that may have read such zeros looks into the store behind its last message,
 before gradients are reduced, and raises an error that names the rank. The replicas of a stage do so together, once in
-each step, at the same place among the messages: see :class:`~ovpatch_plugins.pipeline.failures.Replicas`.
+each step, at the same place among the messages: see :class:`~ovpatch_plugins.pipeline.runtime.step_failures.Replicas`.
 
 On a device a receive is a kernel that waits. CUDA may wait for running kernels before it loads another one or frees
 memory, and both come with a first step. A host that stops there behind a receive for which a peer needs its next
@@ -28,11 +28,12 @@ from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.overlap.pipelining.copied_messages import CopiedMessages
 from ovpatch.overlap.pipelining.ir import Kind, Program, Receive, Step
 from ovpatch.overlap.pipelining.messages import Messages
-from ovpatch_plugins.pipeline.clock import Clock
-from ovpatch_plugins.pipeline.failures import PipelineRankError, StepFailures, make_rank_error
-from ovpatch_plugins.pipeline.report import COUNTERS, Prediction, StepTimes
-from ovpatch_plugins.pipeline.stage_run import StageRun
-from ovpatch_plugins.pipeline.torch_stage import defers_wait, finalizes_gradients
+from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
+from ovpatch_plugins.pipeline.pipeline_report import Prediction
+from ovpatch_plugins.pipeline.runtime.stage import StageRun
+from ovpatch_plugins.pipeline.runtime.step_clock import Clock, StepTimes
+from ovpatch_plugins.pipeline.runtime.step_failures import PipelineRankError, StepFailures, make_rank_error
+from ovpatch_plugins.pipeline.runtime.torch_compat import defers_wait, finalizes_gradients
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ovpatch.overlap.comm.lifetimes import outside_modes
-from ovpatch_plugins.pipeline.block_stack import (
+from ovpatch_plugins.pipeline.cutting.block_stack import (
     MODULE_STATE,
     BlockStack,
     CutError,

@@ -27,17 +27,7 @@ from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gathe
 from ovpatch.overlap.comm.lifetimes import group_state
 from ovpatch.overlap.pipelining.ir import Kind, Placement, Program, Schedule, ScheduleError, write_orders
 from ovpatch.overlap.pipelining.order_rules import check_schedule
-from ovpatch_plugins.pipeline.candidates import (
-    AS_GIVEN_NAME,
-    STOCK_NAME,
-    Candidate,
-    ChosenOrder,
-    ScheduleCache,
-    find_candidates,
-    write_plan,
-)
-from ovpatch_plugins.pipeline.engine import Engine, StepInputs
-from ovpatch_plugins.pipeline.measured_costs import (
+from ovpatch_plugins.pipeline.auto.measured_costs import (
     PipelineCosts,
     RankCosts,
     StageProbe,
@@ -46,8 +36,18 @@ from ovpatch_plugins.pipeline.measured_costs import (
     read_spare,
     read_times,
 )
-from ovpatch_plugins.pipeline.race import Race, StepTimer, Turn, Verdict, find_medians, judge, merge_ranks
-from ovpatch_plugins.pipeline.report import Prediction, ScheduleReport
+from ovpatch_plugins.pipeline.auto.order_candidates import (
+    AS_GIVEN_NAME,
+    STOCK_NAME,
+    Candidate,
+    ChosenOrder,
+    ScheduleCache,
+    find_candidates,
+    write_plan,
+)
+from ovpatch_plugins.pipeline.auto.order_race import Race, StepTimer, Turn, Verdict, find_medians, judge, merge_ranks
+from ovpatch_plugins.pipeline.pipeline_report import Prediction, ScheduleReport
+from ovpatch_plugins.pipeline.runtime.engine import Engine, StepInputs
 
 WARM_UP: Final = 2
 """Steps before costs are measured."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ovpatch_plugins.pipeline.block_stack import BlockStack, CutError, find_tensors
+from ovpatch_plugins.pipeline.cutting.block_stack import BlockStack, CutError, find_tensors
 
 _SLACK: Final = 1.02  # of the best time, within which less memory is preferred
 _ROUNDS: Final = 3  # of measuring; the first warms up

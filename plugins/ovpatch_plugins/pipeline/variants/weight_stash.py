@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ovpatch.overlap.comm.lifetimes import attached_values
-from ovpatch_plugins.pipeline.data_parallel import is_data_parallel
-from ovpatch_plugins.pipeline.report import COUNTERS
-from ovpatch_plugins.pipeline.stage_run import StageRun
-from ovpatch_plugins.pipeline.wgrad import has_hooks, walk_modules
+from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
+from ovpatch_plugins.pipeline.runtime.deferred_linears import has_hooks, walk_modules
+from ovpatch_plugins.pipeline.runtime.stage import StageRun
+from ovpatch_plugins.pipeline.runtime.stage_replicas import is_data_parallel
 
 _OPTIMIZERS: Final = "pipeline: optimizers"  # of a schedule, as attach_optimizer() names them
 _REMEDY: Final = "Correct that on all ranks, or set OVPATCH_PIPELINE_WEIGHT_STASH=off."

@@ -21,8 +21,8 @@ from ovpatch.planner.memory_limit import MemoryLimit, read_memory_limit
 from ovpatch.planner.simulator import Simulation, simulate
 from ovpatch.planner.solver import Problem, Solution, find_lower_bound, share_solutions, solve
 from ovpatch.planner.what_if import draw_text
-from ovpatch_plugins.pipeline.measured_costs import PipelineCosts, find_unit, make_problem
-from ovpatch_plugins.pipeline.race import CLEAR
+from ovpatch_plugins.pipeline.auto.measured_costs import PipelineCosts, find_unit, make_problem
+from ovpatch_plugins.pipeline.auto.order_race import CLEAR
 
 AS_GIVEN_NAME: Final = "as given"
 STOCK_NAME: Final = "stock"

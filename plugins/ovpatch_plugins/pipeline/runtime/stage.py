@@ -1,7 +1,7 @@
 """One stage of a rank: its forward, its backward in one or two parts, and the buffers of its messages.
 
 Only methods of torch's stages that have kept name and meaning from 2.11 to 2.15 are called; for what differs there is
-:mod:`~ovpatch_plugins.pipeline.torch_stage`.
+:mod:`~ovpatch_plugins.pipeline.runtime.torch_compat`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch import Tensor
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners, outside_modes
 from ovpatch.overlap.comm.streams import BACKWARD_WAITS
 from ovpatch.overlap.pipelining.ir import Kind
-from ovpatch_plugins.pipeline.data_parallel import (
+from ovpatch_plugins.pipeline.pipeline_counters import StageReport
+from ovpatch_plugins.pipeline.runtime.deferred_linears import WeightGradQueue
+from ovpatch_plugins.pipeline.runtime.stage_replicas import (
     FullyShardedGradients,
     LocalGradients,
     is_fsdp2,
     make_data_parallel,
 )
-from ovpatch_plugins.pipeline.report import StageReport
-from ovpatch_plugins.pipeline.torch_stage import (
+from ovpatch_plugins.pipeline.runtime.torch_compat import (
     clear_states,
     find_input_grad_shapes,
     find_output_nodes,
@@ -37,7 +38,6 @@ from ovpatch_plugins.pipeline.torch_stage import (
     setting_attributes,
     shape_of,
 )
-from ovpatch_plugins.pipeline.wgrad import WeightGradQueue
 
 _TAKEN: Final = "pipeline: receive buffers"  # of a stage, which several schedules may share
 
@@ -397,12 +397,6 @@ class StageRun:
     def is_fully_sharded(self) -> bool:
         """Whether the module is in FSDP2."""
         return isinstance(self.data_parallel, FullyShardedGradients)
-
-
-def list_stages(schedule: Any) -> list[Any]:
-    """Return this rank's stages of one of torch's schedules, in its order."""
-    stages = getattr(schedule, "_stages", None)
-    return [schedule._stage] if stages is None else list(stages)
 
 
 def give_buffers_back(stage: Any) -> None:

@@ -24,16 +24,17 @@ from ovpatch.overlap.pipelining.ir import Kind, Order, Placement, Program, Sched
 from ovpatch.overlap.pipelining.messages import AHEAD, Messages, blocks_host, find_group_reason
 from ovpatch.overlap.pipelining.order_rules import check_schedule, count_slots
 from ovpatch.overlap.pipelining.orders import build_bidirectional_order, build_order, convert_torch_order
-from ovpatch_plugins.pipeline.clock import make_clock
-from ovpatch_plugins.pipeline.engine import Engine, StepInputs
 from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO, COPIES, OPTIONS
-from ovpatch_plugins.pipeline.report import COUNTERS, Prediction, ScheduleReport, StepTimes, note_schedule, note_stock
-from ovpatch_plugins.pipeline.shape_inference import ShapeInference
-from ovpatch_plugins.pipeline.stage_run import StageRun, give_all_buffers_back, give_buffers_back, list_stages
-from ovpatch_plugins.pipeline.torch_stage import initialize_stages, is_initialized, limits_sends
+from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
+from ovpatch_plugins.pipeline.pipeline_report import Prediction, ScheduleReport, note_schedule, note_stock
+from ovpatch_plugins.pipeline.runtime.engine import Engine, StepInputs
+from ovpatch_plugins.pipeline.runtime.first_step import ShapeInference
+from ovpatch_plugins.pipeline.runtime.stage import StageRun, give_all_buffers_back, give_buffers_back
+from ovpatch_plugins.pipeline.runtime.step_clock import StepTimes, make_clock
+from ovpatch_plugins.pipeline.runtime.torch_compat import initialize_stages, is_initialized, limits_sends, list_stages
 
 if TYPE_CHECKING:
-    from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule
+    from ovpatch_plugins.pipeline.auto.auto_schedule import AutoSchedule
 
 BIDIRECTIONAL: Final = "ScheduleBidirectional"  # in place of a class of torch
 _RECORD: Final = "pipeline: record"  # of a schedule
@@ -131,7 +132,7 @@ class Takeover:
         except ScheduleError as error:
             reason = reason or str(error)
         if stashes:
-            from ovpatch_plugins.pipeline import weight_stash
+            from ovpatch_plugins.pipeline.variants import weight_stash
 
             reason = reason or weight_stash.find_reason_against(schedule, stages, self._options)
         terms = {
@@ -237,7 +238,7 @@ class Takeover:
         inference = ShapeInference(group, device, on_host=on_host)
         if not is_auto:
             return engine, inference, None
-        from ovpatch_plugins.pipeline.auto_schedule import AutoSchedule, Pipeline  # and the solver
+        from ovpatch_plugins.pipeline.auto.auto_schedule import AutoSchedule, Pipeline  # and the solver
 
         is_sharded = bool(lowered.shardings)
         pipeline = Pipeline(report.name, orders, placement, schedule._n_microbatches, group, device, self._options)
@@ -272,7 +273,7 @@ class Takeover:
     def _make_run(self, stage: Any, schedule: Any, sends: bool, splits: bool) -> StageRun:
         varies = self._options["variable_seq_lengths"]
         if self._options["weight_stash"] != "off":
-            from ovpatch_plugins.pipeline.weight_stash import StashedStageRun
+            from ovpatch_plugins.pipeline.variants.weight_stash import StashedStageRun
 
             return StashedStageRun(stage, schedule, varies=varies)
         return StageRun(

@@ -21,8 +21,8 @@ from ovpatch.overlap.pipelining.messages import Messages
 from ovpatch.planner.memory_limit import MemoryLimit
 from ovpatch.planner.simulator import Costs, Footprint, peak_memory
 from ovpatch.planner.solver import Problem
-from ovpatch_plugins.pipeline.report import StepTimes
-from ovpatch_plugins.pipeline.stage_run import StageRun
+from ovpatch_plugins.pipeline.runtime.stage import StageRun
+from ovpatch_plugins.pipeline.runtime.step_clock import StepTimes
 
 _MARGIN: Final = 0.1  # of a device's memory, for fragments and for what later steps allocate
 _MOST_TIMES: Final = 2.0  # of what 1F1B holds, where no limit is given

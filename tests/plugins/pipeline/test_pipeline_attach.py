@@ -18,9 +18,10 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import ovpatch
 from ovpatch.overlap.comm import lifetimes
-from ovpatch_plugins.pipeline import takeover
-from ovpatch_plugins.pipeline.engine import Engine
-from ovpatch_plugins.pipeline.report import Prediction, StepTimes, list_schedules
+from ovpatch_plugins.pipeline import pipeline_attach
+from ovpatch_plugins.pipeline.pipeline_report import Prediction, list_schedules
+from ovpatch_plugins.pipeline.runtime.engine import Engine
+from ovpatch_plugins.pipeline.runtime.step_clock import StepTimes
 from tests.plugins.pipeline.cases import (
     Case,
     compute_loss,
@@ -326,7 +327,7 @@ IMPORTS = """
 import sys, ovpatch
 ovpatch.apply('pipeline')
 print([m for m in sys.modules if m.startswith(('torch.distributed.pipelining', 'ovpatch_plugins.pipeline.'))])
-import ovpatch_plugins.pipeline.takeover
+import ovpatch_plugins.pipeline.pipeline_attach
 print([m for m in sys.modules if m.startswith('ovpatch_plugins.pipeline.')])
 """
 
@@ -339,8 +340,8 @@ def test_nothing_is_imported_before_the_pipeline_is_and_the_solver_for_schedule_
     applied, taken_over = forks.torchrun(1, program).check().stdout.splitlines()
     assert "ovpatch_plugins.pipeline.plugin" in applied
     assert "torch.distributed.pipelining" not in applied
-    assert "takeover" not in applied
-    assert "takeover" in taken_over
+    assert "pipeline_attach" not in applied
+    assert "pipeline_attach" in taken_over
     assert "_schedule'" not in taken_over
     assert "solver" not in taken_over
 
@@ -362,7 +363,7 @@ def _watch_receives() -> tuple[list[str], list[int], list[int]]:
         wait(self, receive)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(takeover, "blocks_host", lambda *_: False)  # as on a device; messages stay gloo's
+        patch.setattr(pipeline_attach, "blocks_host", lambda *_: False)  # as on a device; messages stay gloo's
         patch.setattr(Engine, "run", _run)
         patch.setattr(Engine, "_wait_for", _wait_for)
         changes = differences(stock, train(case))

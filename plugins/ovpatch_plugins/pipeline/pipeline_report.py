@@ -3,75 +3,28 @@
 from __future__ import annotations
 
 import json
-import statistics
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch.distributed as dist
 
-from ovpatch.hookspecs import FeatureCounters
 from ovpatch.overlap.comm.lifetimes import group_store
 from ovpatch.overlap.pipelining.ir import Kind, Schedule
 from ovpatch.overlap.pipelining.orders import split_backwards
 from ovpatch.planner.simulator import Costs, simulate
-from ovpatch_plugins.pipeline.failures import name_keys
+from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS, StageReport
+from ovpatch_plugins.pipeline.runtime.step_clock import StepTimes
+from ovpatch_plugins.pipeline.runtime.step_failures import name_keys
 
 _SHARED_AFTER: Final = 6  # steps, until ranks share their costs; the first ones are slower
 
 
-class Counters(FeatureCounters):
-    """Totals since the process started.
-
-    Attributes:
-        schedules: Schedules taken over.
-        steps: Steps that the engine ran.
-        actions: Computations of those steps.
-        early_sends: Input gradients sent before the weight gradients of their microbatch.
-        weight_grads: Weight gradients of linears computed later than their backward.
-        messages: Messages sent to other ranks.
-        copied_messages: Those that copy engines carried.
-        failed_steps: Steps that ended with an exception.
-        stock_steps: Steps with a backward that stock ran.
-        microbatch_updates: Times that a stage stepped its optimizers behind a backward, with ``weight_stash``.
-    """
-
-    schedules: int = 0
-    steps: int = 0
-    actions: int = 0
-    early_sends: int = 0
-    weight_grads: int = 0
-    messages: int = 0
-    copied_messages: int = 0
-    failed_steps: int = 0
-    stock_steps: int = 0
-    microbatch_updates: int = 0
-
-
-COUNTERS = Counters()
-
 _MOST_SCHEDULES: Final = 8
 _schedules: deque[ScheduleReport] = deque(maxlen=_MOST_SCHEDULES)
 _stock_reasons: dict[str, None] = {}
-
-
-@dataclass
-class StageReport:
-    """What is said of a stage.
-
-    Attributes:
-        objection: Why its weight gradients stay in the backward, or "".
-        reasons: Why linears stay in B, with their number.
-        expert_weights: How many trained weights of grouped experts, ``[experts, out, in]``, stay in B.
-        receive_nbytes: Bytes that it receives for a microbatch.
-    """
-
-    objection: str = ""
-    reasons: Counter[str] = field(default_factory=Counter)
-    expert_weights: int = 0
-    receive_nbytes: int = 0
 
 
 class Prediction:
@@ -176,66 +129,6 @@ def drop_remarks() -> None:
     """Forget what was noted."""
     _schedules.clear()
     _stock_reasons.clear()
-
-
-class StepTimes:
-    """Durations of a rank's computations and steps, in seconds; the last :attr:`WINDOW` of each kind."""
-
-    WINDOW = 64
-
-    def __init__(self) -> None:
-        self._costs: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
-        self._steps: list[float] = []
-        self._overheads: list[float] = []
-
-    def add_action(self, stage: int, kind: Kind, seconds: float) -> None:
-        """Add a computation."""
-        _append(self._costs[stage, kind], seconds)
-
-    def add_step(self, seconds: float) -> None:
-        """Add a step."""
-        _append(self._steps, seconds)
-
-    def add_overhead(self, seconds: float) -> None:
-        """Add what a step took beside its computations and waits."""
-        _append(self._overheads, seconds)
-
-    @property
-    def overhead(self) -> float:
-        """Median of what a step takes beside its computations and waits; 0 where that is not known, as on a device."""
-        return statistics.median(self._overheads) if self._overheads else 0.0
-
-    def clear(self) -> None:
-        """Forget all durations."""
-        self._costs.clear()
-        self._steps.clear()
-        self._overheads.clear()
-
-    def stages(self) -> set[int]:
-        """Return the stages with costs."""
-        return {stage for stage, _ in self._costs}
-
-    def cost(self, stage: int, kind: Kind) -> float:
-        """Return the median cost; 0 without one."""
-        costs = self._costs.get((stage, kind))
-        return statistics.median(costs) if costs else 0.0
-
-    def mean(self, stage: int, kind: Kind) -> float:
-        """Return the mean cost; 0 without one. Where costs scatter, a step takes about the sum of means."""
-        return statistics.fmean(self._costs.get((stage, kind)) or [0.0])
-
-    def bubble(self, microbatches: int) -> float | None:
-        """Return ``1 - m (F + B + W) / T`` over all stages of the rank; None before the first step."""
-        if not self._steps:
-            return None
-        work = sum(self.cost(stage, kind) for stage, kind in self._costs)
-        return 1 - microbatches * work / statistics.median(self._steps)
-
-
-def _append(values: list[float], value: float) -> None:
-    if len(values) >= StepTimes.WINDOW:
-        del values[0]
-    values.append(value)
 
 
 def write_remarks() -> list[str]:

@@ -27,8 +27,14 @@ from ovpatch.overlap.comm.consensus import (
 )
 from ovpatch.overlap.pipelining.ir import Placement, count_stages
 from ovpatch.overlap.pipelining.orders import build_placement
-from ovpatch_plugins.pipeline.balance import BlockCosts, check_count, measure_costs, split_blocks, split_evenly
-from ovpatch_plugins.pipeline.block_stack import (
+from ovpatch_plugins.pipeline.cutting.block_balance import (
+    BlockCosts,
+    check_count,
+    measure_costs,
+    split_blocks,
+    split_evenly,
+)
+from ovpatch_plugins.pipeline.cutting.block_stack import (
     BlockStack,
     CutError,
     ForwardState,
@@ -40,7 +46,7 @@ from ovpatch_plugins.pipeline.block_stack import (
     seed_all,
     trace_model,
 )
-from ovpatch_plugins.pipeline.stage_module import (
+from ovpatch_plugins.pipeline.cutting.stage_tree import (
     ARG,
     SharedParam,
     StagePlan,
@@ -51,7 +57,7 @@ from ovpatch_plugins.pipeline.stage_module import (
     move_zeros,
     select_output,
 )
-from ovpatch_plugins.pipeline.stage_run import list_stages
+from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 
 BIDIRECTIONAL: Final = "bidirectional"
 
@@ -188,7 +194,7 @@ def cut(
     schedule_made.block_ranges = _list_ranges(starts, len(stack.blocks))
     schedule_made._shared_grads = [SharedGrads(one, placed, group) for one in shared]
     if placement == BIDIRECTIONAL:
-        from ovpatch_plugins.pipeline.bidirectional import ReplicaGrads
+        from ovpatch_plugins.pipeline.variants.bidirectional import ReplicaGrads
 
         def find_shared() -> list[nn.Parameter]:
             return [param for one in shared for param in one.find_params()]
@@ -275,7 +281,7 @@ def _check_buffers(model: nn.Module) -> None:
 
 def _find_schedule(schedule: str | type | None, placement: str, chunks: int) -> type[Any]:
     if placement == BIDIRECTIONAL:
-        from ovpatch_plugins.pipeline.bidirectional import ScheduleBidirectional
+        from ovpatch_plugins.pipeline.variants.bidirectional import ScheduleBidirectional
 
         if schedule is not None:
             raise CutError(f"placement='bidirectional' has an order of its own, not {schedule!r}. Leave schedule out.")

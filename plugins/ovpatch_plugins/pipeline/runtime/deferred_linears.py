@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ovpatch.overlap.data_parallel.graph_tasks import DeferredGrads, accumulate_deferred, accumulate_grads
 from ovpatch.overlap.tensors.linear_ops import DELAYED_WGRAD, DELAYS_WGRAD, ComputeGrad, autocast_dtype
 from ovpatch_plugins.pipeline.graph import find_readers
-from ovpatch_plugins.pipeline.report import StageReport
+from ovpatch_plugins.pipeline.pipeline_counters import StageReport
 
 _QUEUE: Final = "_ovpatch_wgrad_queue"
 _VIEWS: Final = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")

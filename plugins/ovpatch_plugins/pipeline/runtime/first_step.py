@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ovpatch.overlap.comm.lifetimes import group_store, group_timeout_s
-from ovpatch_plugins.pipeline.failures import PipelineRankError, Vote, make_rank_error
-from ovpatch_plugins.pipeline.report import COUNTERS
-from ovpatch_plugins.pipeline.stage_run import StageRun
-from ovpatch_plugins.pipeline.torch_stage import (
+from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
+from ovpatch_plugins.pipeline.runtime.stage import StageRun
+from ovpatch_plugins.pipeline.runtime.step_failures import PipelineRankError, Vote, make_rank_error
+from ovpatch_plugins.pipeline.runtime.torch_compat import (
     connects_by_metadata,
     exchanging_metadata,
     forget_initialization,
