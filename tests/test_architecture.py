@@ -122,7 +122,6 @@ SPEAK_TO_THE_MANAGER = ("ovpatch.session.session", "ovpatch.session.report", "ov
 TERMS = tuple(f"ovpatch.overlap.pipelining{part}" for part in (".ir", ".orders", ".order_rules"))
 
 PIPELINE = "ovpatch_plugins.pipeline"
-REPORT = f"{PIPELINE}.pipeline_report"
 # Counters, and what all rooms read of the graph of autograd.
 COUNTED = (f"{PIPELINE}.pipeline_counters", f"{PIPELINE}.graph")
 
@@ -145,15 +144,17 @@ ARROWS = {
     "nothing but feature pipeline imports its plugin": (
         ["ovpatch_plugins"], ("ovpatch_plugins.pipeline",), none_of("ovpatch_plugins.pipeline")),
     "the engine of a pipeline knows its stages and messages alone": (
-        [f"{PIPELINE}.runtime"], (), none_of(PIPELINE, "ovpatch.planner", but=(f"{PIPELINE}.runtime", REPORT, *COUNTED))),
-    "the race of orders knows the engine and the planner": (
-        [f"{PIPELINE}.auto"], (), none_of(PIPELINE, but=(f"{PIPELINE}.auto", f"{PIPELINE}.runtime", REPORT, *COUNTED))),
+        [f"{PIPELINE}.runtime"], (), none_of(PIPELINE, "ovpatch.planner", but=(f"{PIPELINE}.runtime", *COUNTED))),
+    "the race of orders knows the engine, the report and the planner": (
+        [f"{PIPELINE}.auto"], (), none_of(PIPELINE, but=(
+            f"{PIPELINE}.auto", f"{PIPELINE}.runtime", f"{PIPELINE}.pipeline_report", *COUNTED))),
     "variants of a pipeline know the engine alone": (
         [f"{PIPELINE}.variants"], (), none_of(PIPELINE, "ovpatch.planner", but=(
-            f"{PIPELINE}.variants", f"{PIPELINE}.runtime", f"{PIPELINE}.options", f"{PIPELINE}.pipeline_attach", *COUNTED))),
+            f"{PIPELINE}.variants", f"{PIPELINE}.runtime", *COUNTED))),
     "a plain model is cut without the engine": (
         [f"{PIPELINE}.cutting"], (), none_of(PIPELINE, "ovpatch.planner", but=(
-            f"{PIPELINE}.cutting", f"{PIPELINE}.runtime.torch_compat", f"{PIPELINE}.variants.bidirectional", *COUNTED))),
+            f"{PIPELINE}.cutting", f"{PIPELINE}.runtime.torch_compat", f"{PIPELINE}.variants.bidirectional",
+            *COUNTED))),
     "patching knows nothing of features and imports no torch": (["ovpatch.patching"], (), features_or_torch_at_once),
     "nothing of ovpatch imports a plugin": (["ovpatch"], (), none_of("ovpatch_plugins")),
     "insight is above the API": (["ovpatch"], ("ovpatch.insight", *COMMANDS), none_of("ovpatch.insight", *COMMANDS)),
@@ -247,7 +248,7 @@ STORED_IN_MODES = {
     "ovpatch_plugins.pipe_experts.layer: self.up": "a parameter of the script's module, as in nn.Linear",
     "ovpatch_plugins.pipe_experts.layer: self.down": "a parameter of the script's module, as in nn.Linear",
     "ovpatch_plugins.pipe_experts.routing: row_of_slot": "integers of one call, kept while that runs",
-    "ovpatch_plugins.pipeline.runtime.stage: tensors[place]": "a message of one backward, in a local list",
+    "ovpatch_plugins.pipeline.runtime.stage_buffers: tensors[place]": "a message of one backward, in a local list",
 }
 
 

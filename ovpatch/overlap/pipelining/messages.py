@@ -95,7 +95,8 @@ class Messages:
             report_failure: Reports to peers that this rank has continued without their messages.
         """
         del report_failure
-        self.drop_receives()
+        self.posted.clear()
+        self.arriving.clear()
         self._steps.count += 1
         self._tag = _FIRST_TAG + self._steps.count % _TAGS
         self._is_arriving = False

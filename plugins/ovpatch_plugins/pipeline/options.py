@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from typing import Final
 
 from ovpatch.hookspecs import Option
 from ovpatch.planner.memory_limit import parse_memory_limit
@@ -14,25 +13,6 @@ COPIES: Final = "copies"
 
 SCHEDULES: Final = (AS_GIVEN, AUTO, "gpipe", "1f1b", "zb-h1", "zb-h2")
 """Orders: that of the script's class, one solved from measured costs, or, with one stage per rank, a fixed one."""
-
-
-class ActiveOptions:
-    """The handle of the feature's options, which are there while its patches are applied.
-
-    Schedules that are no classes of torch look here, since no patch is theirs.
-
-    Args:
-        options: Resolved options of the feature.
-    """
-
-    current: ClassVar[Mapping[str, Any] | None] = None
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        ActiveOptions.current = options
-
-    def remove(self) -> None:
-        """Forget the options."""
-        ActiveOptions.current = None
 
 
 OPTIONS: Final = (

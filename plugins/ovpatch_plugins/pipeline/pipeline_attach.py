@@ -10,36 +10,49 @@ import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ovpatch.hookspecs import cache_dir, note_failures, refuse_option
-from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values
+from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners
-from ovpatch.overlap.pipelining.copied_messages import CopiedMessages, find_reason_against_copies, write_c10d_remark
+from ovpatch.overlap.pipelining.copied_messages import (
+    CopiedMessages,
+    find_reason_against_copies,
+    write_c10d_remark,
+)
 from ovpatch.overlap.pipelining.edges import close_edges
-from ovpatch.overlap.pipelining.ir import Kind, Order, Placement, Program, Schedule, ScheduleError, make_program
+from ovpatch.overlap.pipelining.ir import Kind, Order, Program, Schedule, ScheduleError, make_program
 from ovpatch.overlap.pipelining.messages import AHEAD, Messages, blocks_host, find_group_reason
 from ovpatch.overlap.pipelining.order_rules import check_schedule, count_slots
 from ovpatch.overlap.pipelining.orders import build_bidirectional_order, build_order, convert_torch_order
 from ovpatch_plugins.pipeline.options import AS_GIVEN, AUTO, COPIES, OPTIONS
 from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
 from ovpatch_plugins.pipeline.pipeline_report import Prediction, ScheduleReport, note_schedule, note_stock
-from ovpatch_plugins.pipeline.runtime.engine import Engine, StepInputs
-from ovpatch_plugins.pipeline.runtime.first_step import ShapeInference
-from ovpatch_plugins.pipeline.runtime.stage import StageRun, give_all_buffers_back, give_buffers_back
+from ovpatch_plugins.pipeline.runtime.engine import Engine, EngineParts, Programs, StepInputs
+from ovpatch_plugins.pipeline.runtime.first_step import FirstStep
+from ovpatch_plugins.pipeline.runtime.pipeline_shape import PipelineShape, StageInfo, read_shape
+from ovpatch_plugins.pipeline.runtime.stage import Stage, StageOptions
+from ovpatch_plugins.pipeline.runtime.stage_buffers import release_all_buffers, release_buffers
 from ovpatch_plugins.pipeline.runtime.step_clock import StepTimes, make_clock
-from ovpatch_plugins.pipeline.runtime.torch_compat import initialize_stages, is_initialized, limits_sends, list_stages
+from ovpatch_plugins.pipeline.runtime.torch_compat import (
+    initialize_stages,
+    is_initialized,
+    limits_sends,
+    list_stages,
+)
 
-if TYPE_CHECKING:
-    from ovpatch_plugins.pipeline.auto.auto_schedule import AutoSchedule
+BIDIRECTIONAL: Final = "ScheduleBidirectional"
+"""The class of schedules in two directions, which torch does not have."""
 
-BIDIRECTIONAL: Final = "ScheduleBidirectional"  # in place of a class of torch
-_RECORD: Final = "pipeline: record"  # of a schedule
+# The key of a schedule's attachment.
+_ATTACHED: Final = "pipeline: attached"
 _SINGLE: Final = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
-_CHOSEN_FOR: Final = (
+# Classes with an order of their own, so that schedule=auto may replace it. Other orders are the script's choice.
+_REPLACEABLE: Final = (
     *_SINGLE,
     "ScheduleInterleaved1F1B",
     "ScheduleInterleavedZeroBubble",
@@ -48,8 +61,7 @@ _CHOSEN_FOR: Final = (
     "ScheduleDualPipeV",
 )
 
-
-_UNREDUCED: Final = (
+_REASON_UNREDUCED: Final = (
     "torch computes the first step of stages in DistributedDataParallel(find_unused_parameters=True or "
     "static_graph=True), and its own step of this class does not reduce all gradients, so that replicas differ from "
     "then on. Turn these options off, or wrap stages in FSDP2 or replicate()"
@@ -58,7 +70,44 @@ _UNREDUCED: Final = (
 _log = logging.getLogger("ovpatch.pipeline")
 
 
-class Takeover:
+class StepController(Protocol):
+    """Acts before and after the steps of a schedule until it is done.
+
+    Attributes:
+        may_change_order: Whether it may replace the order.
+    """
+
+    may_change_order: bool
+
+    @property
+    def next_controller(self) -> StepController | None:
+        """The controller of the next step: this one, until it is done."""
+
+    def before_step(self, inputs: StepInputs) -> bool:
+        """Act before a step; return whether stock PyTorch computes it."""
+
+    def after_step(self) -> None:
+        """Act after a step that has succeeded."""
+
+
+@dataclass
+class AttachedSchedule:
+    """The engine of a schedule, and the facts on which it rests.
+
+    Attributes:
+        facts: The objects that were examined; if they change, ranks decide again.
+        engine: The engine; None if the schedule falls back to torch.
+        first_step: Prepares the first step. None without an engine.
+        controller: Acts around steps; None in the steady state.
+    """
+
+    facts: tuple[Any, ...]
+    engine: Engine | None = None
+    first_step: FirstStep | None = None
+    controller: StepController | None = None
+
+
+class SchedulePatches:
     """The patches of ``_step_microbatches``, made for one set of options.
 
     Args:
@@ -70,377 +119,389 @@ class Takeover:
 
     def wrap_step(self, original: Callable[..., Any], owner: str) -> Callable[..., Any]:
         """Wrap ``_step_microbatches`` of the class ``owner``."""
-        takeover = self
         signature = inspect.signature(original)
+        options = self._options
 
         @functools.wraps(original)
         def _step_microbatches(self: Any, *args: Any, **kwargs: Any) -> Any:
             run_stock = functools.partial(original, self, *args, **kwargs)
             if getattr(self, "runs_stock", False):
                 return run_stock()
-            return takeover.run_step(self, owner, run_stock, signature.bind(self, *args, **kwargs))
+            attached = _find_attached(self, owner, options) if self._has_backward else None
+            if attached is None or attached.engine is None:
+                return _run_stock(self, run_stock)
+            given = signature.bind(self, *args, **kwargs)
+            given.apply_defaults()
+            return _run_step(self, attached, given.arguments, run_stock)
 
         return _step_microbatches
 
-    def run_step(self, schedule: Any, owner: str, run_stock: Callable[[], Any], given: inspect.BoundArguments) -> Any:
-        """Run the microbatches of a step, by the engine or as stock does.
 
-        Args:
-            schedule: The schedule.
-            owner: Its class.
-            run_stock: Runs them as stock does.
-            given: The arguments of ``_step_microbatches``.
-        """
-        record = self._take_over(schedule, owner) if schedule._has_backward else None
-        if record is None or record.engine is None:
-            return _run_by_stock(schedule, run_stock)
-        given.apply_defaults()
-        is_stock = record.is_first_step_of_stock
-        if is_stock:
-            _give_all_back(schedule)
-        inputs = record.prepare(schedule, given.arguments)
-        record.has_begun = True
-        if is_stock:
-            return _run_by_stock(schedule, run_stock)
-        record.run(inputs, functools.partial(_run_by_stock, schedule, run_stock))
-        return None
-
-    def _take_over(self, schedule: Any, owner: str) -> _Record:
-        known = _find_record(schedule)
-        facts = _facts_of(schedule, owner)
-        if known is None or not known.is_for(facts):
-            with note_failures("pipeline", f"preparing {type(schedule).__name__}"):
-                known = attached_values(schedule)[_RECORD] = _Record(facts, *self._make_engine(schedule, owner))
-        return known
-
-    def _make_engine(
-        self, schedule: Any, owner: str
-    ) -> tuple[Engine | None, ShapeInference | None, AutoSchedule | None]:
-        """Return the engine of a schedule, or None where some rank has a reason against it. Agrees with all ranks.
-
-        Also what begins its steps, and, with schedule=auto, what runs them until an order is chosen.
-        """
-        _give_all_back(schedule)
-        stages = list_stages(schedule)
-        group = stages[0].group or dist.distributed_c10d._get_default_group()
-        stashes = self._options["weight_stash"] != "off"
-        reason = _find_reason_against(schedule, stages, group)
-        name, orders = "", None
-        try:
-            name, orders = self._choose_order(schedule, owner, stages)
-            check_schedule(orders, _placement_of(schedule, stages), stock=orders)
-        except ScheduleError as error:
-            reason = reason or str(error)
-        if stashes:
-            from ovpatch_plugins.pipeline.variants import weight_stash
-
-            reason = reason or weight_stash.find_reason_against(schedule, stages, self._options)
-        terms = {
-            "class": type(schedule).__name__,
-            "microbatches": schedule._n_microbatches,
-            "order": "" if orders is None else hashlib.sha256(repr(_list_actions(orders)).encode()).hexdigest(),
-            **self._options,
-        }
-        reason = _agree(group, terms, reason)
-        if reason and stashes:
-            weight_stash.raise_reason(schedule, reason)
-        if reason or orders is None:
-            note_stock(f"{type(schedule).__name__}: {reason}")
-            return None, None, None
-        return self._build(schedule, owner, stages, group, name, orders)
-
-    def _choose_order(self, schedule: Any, owner: str, stages: Sequence[Any]) -> tuple[str, Schedule]:
-        if owner == BIDIRECTIONAL:
-            doubles = self._options["forward_doubling"]
-            orders = build_bidirectional_order(
-                ranks=schedule.pp_group_size, microbatches=schedule._n_microbatches, doubles=doubles
-            )
-            return "bidirectional, forwards doubled" if doubles else "bidirectional", orders
-        if owner not in _SINGLE:
-            lowered = getattr(schedule, "pipeline_order_with_comms", None)
-            return "its own order", convert_torch_order(lowered or schedule.pipeline_order)
-        wanted = self._options["schedule"]
-        name = _SINGLE[owner] if wanted in (AS_GIVEN, AUTO) else wanted
-        return name, build_order(name, ranks=stages[0].num_stages, microbatches=schedule._n_microbatches)
-
-    def _build(
-        self,
-        schedule: Any,
-        owner: str,
-        stages: Sequence[Any],
-        group: dist.ProcessGroup,
-        name: str,
-        orders: Schedule,
-    ) -> tuple[Engine, ShapeInference, AutoSchedule | None]:
-        rank, placement = dist.get_rank(group), _placement_of(schedule, stages)
-        device = _device_of(stages[0])
-        on_host = blocks_host(group, device)
-        varies = self._options["variable_seq_lengths"]
-        by_copies, remarks = self._choose_transport(group, stages)
-        # Where shapes vary, a receive starts with a wait for its message's sizes. A slot needs no receive.
-        lowered = _read_lowered_order(schedule, rank)
-        ahead = AHEAD[on_host] if self._options["overlap_p2p_comm"] and not (varies or by_copies) else 0
-        make = functools.partial(make_program, orders, placement, rank, shardings=lowered.shardings)
-        program = make(ahead=ahead)
-        settling = make(ahead=0) if ahead and not on_host else None
-        is_auto = self._chooses(schedule) and group.size() > 1
-        split = {action.stage for action in orders[rank] if action.kind is Kind.W or is_auto}
-        sending = {
-            step.action.stage for step in program.steps if step.action.kind is not Kind.F and step.receiver is not None
-        }
-        numbers = _number_stages(schedule, stages)
-        runs = {
-            number: self._make_run(stage, schedule, number in sending, number in split)
-            for number, stage in numbers.items()
-        }
-        for number, run in runs.items():
-            run.is_reduced = lowered.reductions is None or number in lowered.reductions
-        if owner == BIDIRECTIONAL:
-            for number, run in runs.items():
-                run.first_input = schedule.first_input(number)
-                run.data_parallel.add_replicas(schedule.replicas)
-        transport: Messages
-        if by_copies:
-            refuse = _refuse_copies if self._options["p2p_transport"] == COPIES else None
-            slots = _count_slots(orders, placement)
-            transport = CopiedMessages(group, device, program.edges, slots, refuse=refuse)
-        else:
-            transport = Messages(group, device, program.edges)
-        transport.remarks += remarks
-        by_perform = owner != "PipelineScheduleMulti"
-        prediction = Prediction(group, orders, placement)
-        times = StepTimes()
-        clock = make_clock(times, device)
-        divides = owner not in _SINGLE and any(action.kind is Kind.W for action in orders[rank])
-        begins_as_stock = any(run.data_parallel.first_step_is_stock(divides) for run in runs.values())
-        engine = Engine(
-            schedule, group, runs, program, settling, transport, times, clock, prediction, by_perform=by_perform
-        )
-        # All ranks or none: messages of stock and of the engine do not meet.
-        engine.begins_as_stock = any(gather_values(group, "pipeline: first step", begins_as_stock))
-        report = ScheduleReport(
-            name=type(schedule).__name__,
-            order=name,
-            rank=rank,
-            microbatches=engine.microbatches,
-            peak_activations=program.peak_activations,
-            prediction=prediction,
-            stages={index: run.report for index, run in runs.items()},
-            times=times,
-            transport=transport.remarks,
-        )
-        if engine.begins_as_stock and divides:
-            report.notes.append(_UNREDUCED)
-            _log.warning("%s: %s", report.name, _UNREDUCED)
-        if self._options["forward_doubling"] and owner != BIDIRECTIONAL:
-            report.notes.append("forward_doubling has no effect: the pipeline runs in one direction")
-        note_schedule(report)
-        inference = ShapeInference(group, device, on_host=on_host)
-        if not is_auto:
-            return engine, inference, None
-        from ovpatch_plugins.pipeline.auto.auto_schedule import AutoSchedule, Pipeline  # and the solver
-
-        is_sharded = bool(lowered.shardings)
-        pipeline = Pipeline(report.name, orders, placement, schedule._n_microbatches, group, device, self._options)
-
-        def make_other_program(other: Schedule, settles: bool) -> Program | None:
-            if settles and settling is None:
-                return None
-            shardings = _unshard_all(other[rank]) if is_sharded else ()
-            if isinstance(engine.transport, CopiedMessages):
-                engine.transport.reserve(_count_slots(other, placement))
-            return make_program(other, placement, rank, ahead=0 if settles else ahead, shardings=shardings)
-
-        auto = AutoSchedule(engine, pipeline, make_other_program, report, cache_dir())
-        return engine, inference, auto
-
-    def _choose_transport(self, group: dist.ProcessGroup, stages: Sequence[Any]) -> tuple[bool, list[str]]:
-        """Return whether copy engines carry messages, and what the report says of that. Agrees with all ranks.
-
-        Raises:
-            ovpatch.OptionError: The user wants copy engines, and they cannot be used; on all ranks.
-        """
-        wanted = self._options["p2p_transport"]
-        if wanted not in (AUTO, COPIES) or group.size() == 1:
-            return False, []
-        is_asked, varies = wanted == COPIES, self._options["variable_seq_lengths"]
-        devices = [_device_of(stage) for stage in stages]
-        reason = find_reason_against_copies(group, devices, varies=varies, is_asked=is_asked)
-        if reason and is_asked:
-            _refuse_copies(reason)
-        return not reason, [write_c10d_remark(reason)] if reason else []
-
-    def _make_run(self, stage: Any, schedule: Any, sends: bool, splits: bool) -> StageRun:
-        varies = self._options["variable_seq_lengths"]
-        if self._options["weight_stash"] != "off":
-            from ovpatch_plugins.pipeline.variants.weight_stash import StashedStageRun
-
-            return StashedStageRun(stage, schedule, varies=varies)
-        return StageRun(
-            stage,
-            sends=sends,
-            splits=splits,
-            delay_wgrad_compute=self._options["delay_wgrad_compute"],
-            fuse=self._options["gradient_accumulation_fusion"],
-            varies=varies,
-        )
-
-    def _chooses(self, schedule: Any) -> bool:
-        """Tell whether an order is chosen for a schedule: its class has one of its own, not one of the script's."""
-        return self._options["schedule"] == AUTO and type(schedule).__name__ in _CHOSEN_FOR
+def _find_attached(schedule: Any, owner: str, options: Mapping[str, Any]) -> AttachedSchedule:
+    values = attached_values(schedule)
+    facts = _read_facts(schedule, owner)
+    attached: AttachedSchedule | None = values.get(_ATTACHED)
+    # By identity: a script's module may define its own equality.
+    if attached is None or [id(fact) for fact in facts] != [id(fact) for fact in attached.facts]:
+        with note_failures("pipeline", f"preparing {type(schedule).__name__}"):
+            attached = values[_ATTACHED] = attach_schedule(schedule, owner, options, facts)
+    return attached
 
 
-class _Record:
-    """What is known of a schedule: the facts that were looked at, and the engine made from them.
-
-    Attributes:
-        engine: The engine, or None.
-        has_begun: Whether a step has begun, by stock or by the engine.
-    """
-
-    def __init__(
-        self,
-        facts: tuple[Any, ...],
-        engine: Engine | None,
-        inference: ShapeInference | None,
-        auto: AutoSchedule | None,
-    ) -> None:
-        self._facts = facts
-        self.engine = engine
-        self.has_begun = False
-        self._inference, self._auto = inference, auto
-
-    @property
-    def is_first_step_of_stock(self) -> bool:
-        """Whether stock computes the next step, see [Note: first step of a wrapped stage]."""
-        assert self.engine is not None
-        return self.engine.begins_as_stock and not self.has_begun
-
-    def prepare(self, schedule: Any, given: Mapping[str, Any]) -> StepInputs:
-        """Check the inputs and initialise the stages, as stock's step does first.
-
-        Raises:
-            Exception: The stages are not initialised: this rank failed, or another one.
-        """
-        assert self.engine is not None
-        assert self._inference is not None
-        losses, targets, loss_kwargs = given["losses"], given["target_mbs"], given.get("loss_kwargs")
-        make = functools.partial(
-            StepInputs,
-            targets=targets,
-            losses=losses,
-            return_outputs=given["return_outputs"],
-            loss_kwargs=loss_kwargs,
-        )
-        check = functools.partial(schedule._check_inputs, given["arg_mbs"], given["kwarg_mbs"], targets, losses)
-        if is_initialized(schedule):
-            try:
-                return make(*check())
-            except Exception as error:  # noqa: BLE001 - the engine raises it, once other ranks know
-                return make([()], [{}], error=error)
-
-        def initialize() -> None:
-            args, kwargs = check()
-            initialize_stages(schedule, args[0], kwargs[0], None if targets is None else targets[0], loss_kwargs)
-
-        end = functools.partial(self.engine.end_inference, may_change=self._auto is not None)
-        self._inference.run(
-            schedule, list(self.engine.stages.values()), check, initialize, None if self.is_first_step_of_stock else end
-        )
-        return make(*check())
-
-    def run(self, inputs: StepInputs, run_stock: Callable[[], object]) -> None:
-        """Run a step; ``run_stock`` runs it as torch does."""
-        if self._auto is None:
-            assert self.engine is not None
-            self.engine.run(inputs)
-            return
-        try:
-            self._auto.run(inputs, run_stock)
-        finally:
-            if self._auto.is_final:
-                self._auto = None
-
-    def is_for(self, facts: tuple[Any, ...]) -> bool:
-        """Tell whether nothing has changed since."""
-        return len(facts) == len(self._facts) and all(a is b for a, b in zip(facts, self._facts, strict=True))
-
-
-def _run_by_stock(schedule: Any, run_stock: Callable[[], Any]) -> Any:
-    COUNTERS.stock_steps += schedule._has_backward
-    _give_all_back(schedule)
-    return run_stock()
-
-
-def _give_all_back(schedule: Any) -> None:
-    for stage in list_stages(schedule):
-        give_buffers_back(stage)
-
-
-def _find_record(schedule: Any) -> _Record | None:
-    return attached_values(schedule).get(_RECORD)
-
-
-def release_all() -> None:
-    """Give all stages what stock expects, and forget the engines."""
-    give_all_buffers_back()
-    for schedule, _ in find_owners(_RECORD):
-        del attached_values(schedule)[_RECORD]
-    close_edges()
-
-
-def _facts_of(schedule: Any, owner: str) -> tuple[Any, ...]:
-    """Return the objects on which the decision about a schedule rests, compared by identity."""
+def _read_facts(schedule: Any, owner: str) -> tuple[Any, ...]:
+    """Return the objects on which the decision about a schedule rests."""
     stages = list_stages(schedule)
-    orders = getattr(schedule, "pipeline_order_with_comms", None) or getattr(schedule, "pipeline_order", None) or {}
-    own = orders.get(getattr(schedule, "rank", None)) if owner not in _SINGLE else None
+    own = None
+    if owner not in _SINGLE:
+        orders = getattr(schedule, "pipeline_order_with_comms", None) or getattr(schedule, "pipeline_order", None) or {}
+        own = orders.get(getattr(schedule, "rank", None))
+    has_custom_functions = bool(getattr(schedule, "_comp_type_to_function_map", None))
     return (
         own,
-        bool(_custom_functions(schedule)),
-        *(stage.submod for stage in stages),
-        *(s.dw_builder for s in stages),
+        has_custom_functions,
+        *[stage.submod for stage in stages],
+        *[stage.dw_builder for stage in stages],
     )
 
 
-def _number_stages(schedule: Any, stages: Sequence[Any]) -> dict[int, Any]:
-    """Return the rank's stages by their index among those of all ranks."""
-    if hasattr(schedule, "number_stages"):
-        numbers: dict[int, Any] = schedule.number_stages()
-        return numbers
-    return {stage.stage_index: stage for stage in stages}
+def _run_step(schedule: Any, attached: AttachedSchedule, given: Mapping[str, Any], run_stock: Callable[[], Any]) -> Any:
+    """Run the microbatches of a step that the engine has.
+
+    Args:
+        schedule: The schedule.
+        attached: Its engine.
+        given: The arguments of ``_step_microbatches``.
+        run_stock: Runs them as torch does.
+    """
+    first_step, engine, controller = attached.first_step, attached.engine, attached.controller
+    assert engine is not None
+    assert first_step is not None
+    is_stock = first_step.is_stock and not first_step.has_begun
+    if is_stock:
+        _release_buffers(schedule)
+    inputs = _prepare_inputs(schedule, attached, given, is_stock=is_stock)
+    first_step.has_begun = True
+    if is_stock:
+        return _run_stock(schedule, run_stock)
+    if controller is None:
+        engine.run_step(inputs)
+        return None
+    try:
+        if controller.before_step(inputs):
+            _run_stock(schedule, run_stock)
+        else:
+            engine.run_step(inputs)
+        controller.after_step()
+    finally:
+        attached.controller = controller.next_controller
+    return None
 
 
-def _placement_of(schedule: Any, stages: Sequence[Any]) -> Placement:
-    if hasattr(schedule, "placement"):
-        placement: Placement = schedule.placement
-        return placement
-    ranks = stages[0].stage_index_to_group_rank
-    return [ranks[stage] for stage in range(schedule._num_stages)]
+def _prepare_inputs(
+    schedule: Any, attached: AttachedSchedule, given: Mapping[str, Any], *, is_stock: bool
+) -> StepInputs:
+    """Check the inputs and initialize the stages, as torch's step does first.
+
+    Raises:
+        Exception: The stages are not initialized, because this rank or another one failed.
+    """
+    losses, targets, loss_kwargs = given["losses"], given["target_mbs"], given.get("loss_kwargs")
+    make = functools.partial(
+        StepInputs,
+        targets=targets,
+        losses=losses,
+        return_outputs=given["return_outputs"],
+        loss_kwargs=loss_kwargs,
+    )
+    if is_initialized(schedule):
+        try:
+            return make(*schedule._check_inputs(given["arg_mbs"], given["kwarg_mbs"], targets, losses))
+        except Exception as error:  # noqa: BLE001 - the engine raises it, once other ranks know
+            return make([()], [{}], error=error)
+    engine, first_step = attached.engine, attached.first_step
+    assert engine is not None
+    assert first_step is not None
+    check = functools.partial(schedule._check_inputs, given["arg_mbs"], given["kwarg_mbs"], targets, losses)
+
+    def initialize() -> None:
+        args, kwargs = check()
+        initialize_stages(schedule, args[0], kwargs[0], None if targets is None else targets[0], loss_kwargs)
+
+    may_change = attached.controller is not None and attached.controller.may_change_order
+    end = functools.partial(engine.end_inference, may_change=may_change)
+    first_step.infer_shapes(schedule, list(engine.stages.values()), check, initialize, None if is_stock else end)
+    return make(*check())
 
 
-def _device_of(stage: Any) -> torch.device:
-    """Return a stage's device, with its index."""
-    device = torch.device(stage.device)
-    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+def _run_stock(schedule: Any, run_stock: Callable[[], Any]) -> Any:
+    COUNTERS.stock_steps += schedule._has_backward
+    _release_buffers(schedule)
+    return run_stock()
 
 
-def _custom_functions(schedule: Any) -> Mapping[Any, Any]:
-    functions: Mapping[Any, Any] = getattr(schedule, "_comp_type_to_function_map", {})
-    return functions
+def _release_buffers(schedule: Any) -> None:
+    for stage in list_stages(schedule):
+        release_buffers(stage)
 
 
-def _list_actions(orders: Schedule) -> list[list[str]]:
-    return [[str(action) for action in order] for order in orders]
+def release_all() -> None:
+    """Give all stages the buffers that torch expects, and forget the engines."""
+    release_all_buffers()
+    for schedule, _ in find_owners(_ATTACHED):
+        del attached_values(schedule)[_ATTACHED]
+    close_edges()
 
 
-def _count_slots(orders: Schedule, placement: Sequence[int]) -> int:
-    """Return the slots of an edge: with two, the next message is there when one has been read."""
-    return max(2, count_slots(orders, placement))
+# --- attaching ---
+
+
+def attach_schedule(schedule: Any, owner: str, options: Mapping[str, Any], facts: tuple[Any, ...]) -> AttachedSchedule:
+    """Decide with all ranks whether the engine runs a schedule, and make the engine.
+
+    Args:
+        schedule: The schedule.
+        owner: Its class.
+        options: Resolved options of the feature.
+        facts: The objects on which the decision rests.
+    """
+    _release_buffers(schedule)
+    shape = read_shape(schedule)
+    group = shape.stages[0].stage.group or dist.distributed_c10d._get_default_group()
+    name, orders = _agree_on_order(schedule, owner, shape, group, options)
+    if orders is None:
+        return AttachedSchedule(facts)
+
+    rank, device = dist.get_rank(group), shape.devices[0]
+    is_auto = options["schedule"] == AUTO and type(schedule).__name__ in _REPLACEABLE and group.size() > 1
+    lowered = _read_lowered_order(schedule, rank)
+    choice = choose_messages(group, shape, options)
+    programs = plan_programs(orders, shape, rank, choice.ahead, lowered.shardings)
+    is_split = owner not in _SINGLE and any(action.kind is Kind.W for action in orders[rank])
+    stages = make_stages(shape, programs, options, schedule=schedule, lowered=lowered, splits_all=is_auto)
+    messages = choice.make(programs.steady, orders)
+    times = StepTimes()
+    prediction = Prediction(group, orders, shape.placement, times)
+    clock = make_clock(times, device)
+    by_perform = owner != "PipelineScheduleMulti"
+    engine = Engine(EngineParts(schedule, group, stages, programs, messages, times, clock, by_perform))
+    begins_as_stock = any(stage.data_parallel.first_step_is_stock(is_split) for stage in stages.values())
+    first_step = FirstStep(group, device, begins_as_stock=begins_as_stock, on_host=blocks_host(group, device))
+
+    report = ScheduleReport(
+        name=type(schedule).__name__,
+        order=name,
+        rank=rank,
+        microbatches=engine.microbatches,
+        peak_activations=programs.steady.peak_activations,
+        prediction=prediction,
+        stages={index: stage.report for index, stage in stages.items()},
+        times=times,
+        transport=messages.remarks,
+    )
+    if first_step.is_stock and is_split:
+        report.notes.append(_REASON_UNREDUCED)
+        _log.warning("%s: %s", report.name, _REASON_UNREDUCED)
+    if options["forward_doubling"] and owner != BIDIRECTIONAL:
+        report.notes.append("forward_doubling has no effect: the pipeline runs in one direction")
+    note_schedule(report)
+    attached = AttachedSchedule(facts, engine, first_step, prediction)
+    if is_auto:
+        from ovpatch_plugins.pipeline.auto.auto_schedule import AutoSchedule, Pipeline
+
+        pipeline = Pipeline(report.name, orders, shape.placement, schedule._n_microbatches, group, device, options)
+        plan = functools.partial(
+            _plan_other_order, engine, shape, rank, programs, choice.ahead, is_sharded=bool(lowered.shardings)
+        )
+        attached.controller = AutoSchedule(engine, pipeline, plan, report, cache_dir())
+    return attached
+
+
+def _agree_on_order(
+    schedule: Any, owner: str, shape: PipelineShape, group: dist.ProcessGroup, options: Mapping[str, Any]
+) -> tuple[str, Schedule | None]:
+    """Return the name and the order of a schedule; no order if some rank has a reason against it."""
+    stashes = options["weight_stash"] != "off"
+    reason = _find_reason_against(schedule, shape, group)
+    name, orders = "", None
+    try:
+        name, orders = _choose_order(schedule, owner, shape, options)
+        check_schedule(orders, shape.placement, stock=orders)
+    except ScheduleError as error:
+        reason = reason or str(error)
+    if stashes:
+        from ovpatch_plugins.pipeline.variants import weight_stash
+
+        stages = [info.stage for info in shape.stages]
+        reason = reason or weight_stash.find_reason_against(schedule, stages, options)
+    actions = None if orders is None else [[str(action) for action in order] for order in orders]
+    terms = {
+        "class": type(schedule).__name__,
+        "microbatches": schedule._n_microbatches,
+        "order": "" if orders is None else hashlib.sha256(repr(actions).encode()).hexdigest(),
+        **options,
+    }
+    reason = check_consistent(group, "pipeline", terms, objection=reason, timeout_s=LATE_START_S)
+    if reason and stashes:
+        weight_stash.raise_reason(schedule, reason)
+    if reason:
+        note_stock(f"{type(schedule).__name__}: {reason}")
+        return name, None
+    return name, orders
+
+
+def _choose_order(schedule: Any, owner: str, shape: PipelineShape, options: Mapping[str, Any]) -> tuple[str, Schedule]:
+    if owner == BIDIRECTIONAL:
+        doubles = options["forward_doubling"]
+        orders = build_bidirectional_order(
+            ranks=schedule.pp_group_size, microbatches=schedule._n_microbatches, doubles=doubles
+        )
+        return "bidirectional, forwards doubled" if doubles else "bidirectional", orders
+    if owner not in _SINGLE:
+        lowered = getattr(schedule, "pipeline_order_with_comms", None)
+        return "its own order", convert_torch_order(lowered or schedule.pipeline_order)
+    wanted = options["schedule"]
+    name = _SINGLE[owner] if wanted in (AS_GIVEN, AUTO) else wanted
+    ranks = shape.stages[0].stage.num_stages
+    return name, build_order(name, ranks=ranks, microbatches=schedule._n_microbatches)
+
+
+@dataclass(frozen=True)
+class MessagesChoice:
+    """The transport of a pipeline's messages.
+
+    Attributes:
+        make: Makes the messages for a program and the orders of all ranks. All ranks call this.
+        ahead: The receives to post early.
+    """
+
+    make: Callable[[Program, Schedule], Messages]
+    ahead: int
+
+
+def choose_messages(group: dist.ProcessGroup, shape: PipelineShape, options: Mapping[str, Any]) -> MessagesChoice:
+    """Choose the transport of a pipeline's messages, together with all ranks.
+
+    Raises:
+        ovpatch.OptionError: The user asks for copy engines, and they cannot be used; on all ranks.
+    """
+    device = shape.devices[0]
+    varies, wanted = options["variable_seq_lengths"], options["p2p_transport"]
+    is_asked, reason = wanted == COPIES, ""
+    can_copy = wanted in (AUTO, COPIES) and group.size() > 1
+    if can_copy:
+        reason = find_reason_against_copies(group, shape.devices, varies=varies, is_asked=is_asked)
+        if reason and is_asked:
+            _refuse_copies(reason)
+    is_copied = can_copy and not reason
+
+    def make(program: Program, orders: Schedule) -> Messages:
+        if is_copied:
+            slots = _count_slots(orders, shape.placement)
+            refuse = _refuse_copies if is_asked else None
+            return CopiedMessages(group, device, program.edges, slots, refuse=refuse)
+        messages = Messages(group, device, program.edges)
+        if reason:
+            messages.remarks.append(write_c10d_remark(reason))
+        return messages
+
+    # If shapes vary, a receive starts with a wait for its message's sizes. A slot needs no receive.
+    is_early = options["overlap_p2p_comm"] and not (varies or is_copied)
+    return MessagesChoice(make, AHEAD[blocks_host(group, device)] if is_early else 0)
 
 
 def _refuse_copies(reason: str) -> None:
     """Raise OptionError: the user asks for copy engines, and they cannot carry messages."""
     refuse_option("pipeline", OPTIONS, "p2p_transport", COPIES, reason)
+
+
+def _count_slots(orders: Schedule, placement: Sequence[int]) -> int:
+    """Return the slots of an edge. With two, the next message is there when the receiver has read one."""
+    return max(2, count_slots(orders, placement))
+
+
+def plan_programs(
+    orders: Schedule,
+    shape: PipelineShape,
+    rank: int,
+    ahead: int,
+    shardings: Sequence[tuple[int, str, int]] = (),
+) -> Programs:
+    """Return the programs of a rank.
+
+    Args:
+        orders: The orders of all ranks.
+        shape: The pipeline.
+        rank: The rank.
+        ahead: The receives to post early.
+        shardings: See :func:`~ovpatch.overlap.pipelining.ir.make_program`.
+    """
+    make = functools.partial(make_program, orders, shape.placement, rank, shardings=shardings)
+    stage = shape.stages[0].stage
+    group = stage.group or dist.distributed_c10d._get_default_group()
+    settles = ahead and not blocks_host(group, shape.devices[0])
+    return Programs(make(ahead=ahead), make(ahead=0) if settles else None)
+
+
+def _plan_other_order(
+    engine: Engine,
+    shape: PipelineShape,
+    rank: int,
+    given: Programs,
+    ahead: int,
+    orders: Schedule,
+    *,
+    is_sharded: bool,
+) -> Programs:
+    """Return the programs of an order of ``schedule=auto``, with room for its messages. All ranks call this."""
+    if isinstance(engine.messages, CopiedMessages):
+        engine.messages.reserve(_count_slots(orders, shape.placement))
+    shardings = _unshard_all(orders[rank]) if is_sharded else ()
+    make = functools.partial(make_program, orders, shape.placement, rank, shardings=shardings)
+    return Programs(make(ahead=ahead), None if given.settling is None else make(ahead=0))
+
+
+def make_stages(
+    shape: PipelineShape,
+    programs: Programs,
+    options: Mapping[str, Any],
+    *,
+    schedule: Any,
+    lowered: LoweredOrder,
+    splits_all: bool,
+) -> dict[int, Stage]:
+    """Return the engine's stages by their index in the placement. All replicas of a stage make it together.
+
+    Args:
+        shape: The pipeline.
+        programs: The programs of this rank.
+        options: Resolved options of the feature.
+        schedule: The schedule.
+        lowered: Its lowered order.
+        splits_all: Whether all stages defer weight gradients as an order with Ws does.
+    """
+    steps = programs.steady.steps
+    split = {step.action.stage for step in steps if step.action.kind is Kind.W or splits_all}
+    sending = {step.action.stage for step in steps if step.action.kind is not Kind.F and step.receiver is not None}
+
+    def choose_options(info: StageInfo) -> StageOptions:
+        return StageOptions(
+            delay_wgrad_compute=options["delay_wgrad_compute"],
+            is_fused=options["gradient_accumulation_fusion"],
+            varies=options["variable_seq_lengths"],
+            sends=info.number in sending,
+            splits=info.number in split,
+            is_reduced=lowered.reductions is None or info.number in lowered.reductions,
+        )
+
+    make: Callable[[StageInfo, StageOptions], Stage] = Stage
+    if options["weight_stash"] != "off":
+        from ovpatch_plugins.pipeline.variants.weight_stash import StashedStage
+
+        make = functools.partial(StashedStage, schedule=schedule)
+    return {info.number: make(info, choose_options(info)) for info in shape.stages}
+
+
+# --- torch's orders ---
 
 
 def _unshard_all(order: Order) -> list[tuple[int, str, int]]:
@@ -451,7 +512,7 @@ def _unshard_all(order: Order) -> list[tuple[int, str, int]]:
     return [*((index, "UNSHARD", stage) for stage, index in first.items()), *ends]
 
 
-class _LoweredOrder(NamedTuple):
+class LoweredOrder(NamedTuple):
     """The actions of a rank's lowered order that neither compute nor send.
 
     Attributes:
@@ -475,7 +536,7 @@ class _LoweredOrder(NamedTuple):
         return ""
 
 
-def _read_lowered_order(schedule: Any, rank: int) -> _LoweredOrder:
+def _read_lowered_order(schedule: Any, rank: int) -> LoweredOrder:
     orders = getattr(schedule, "pipeline_order_with_comms", None)
     shardings, reductions, ends, index = [], defaultdict[int, list[int]](list), dict[int, int](), 0
     for action in (orders or {}).get(rank, ()):
@@ -489,16 +550,20 @@ def _read_lowered_order(schedule: Any, rank: int) -> _LoweredOrder:
             index += kind in ("F", "I", "W", "B")
             if kind in ("W", "B"):
                 ends[part.stage_index] = index
-    return _LoweredOrder(shardings, None if orders is None else reductions, ends)
+    return LoweredOrder(shardings, None if orders is None else reductions, ends)
 
 
-def _find_reason_against(schedule: Any, stages: Sequence[Any], group: dist.ProcessGroup) -> str:
-    """Return why this rank cannot run the schedule, or ""."""
+# --- reasons ---
+
+
+def _find_reason_against(schedule: Any, shape: PipelineShape, group: dist.ProcessGroup) -> str:
+    """Return the reason why this rank cannot run the schedule, or ""."""
+    stages = [info.stage for info in shape.stages]
     if reason := find_group_reason(group, torch.device(stages[0].device)):
         return reason
     if objection := _read_lowered_order(schedule, dist.get_rank(group)).find_objection():
         return objection
-    if _custom_functions(schedule):
+    if getattr(schedule, "_comp_type_to_function_map", None):
         return "register_custom_function() replaces computations"
     if not getattr(schedule, "_backward_requires_autograd", True):
         return "backward_requires_autograd=False leaves the backward to the script"
@@ -526,7 +591,3 @@ def _has_skip_connections(stage: Any) -> bool:
     readers = [user for user in users if user.target is not operator.getitem]
     readers += [reader for user in users if user.target is operator.getitem for reader in user.users]
     return bool({stage.find_dst_rank(reader) for reader in readers} - {stage.stage_index + 1, None})
-
-
-def _agree(group: dist.ProcessGroup, terms: Mapping[str, Any], reason: str) -> str:
-    return check_consistent(group, "pipeline", terms, objection=reason, timeout_s=LATE_START_S)

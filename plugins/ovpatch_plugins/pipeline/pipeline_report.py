@@ -1,4 +1,4 @@
-"""Counters, costs and remarks of the feature in this process, and the bubble that the simulator expects."""
+"""The remarks of the feature in this process: what ran and what it cost, and the bubble that the simulator expects."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import torch.distributed as dist
 from ovpatch.overlap.comm.lifetimes import group_store
 from ovpatch.overlap.pipelining.ir import Kind, Schedule
 from ovpatch.overlap.pipelining.orders import split_backwards
-from ovpatch.planner.simulator import Costs, simulate
 from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS, StageReport
 from ovpatch_plugins.pipeline.runtime.step_clock import StepTimes
 from ovpatch_plugins.pipeline.runtime.step_failures import name_keys
 
-_SHARED_AFTER: Final = 6  # steps, until ranks share their costs; the first ones are slower
-
+# Steps until ranks share their costs. The first ones are slower.
+_SHARED_AFTER_STEPS: Final = 6
 
 _MOST_SCHEDULES: Final = 8
 _schedules: deque[ScheduleReport] = deque(maxlen=_MOST_SCHEDULES)
@@ -28,53 +27,78 @@ _stock_reasons: dict[str, None] = {}
 
 
 class Prediction:
-    """What a schedule should cost; ranks share the costs of their stages once, through the group's store.
+    """The expected cost of a schedule. Ranks share the costs of their stages once, through the group's store.
+
+    It acts after steps until it knows the costs of all stages. Only the report simulates.
 
     Args:
         group: The pipeline's group. All its ranks make this together.
         schedule: Orders by rank.
         placement: Rank of each stage.
+        times: The durations of this rank's computations.
 
     Attributes:
-        bubbles: Part of a step in which a rank does not compute, by rank; empty until all costs are known.
+        next_controller: This object as long as costs are unknown, then None.
     """
 
-    def __init__(self, group: dist.ProcessGroup, schedule: Schedule, placement: Sequence[int]) -> None:
-        self.bubbles: Sequence[float] = ()
-        self._group = weakref.ref(group)  # the report keeps the prediction
-        self._schedule, self._placement = schedule, placement
+    may_change_order = False
+
+    def __init__(
+        self, group: dist.ProcessGroup, schedule: Schedule, placement: Sequence[int], times: StepTimes
+    ) -> None:
+        self.next_controller: Prediction | None = self
+        # The report keeps the prediction, and must not keep the group.
+        self._group = weakref.ref(group)
+        self._schedule = schedule
+        self._placement = placement
+        self._times = times
         self._name = name_keys(group, "pipeline costs")
         self._steps = 0
+        # Seconds of F, B, W and overhead by stage; empty until all are known.
+        self._costs: Sequence[Sequence[float]] = ()
+        self._bubbles: Sequence[float] = ()
 
-    def add_step(self, times: StepTimes) -> None:
-        """Share costs after some steps, and read those of the others when they are there."""
+    def before_step(self, inputs: object) -> bool:
+        """Do nothing."""
+        del inputs
+        return False
+
+    def after_step(self) -> None:
+        """Share costs after some steps, and read those of peers when they are there."""
         self._steps += 1
-        if self.bubbles or self._steps < _SHARED_AFTER:
+        if self._steps < _SHARED_AFTER_STEPS:
             return
         group = self._group()
         store = None if group is None else group_store(group)
         if store is None:
+            self.next_controller = None
             return
-        if self._steps == _SHARED_AFTER:
+        if self._steps == _SHARED_AFTER_STEPS:
+            times = self._times
             overhead = times.overhead / max(1, len(times.stages()))
             for stage in times.stages():
-                forward, full = times.mean(stage, Kind.F), times.mean(stage, Kind.BW)
-                backward, weight = times.mean(stage, Kind.B), times.mean(stage, Kind.W)
-                costs = [forward, backward or full, weight, overhead]
+                backward = times.mean(stage, Kind.B) or times.mean(stage, Kind.BW)
+                costs = [times.mean(stage, Kind.F), backward, times.mean(stage, Kind.W), overhead]
                 store.set(self._key(stage), json.dumps(costs))
         keys = [self._key(stage) for stage in range(len(self._placement))]
         if store.check(keys):
-            self._simulate([json.loads(store.get(key)) for key in keys])
+            self._costs = [json.loads(store.get(key)) for key in keys]
+            self.next_controller = None
 
-    def _simulate(self, shared: Sequence[Sequence[float]]) -> None:
-        forward, backward, weight, parts = (tuple(column) for column in zip(*shared, strict=True))
-        overhead = [0.0] * len(self._schedule)
-        for rank, part in zip(self._placement, parts, strict=True):
-            overhead[rank] += part
-        costs = Costs(forward, backward, weight, overhead=tuple(overhead))
-        # A stage that defers sends its input gradient before its weight gradients. Ws of others cost nothing.
-        found = simulate(split_backwards(self._schedule), self._placement, costs)
-        self.bubbles = [1 - busy / found.step if found.step else 0.0 for busy in found.busy]
+    def find_bubbles(self) -> Sequence[float]:
+        """Return the part of a step in which a rank does not compute, by rank; empty until all costs are known."""
+        if self._costs and not self._bubbles:
+            from ovpatch.planner.simulator import Costs, simulate
+
+            forward, backward, weight, parts = (tuple(column) for column in zip(*self._costs, strict=True))
+            overhead = [0.0] * len(self._schedule)
+            for rank, part in zip(self._placement, parts, strict=True):
+                overhead[rank] += part
+            costs = Costs(forward, backward, weight, overhead=tuple(overhead))
+            # A stage that defers sends its input gradient before its weight gradients. Ws of others cost nothing.
+            found = simulate(split_backwards(self._schedule), self._placement, costs)
+            self._bubbles = [1 - busy / found.step if found.step else 0.0 for busy in found.busy]
+        return self._bubbles
 
     def _key(self, stage: int) -> str:
         return f"{self._name}/{stage}"
@@ -158,7 +182,7 @@ def _describe(schedule: ScheduleReport) -> list[str]:
             lines.append(f"{where}: {stage.expert_weights} weights of experts in B: their products are grouped")
     bubble = times.bubble(schedule.microbatches)
     if bubble is not None:
-        expected = schedule.prediction.bubbles
+        expected = schedule.prediction.find_bubbles()
         text = f", {100 * expected[schedule.rank]:.1f}% predicted" if expected else ""
         lines.append(f"bubble on rank {schedule.rank}: {100 * bubble:.1f}% of a step measured{text}")
     return lines

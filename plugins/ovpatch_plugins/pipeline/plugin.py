@@ -9,10 +9,16 @@ from typing import Any
 
 from ovpatch.hookspecs import Feature, Package, Registrar, hookimpl, make_counters_hook
 from ovpatch.overlap.pipelining.group_end import wrap_destroy_process_group
-from ovpatch_plugins.pipeline.options import OPTIONS, ActiveOptions
+from ovpatch_plugins.pipeline.options import OPTIONS
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
-_CLASSES = ("ScheduleGPipe", "Schedule1F1B", "PipelineScheduleMulti", "_PipelineScheduleRuntime")
+_CLASSES = (
+    (_SCHEDULES, "ScheduleGPipe"),
+    (_SCHEDULES, "Schedule1F1B"),
+    (_SCHEDULES, "PipelineScheduleMulti"),
+    (_SCHEDULES, "_PipelineScheduleRuntime"),
+    ("ovpatch_plugins.pipeline.variants.bidirectional", "ScheduleBidirectional"),
+)
 
 
 @hookimpl
@@ -35,14 +41,9 @@ def ovpatch_register(patches: Registrar, options: Mapping[str, Any]) -> None:
     report = sys.modules.get("ovpatch_plugins.pipeline.pipeline_report")
     if report is not None:
         report.drop_remarks()  # of an earlier apply()
-    patches.register_hook(
-        "schedules of cut()",
-        functools.partial(ActiveOptions, options),
-        why="schedules in two directions are no classes of torch, and run by the feature while it is on",
-    )
-    for owner in _CLASSES:
+    for module, owner in _CLASSES:
         patches.register_patch(
-            f"{_SCHEDULES}.{owner}._step_microbatches",
+            f"{module}.{owner}._step_microbatches",
             wrap=functools.partial(_wrap_step, owner=owner, options=options),
             why="runs the microbatches of a step, between splitting inputs and merging outputs; keeps its name and "
             "meaning in torch 2.11 to 2.15. dw_builder, the official hook, splits the backward but sends no earlier.",
@@ -74,6 +75,6 @@ def ovpatch_remarks() -> Sequence[str]:
 
 
 def _wrap_step(original: Callable[..., Any], owner: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    from ovpatch_plugins.pipeline.pipeline_attach import Takeover
+    from ovpatch_plugins.pipeline.pipeline_attach import SchedulePatches
 
-    return Takeover(options).wrap_step(original, owner)
+    return SchedulePatches(options).wrap_step(original, owner)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ovpatch
 from ovpatch.overlap.comm.consensus import check_consistent
+from ovpatch.overlap.comm.lifetimes import attached_values
 from ovpatch.overlap.copy_engine import point_to_point, window
 from ovpatch.overlap.copy_engine.point_to_point import PointToPoint, round_up
 from ovpatch.overlap.pipelining import copied_messages
@@ -213,8 +214,8 @@ def _stay_away() -> list[str]:
                 texts.append(str(error))
         dist.barrier()
         if dist.get_rank():
-            engine = pipeline_attach._find_record(schedule).engine
-            engine._failures.start_step(engine.transport._steps.count + 1)
+            engine = attached_values(schedule)[pipeline_attach._ATTACHED].engine
+            engine._failures.step = engine.messages._steps.count + 1
             texts.append(engine._failures.read())
         ovpatch.revert()
     return texts

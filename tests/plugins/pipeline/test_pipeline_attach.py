@@ -21,7 +21,6 @@ from ovpatch.overlap.comm import lifetimes
 from ovpatch_plugins.pipeline import pipeline_attach
 from ovpatch_plugins.pipeline.pipeline_report import Prediction, list_schedules
 from ovpatch_plugins.pipeline.runtime.engine import Engine
-from ovpatch_plugins.pipeline.runtime.step_clock import StepTimes
 from tests.plugins.pipeline.cases import (
     Case,
     compute_loss,
@@ -306,12 +305,12 @@ def _predict_twice() -> list[list[float]]:
     for number in range(2):
         with ovpatch.applied("pipeline"), pytest.MonkeyPatch.context() as patch:
             if number and dist.get_rank():
-                patch.setattr(Prediction, "add_step", lambda *_: None)
+                patch.setattr(Prediction, "after_step", lambda *_: None)
             train(case)
             dist.barrier()  # Now the store has the costs of all ranks.
             prediction = list_schedules()[-1].prediction
-            prediction.add_step(StepTimes())
-            found.append(list(prediction.bubbles))
+            prediction.after_step()
+            found.append(list(prediction.find_bubbles()))
         dist.barrier()
         lifetimes._group_states.clear()
     return found
@@ -352,19 +351,19 @@ def _watch_receives() -> tuple[list[str], list[int], list[int]]:
     stock = train(case)
     ovpatch.apply("pipeline")
     started: list[list[int]] = []
-    wait, run = Engine._wait_for, Engine.run
+    wait, run = Engine._wait_for, Engine.run_step
 
     def _run(self: Any, inputs: Any) -> None:
         started.append([])
         run(self, inputs)
 
     def _wait_for(self: Any, receive: Any) -> None:
-        started[-1].append(len(self.transport.arriving))
+        started[-1].append(len(self.messages.arriving))
         wait(self, receive)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline_attach, "blocks_host", lambda *_: False)  # as on a device; messages stay gloo's
-        patch.setattr(Engine, "run", _run)
+        patch.setattr(Engine, "run_step", _run)
         patch.setattr(Engine, "_wait_for", _wait_for)
         changes = differences(stock, train(case))
     return changes, started[0], started[1]

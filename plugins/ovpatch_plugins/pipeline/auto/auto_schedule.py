@@ -6,7 +6,6 @@ as those of tensor parallelism, and reductions of stages keep one sequence in th
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -14,7 +13,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from ovpatch.overlap.comm.collectives import backend_name
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, gather_values, wait_limit_s
 from ovpatch.overlap.comm.lifetimes import group_state
-from ovpatch.overlap.pipelining.ir import Kind, Placement, Program, Schedule, ScheduleError, write_orders
+from ovpatch.overlap.pipelining.ir import Kind, Placement, Schedule, ScheduleError, write_orders
 from ovpatch.overlap.pipelining.order_rules import check_schedule
 from ovpatch_plugins.pipeline.auto.measured_costs import (
     PipelineCosts,
@@ -47,7 +46,7 @@ from ovpatch_plugins.pipeline.auto.order_candidates import (
 )
 from ovpatch_plugins.pipeline.auto.order_race import Race, StepTimer, Turn, Verdict, find_medians, judge, merge_ranks
 from ovpatch_plugins.pipeline.pipeline_report import Prediction, ScheduleReport
-from ovpatch_plugins.pipeline.runtime.engine import Engine, StepInputs
+from ovpatch_plugins.pipeline.runtime.engine import Engine, Programs, StepInputs
 
 WARM_UP: Final = 2
 """Steps before costs are measured."""
@@ -99,22 +98,26 @@ class AutoSchedule:
     Args:
         engine: Runs the steps.
         pipeline: What is known of the pipeline.
-        make_program: Makes this rank's program of an order other than the given one, or its settling program.
+        plan: Returns this rank's programs of an order. All ranks call this.
         report: Gets the choice.
         directory: The user's cache; None keeps nothing.
     """
+
+    may_change_order = True
 
     def __init__(
         self,
         engine: Engine,
         pipeline: Pipeline,
-        make_program: Callable[[Schedule, bool], Program | None],
+        plan: Callable[[Schedule], Programs],
         report: ScheduleReport,
         directory: Path | None,
     ) -> None:
         self.engine = engine
         self.is_final = False
-        self._pipeline, self._make_program, self._report = pipeline, make_program, report
+        self._pipeline = pipeline
+        self._plan = plan
+        self._report = report
         self._directory = directory
         self._given = engine.program
         self._world: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
@@ -124,7 +127,9 @@ class AutoSchedule:
         self._probe = StageProbe(engine.stages, pipeline.device)
         self._calls = 0
         self._candidates: list[Candidate] = []
-        self._programs: list[Program] = []
+        self._programs: list[Programs] = []
+        self._turn: Turn | None = None
+        self._timer: StepTimer | None = None
         self._settled: set[int] = set()  # candidates that have had a turn
         self._race: Race | None = None
         self._race_begins = 0
@@ -134,26 +139,31 @@ class AutoSchedule:
         self._kept: ChosenOrder | None = None
         report.notes = ["schedule=auto: the order as given runs while costs are measured"]
 
-    def run(self, inputs: StepInputs, run_stock: Callable[[], object]) -> None:
-        """Run one step; some begin with an agreement of all ranks of the job.
+    @property
+    def next_controller(self) -> AutoSchedule | Prediction:
+        """The controller of the next step: this one until an order is chosen, then its prediction."""
+        return self._report.prediction if self.is_final else self
 
-        Args:
-            inputs: The inputs of the step.
-            run_stock: Runs the step as torch does, which a plan measures as well.
+    def before_step(self, inputs: StepInputs) -> bool:
+        """Prepare a step; some begin with an agreement of all ranks of the job.
+
+        Returns:
+            Whether torch runs the step, which a plan measures as well.
 
         Raises:
             RankMismatchError: A rank of the job does not take part in an agreement.
         """
         self._calls += 1
-        turn = self._prepare_step(inputs)
-        run = run_stock if self._runs_stock else functools.partial(self.engine.run, inputs)
-        if turn is None or self._race is None:
-            run()
-            return
-        timer = StepTimer(self._pipeline.device)
-        run()
-        timer.stop()
-        self._race.add_time(turn, timer)
+        self._turn = self._prepare_step(inputs)
+        is_timed = self._turn is not None and self._race is not None
+        self._timer = StepTimer(self._pipeline.device) if is_timed else None
+        return self._runs_stock
+
+    def after_step(self) -> None:
+        """Count the time of a step that has succeeded."""
+        if self._timer is not None and self._turn is not None and self._race is not None:
+            self._timer.stop()
+            self._race.add_time(self._turn, self._timer)
 
     def _prepare_step(self, inputs: StepInputs) -> Turn | None:
         """Do what is due before a step; return the turn that its time counts for, if any."""
@@ -163,9 +173,9 @@ class AutoSchedule:
             return None
         if self._calls == WARM_UP + 1:
             self.engine.forget_times()
-            self._probe.install()
+            self.engine.observer = self._probe
         if self._calls == WARM_UP + MEASURED + 1:
-            self._probe.remove()
+            self.engine.observer = None
             self._start_race()
         if self.is_final or self._race is None:
             return None
@@ -183,11 +193,11 @@ class AutoSchedule:
         self._runs_stock = self._candidates[candidate].name == STOCK_NAME
         if self._runs_stock:
             return
-        self.engine.program = self._programs[candidate]
+        self.engine.program = self._programs[candidate].steady
         self._split(schedule)
         if candidate not in self._settled:
             self._settled.add(candidate)
-            self.engine.settling = self._make_program(schedule, True)
+            self.engine.settling = self._programs[candidate].settling
 
     def _split(self, schedule: Schedule) -> None:
         """Defer weight gradients as an order needs it; the costs of the first steps are those of Ws by themselves."""
@@ -239,7 +249,7 @@ class AutoSchedule:
         """Exchange costs, solve on the first rank of the job, and line the orders up."""
         pipeline = self._pipeline
         sends = measure_sends(
-            self.engine.transport,
+            self.engine.messages,
             self.engine.stages,
             pipeline.placement,
             dist.get_rank(pipeline.group),
@@ -272,7 +282,8 @@ class AutoSchedule:
             return
         for candidate in self._candidates:
             self._check(candidate.schedule)
-        self._programs = [self._given, *(self._compile(one.schedule) for one in self._candidates[1:])]
+        self._programs = [self._plan(candidate.schedule) for candidate in self._candidates]
+        self._programs[0] = replace(self._programs[0], steady=self._given)
         laps = {"rounds": PLAN_ROUNDS, "laps": 1} if self._plan_file else {}
         self._race = Race(len(self._candidates), pipeline.device, **laps)
         self._race_begins = self._calls
@@ -350,23 +361,18 @@ class AutoSchedule:
         self.is_final, self._runs_stock = True, False
         pipeline = self._pipeline
         is_given = write_orders(schedule) == write_orders(pipeline.orders)
-        program = self._given if is_given else self._compile(schedule)
+        program = self._given if is_given else self._plan(schedule).steady
         self._split(schedule)
         if self._programs and pipeline.device.type == "cuda":
             torch.cuda.empty_cache()  # else what only the other orders need stays allocated
         self._programs, self._race = [], None
-        self._report.prediction = Prediction(pipeline.group, schedule, pipeline.placement)
-        self.engine.set_program(program, self._report.prediction)
+        self._report.prediction = Prediction(pipeline.group, schedule, pipeline.placement, self.engine.times)
+        self.engine.set_program(program)
         self.engine.forget_times()
         self._report.notes = list(notes)
         self._report.peak_activations = program.peak_activations
         if name != AS_GIVEN_NAME:
             self._report.order = name
-
-    def _compile(self, schedule: Schedule) -> Program:
-        program = self._make_program(schedule, False)
-        assert program is not None
-        return program
 
     def _check(self, schedule: Schedule) -> None:
         draws = self._measured is not None and self._measured.draws
@@ -410,7 +416,7 @@ class AutoSchedule:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
             "threads": torch.get_num_threads(),
             "backend": backend_name(self._pipeline.group, device),
-            "copies": self.engine.transport.is_copied,
+            "copies": self.engine.messages.is_copied,
             "torch": str(torch.__version__),
             "ovpatch": importlib.metadata.version("ovpatch"),
         }

@@ -21,7 +21,7 @@ from ovpatch.overlap.pipelining.messages import Messages
 from ovpatch.planner.memory_limit import MemoryLimit
 from ovpatch.planner.simulator import Costs, Footprint, peak_memory
 from ovpatch.planner.solver import Problem
-from ovpatch_plugins.pipeline.runtime.stage import StageRun
+from ovpatch_plugins.pipeline.runtime.stage import Stage
 from ovpatch_plugins.pipeline.runtime.step_clock import StepTimes
 
 _MARGIN: Final = 0.1  # of a device's memory, for fragments and for what later steps allocate
@@ -59,7 +59,7 @@ class RankCosts:
 
 
 class StageProbe:
-    """Watches a rank's stages while it is installed: memory that computations leave, and random numbers that Fs draw.
+    """Observes a rank's computations: the memory that they leave, and the random numbers that Fs draw.
 
     Memory is that of torch's allocator, which the host knows without waiting for the device.
 
@@ -73,29 +73,27 @@ class StageProbe:
     """
 
     def __init__(
-        self, stages: Mapping[int, StageRun], device: torch.device, allocated: Callable[[], int] | None = None
+        self, stages: Mapping[int, Stage], device: torch.device, allocated: Callable[[], int] | None = None
     ) -> None:
         self.draws = False
         self._stages, self._device = stages, device
         on_cuda = device.type == "cuda"
         self._allocated = allocated or ((lambda: torch.cuda.memory_allocated(device)) if on_cuda else None)
         self._changes: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
-        self._before: dict[int, tuple[int, Tensor]] = {}
+        self._before = 0
+        self._state: Tensor
 
-    def install(self) -> None:
-        """Start to watch."""
-        for index, stage in self._stages.items():
-            own = vars(stage)
-            own["run_forward"] = self._wrap_forward(index, stage.run_forward)
-            own["check_forward"] = self._wrap_check(index, stage.check_forward)
-            own["run_backward"] = self._wrap(index, Kind.B, stage.run_backward)
-            own["run_weight_grads"] = self._wrap(index, Kind.W, stage.run_weight_grads)
+    def start_action(self, stage: int, kind: Kind) -> None:
+        """Note the memory before a computation."""
+        self._before = self._read()
+        if kind is Kind.F:
+            self._state = self._random_state()
 
-    def remove(self) -> None:
-        """Stop to watch."""
-        for stage in self._stages.values():
-            for name in ("run_forward", "check_forward", "run_backward", "run_weight_grads"):
-                vars(stage).pop(name, None)
+    def finish_action(self, stage: int, kind: Kind) -> None:
+        """Note the memory that a computation leaves, and whether it drew random numbers."""
+        self._changes[stage, kind].append(self._read() - self._before)
+        if kind is Kind.F and not self.draws:
+            self.draws = not torch.equal(self._state, self._random_state())
 
     def read_footprints(self) -> dict[str, list[float]]:
         """Return the bytes that a microbatch holds from F to B and from B to W, by stage; empty if unknown."""
@@ -113,34 +111,8 @@ class StageProbe:
     def _random_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
 
-    def _wrap_forward(self, index: int, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run_forward(*args: Any, **kwargs: Any) -> Any:
-            self._before[index] = self._read(), self._random_state()
-            return original(*args, **kwargs)
 
-        return run_forward
-
-    def _wrap_check(self, index: int, original: Callable[..., Any]) -> Callable[..., Any]:
-        def check_forward(*args: Any, **kwargs: Any) -> Any:
-            before, state = self._before[index]
-            self._changes[index, Kind.F].append(self._read() - before)
-            self.draws = self.draws or not torch.equal(state, self._random_state())
-            return original(*args, **kwargs)
-
-        return check_forward
-
-    def _wrap(self, index: int, kind: Kind, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            before = self._read()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._changes[index, kind].append(self._read() - before)
-
-        return run
-
-
-def read_times(times: StepTimes, stages: Mapping[int, StageRun]) -> dict[str, list[float]]:
+def read_times(times: StepTimes, stages: Mapping[int, Stage]) -> dict[str, list[float]]:
     """Return the seconds of F, B and W by stage; a full backward that nothing splits is a B."""
     found = {}
     for index in stages:
@@ -158,7 +130,7 @@ def read_spare(device: torch.device) -> float | None:
 
 
 def measure_sends(
-    messages: Messages, stages: Mapping[int, StageRun], placement: Placement, rank: int, device: torch.device
+    messages: Messages, stages: Mapping[int, Stage], placement: Placement, rank: int, device: torch.device
 ) -> dict[str, float]:
     """Return the seconds of a transfer on each edge between this rank and another, by ``sender-receiver``.
 
@@ -167,15 +139,15 @@ def measure_sends(
     """
     found: dict[str, float] = {}
     messages.start_step()
-    for stage_run in stages.values():
-        stage_run.take_buffers()  # an evaluation between steps has given them back
-        stage_run.forget_sizes()
+    for own in stages.values():
+        # An evaluation between steps has given them back.
+        own.buffers.take()
     for stage, (lower, upper) in enumerate(itertools.pairwise(placement)):
         if lower == upper or rank not in (lower, upper):
             continue
         is_lower = rank == lower
         own, peer = (stages[stage], upper) if is_lower else (stages[stage + 1], lower)
-        sent = own.make_blank_outputs(Kind.F if is_lower else Kind.B)
+        sent = own.buffers.make_blank_outputs(Kind.F if is_lower else Kind.B)
         seconds = []
         for _ in range(_TRANSFERS):
             started = time.perf_counter()
@@ -183,13 +155,13 @@ def measure_sends(
                 if sends:
                     messages.send(sent, peer)
                 else:
-                    works = messages.receive(own.make_inputs(0, Kind.B if is_lower else Kind.F), peer)
+                    works = messages.receive(own.buffers.make(Kind.B if is_lower else Kind.F, 0), peer)
                     for work in works:
                         work.wait()
                     if device.type == "cuda":
                         torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - started)
-        own.drop_buffers(0)
+        own.buffers.drop(0)
         for edge in (f"{lower}-{upper}", f"{upper}-{lower}"):
             found[edge] = min(seconds[1:]) / 2
     messages.finish()

@@ -1,14 +1,14 @@
-"""Weight gradients of the linears of a stage, computed after the backward that left them out.
+"""The linears of a stage whose weight gradients are computed after the backward.
 
-A backward with deferral yields the gradient of the stage's input and the gradients of all parameters but the weights
-and biases of linears. For those it keeps input and output gradient of each linear, from which W makes the products.
+A backward with deferral yields the gradient of the stage's input and the gradients of all parameters except the weights
+and biases of linears. For these it keeps input and output gradient of each linear, from which W computes the GEMMs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -27,19 +27,19 @@ _VIEWS: Final = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"
 
 
 class WeightGradError(RuntimeError):
-    """A stage takes gradients in a way that a deferred weight gradient cannot follow."""
+    """A stage takes gradients in a way that deferred weight gradients cannot represent."""
 
 
 class _Call:
     """One call of a deferred linear: input ``[rows, in]`` and output gradient ``[rows, out]``, from B until W.
 
-    Of a linear of another feature, what computes the weight's gradient instead.
+    A call of another feature's linear has a function ``compute`` instead, which returns the weight's gradient.
     """
 
     __slots__ = ("bias", "compute", "grad", "input", "queue", "sums_rows_at_once", "weight")
 
     def __init__(
-        self, queue: WeightGradQueue, weight: Tensor, bias: Tensor | None = None, compute: ComputeGrad | None = None
+        self, queue: DeferredLinears, weight: Tensor, bias: Tensor | None = None, compute: ComputeGrad | None = None
     ) -> None:
         self.queue = queue
         self.weight = weight
@@ -50,7 +50,7 @@ class _Call:
         self.sums_rows_at_once = True
 
     def keep_grad(self, grads: Sequence[Tensor | None]) -> None:
-        """Keep the output gradient; called before the node that made the output."""
+        """Keep the output gradient. Autograd calls this before the node that made the output."""
         self.grad = grads[0]
 
     def take_operands(self) -> tuple[Tensor, Tensor]:
@@ -58,15 +58,16 @@ class _Call:
         assert self.grad is not None
         assert self.input is not None
         operands = self.input, self.grad
-        self.input = self.grad = None
+        self.input = None
+        self.grad = None
         return operands
 
 
 class _Keep(torch.autograd.Function):
-    """The identity; its backward, which runs right behind the linear's, hands the call to the queue.
+    """The identity. Its backward runs right after the linear's, and hands the call to the queue.
 
-    It saves the input *before* the product is computed: a non-reentrant checkpoint recomputes up to the last saved
-    tensor, and would otherwise compute one more product.
+    It saves the input *before* the GEMM: a non-reentrant checkpoint recomputes up to the last saved tensor, and would
+    otherwise compute one more GEMM.
     """
 
     @staticmethod
@@ -87,7 +88,7 @@ class _DeferredLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        queue: WeightGradQueue = self.__dict__[_QUEUE]
+        queue: DeferredLinears = self.__dict__[_QUEUE]
         if weight is None or torch.compiler.is_compiling() or not _is_deferrable(input, weight, bias):
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 queue.note_undeferred(self)
@@ -102,11 +103,11 @@ class _DeferredLinear(nn.Linear):
         if bias is not None and not bias.requires_grad:
             b = bias
         y = F.linear(_Keep.apply(x, call), w, b)  # type: ignore[no-untyped-call]  # torch's apply()
-        # A hook of the node, not of the tensor: it sees the gradient after hooks that the script puts on the output. Of
-        # the product's node, not of a view's: that one leaves the graph if the script changes the output in place.
+        # A hook of the node runs after the hooks that the script puts on the output, so it reads their result. The
+        # node is that of the GEMM: a view's node leaves the graph if the script changes the output in place.
         node = _skip_views(y.grad_fn)
         node.register_prehook(call.keep_grad)
-        # A product of several batch dimensions whose bias is added afterwards sums over all of them in one reduction.
+        # If the bias is added after a GEMM of several batch dimensions, torch sums over all of them in one reduction.
         call.sums_rows_at_once = type(node).__name__ == "AddBackward0"
         return y
 
@@ -123,104 +124,129 @@ _DeferredLinear.__module__ = nn.Linear.__module__
 
 
 def _is_deferrable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Tell whether a call can be deferred with stock's bits."""
+    """Return whether a call can be deferred with the bits of stock PyTorch."""
     return (
         x.requires_grad
         and weight.requires_grad
         and torch.is_grad_enabled()
         and weight.is_leaf
         and (bias is None or bias.is_leaf)
-        # Other inputs are folded into a matrix only if the weight needs a gradient, which the detached one does not.
+        # Torch folds other inputs into a matrix only if the weight needs a gradient, and the detached one needs none.
         and (x.dim() == 2 or (x.dim() > 2 and x.is_contiguous()))
         and x.layout is torch.strided
         and torch._C._functorch.peek_interpreter_stack() is None
     )
 
 
-class WeightGradQueue:
-    """The deferred weight gradients of one stage.
+class DeferredLinears:
+    """The linears of one stage that defer, and their weight gradients from B until W.
 
-    [Note: deferral keeps stock's bits] W computes the products of stock's backward on the same operands and gives them
-    to the leaf through the engine, which accumulates and calls hooks as in stock. Microbatches come in stock's order. A
-    weight that has other contributions, as a tied one, would round as (G + e) + h instead of G + (e + h): such weights
-    stay in B. The first microbatch leaves all in B: its graph shows which these are.
+    [Note: deferral keeps stock's bits] W computes the GEMMs of stock PyTorch's backward on the same operands. It gives
+    the results to the leaf through the engine of autograd, which accumulates and calls hooks as in stock PyTorch.
+    Microbatches come in the same order. A weight with other contributions, such as a tied one, would round as
+    (G + e) + h instead of G + (e + h), so such weights stay in B. The first microbatch leaves all weights in B: its
+    graph shows which weights have other readers.
 
     Args:
         module: The stage's module.
         report: Gets the reasons why linears stay in B.
-        takes_others: Whether linears of other features leave their weight gradients to W, too, under which they may
-            hide a communication in B.
-        fuse: Add products into the gradient where no hook sees it; rounds once instead of twice.
+        takes_others: Whether linears of other features leave their weight gradients to W, too. In B, these gradients
+            may hide a communication.
+        is_fused: Whether GEMMs add into a gradient that no hook sees. This rounds once instead of twice.
 
     Attributes:
         defers: Whether the step's scan found linears to defer.
-        is_looking: Whether the first microbatch is computed, which shows what has to stay in B.
+        is_graph_known: Whether the graph of a microbatch has shown which weights have to stay in B.
+        is_looking: Whether the first microbatch is computed, whose graph is still unknown.
         computed: Weight gradients computed here.
         pending: Calls whose weight gradient is due, over all microbatches.
     """
 
     def __init__(
-        self, module: nn.Module, report: StageReport, *, takes_others: bool = False, fuse: bool = False
+        self, module: nn.Module, report: StageReport, *, takes_others: bool = False, is_fused: bool = False
     ) -> None:
         self.defers = False
-        self.computed = self.pending = 0
+        self.is_graph_known = False
+        self.is_looking = False
+        self.computed = 0
+        self.pending = 0
         self._module = module
-        self._fuse, self._takes_others = fuse, takes_others
+        self._report = report
+        self._is_fused = is_fused
+        self._takes_others = takes_others
+        # - Calls that are due
         self._calls: dict[int, list[_Call]] = {}
+        # The microbatch whose backward runs.
         self._microbatch: int | None = None
+        # - Linears
         self._linears: list[nn.Linear] = []
-        self._others: list[nn.Linear] = []  # of other features
-        self._is_of_others: dict[int, bool] = {}  # by the id of a weight
-        self._report, self._reasons = report, report.reasons
-        self._undeferred: set[int] = set()  # ids of linears; the module keeps them alive
+        # Linears of other features.
+        self._others: list[nn.Linear] = []
+        # Whether a weight belongs to a linear of another feature, by the id of the weight.
+        self._is_of_others: dict[int, bool] = {}
+        # Ids of linears that stay in B. The module keeps the linears alive.
+        self._undeferred: set[int] = set()
         self._read_elsewhere: set[int] = set()
-        self._due_at_once: set[int] = set()  # ids of their weights, in the step that found them
-        self._is_checked = self._is_graph_checked = self.is_looking = self._recomputes = False
-        self._first: int | None = None  # the first microbatch, in its step
-        # Its linears, by id: the ids of their weights, which FSDP2 may take out of modules again, and product nodes.
+        # Ids of their weights, in the step that found them.
+        self._due_at_once: set[int] = set()
+        # - The first microbatch
+        # Whether a backward has shown the weights that graphs read outside of their linears.
+        self._is_checked = False
+        self._recomputes = False
+        self._first: int | None = None
+        # By the id of a linear: the id of its weight, which FSDP2 may take out of the module, and its GEMM nodes.
         self._seen: dict[int, tuple[int, list[Any]]] = {}
 
-    def scan(self) -> None:
-        """Find the linears to defer. Called for each step, as scripts freeze, tie and wrap modules between steps."""
+    def start_step(self) -> None:
+        """Find the linears to defer, and let them. Scripts freeze, tie and wrap modules between steps."""
         self._first = None
-        if not self._is_graph_checked:
+        self.is_looking = False
+        self._recomputes = False
+        if not self.is_graph_known:
             self._seen.clear()
         self._due_at_once.clear()
-        owners: defaultdict[int, int] = defaultdict(int)
+        reasons = self._report.reasons
+        reasons.clear()
+        expert_weights = 0
+        owners: Counter[int] = Counter()
         linears: list[tuple[nn.Linear, bool]] = []
-        self._reasons.clear()
-        self._report.expert_weights = 0
-        for module, compiled in walk_modules(self._module):
+        for module, is_compiled in walk_modules(self._module):
             for param in module._parameters.values():
                 if param is not None:
                     owners[id(param)] += 1
-                    is_grouped = param.dim() == 3 and "expert" in type(module).__name__.lower()
-                    self._report.expert_weights += is_grouped and param.requires_grad
-            leaves_wgrad = self._takes_others and getattr(type(module), DELAYS_WGRAD, False)
-            if type(module) is nn.Linear or (leaves_wgrad and isinstance(module, nn.Linear)):
-                linears.append((module, compiled))
-            elif isinstance(module, nn.Linear):
-                self._reasons[f"of class {type(module).__module__}.{type(module).__qualname__}"] += 1
-        self._linears, self._others = [], []
+                    if param.dim() == 3 and param.requires_grad and "expert" in type(module).__name__.lower():
+                        expert_weights += 1
+            if isinstance(module, nn.Linear):
+                if type(module) is nn.Linear or (self._takes_others and getattr(type(module), DELAYS_WGRAD, False)):
+                    linears.append((module, is_compiled))
+                else:
+                    reasons[f"of class {type(module).__module__}.{type(module).__qualname__}"] += 1
+        self._report.expert_weights = expert_weights
+        self._linears = []
+        self._others = []
         self._is_of_others.clear()
-        for linear, compiled in linears:
-            reason = self._reason_against(linear, compiled, owners)
+        for linear, is_compiled in linears:
+            reason = self._find_reason(linear, is_compiled, owners)
             if reason:
-                self._reasons[reason] += 1
+                reasons[reason] += 1
             else:
                 (self._linears if type(linear) is nn.Linear else self._others).append(linear)
         self.defers = bool(self._linears or self._others)
+        for linear in self._linears:
+            linear.__dict__[_QUEUE] = self
+            object.__setattr__(linear, "__class__", _DeferredLinear)
 
-    def _reason_against(self, linear: nn.Linear, compiled: bool, owners: dict[int, int]) -> str:
-        params = [param for param in linear._parameters.values() if param is not None]
-        if compiled:
+    def _find_reason(self, linear: nn.Linear, is_compiled: bool, owners: Mapping[int, int]) -> str:
+        """Return the reason why a linear stays in B, or ""."""
+        if is_compiled:
             return "inside a compiled module"
         if linear._parameters.get("weight") is None:
             return "without a weight of their own"
         if "forward" in linear.__dict__:
             return "with a forward of their own"
-        if any(owners[id(param)] > 1 for param in params):
-            return "with a weight that another module has, too"
+        for param in linear._parameters.values():
+            if param is not None and owners[id(param)] > 1:
+                return "with a weight that another module has, too"
         if id(linear) in self._undeferred:
             return "whose input needs no gradient or is not contiguous"
         if id(linear) in self._read_elsewhere:
@@ -228,50 +254,43 @@ class WeightGradQueue:
         if not linear.weight.requires_grad:
             return "with a frozen weight"
         is_plain = type(linear) is nn.Linear
+        # Without a gradient in B, hooks would be called with None.
         if not is_plain and (has_hooks(linear.weight) or getattr(linear.weight, "main_grad", None) is not None):
-            return "of tp_linear, with hooks or a main_grad"  # B would call hooks without a gradient
+            return "of tp_linear, with hooks or a main_grad"
         return ""
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Let the stage's linears defer inside the ``with`` block."""
-        linears = self._linears
-        try:
-            for linear in linears:
-                linear.__dict__[_QUEUE] = self
-                object.__setattr__(linear, "__class__", _DeferredLinear)
-            yield
-        finally:
-            for linear in linears:
-                self._uninstall(linear)
-
-    def _uninstall(self, linear: nn.Linear) -> None:
-        linear.__dict__.pop(_QUEUE, None)
-        if type(linear) is _DeferredLinear:
-            object.__setattr__(linear, "__class__", nn.Linear)
+    def uninstall(self, linears: Sequence[nn.Linear] | None = None) -> None:
+        """Give linears their own forward again. Default: all linears that defer."""
+        for linear in self._linears if linears is None else linears:
+            linear.__dict__.pop(_QUEUE, None)
+            if type(linear) is _DeferredLinear:
+                object.__setattr__(linear, "__class__", nn.Linear)
 
     def start_forward(self, microbatch: int) -> None:
-        """Called in front of the forward of a microbatch."""
-        self.is_looking, self._recomputes = not (self._is_checked or self._is_graph_checked), False
+        """Start the forward of a microbatch whose graph is unknown."""
+        self.is_looking = not self._is_checked
+        self._recomputes = False
         if self.is_looking:
             self._first = microbatch
 
     def start_recomputation(self, microbatch: int) -> None:
-        """Called in front of what may compute forwards of a microbatch again."""
-        self.is_looking, self._recomputes = microbatch == self._first, True
+        """Start to compute forwards of a microbatch again, ahead of its backward."""
+        self.is_looking = microbatch == self._first
+        self._recomputes = True
 
     def keeps_in_backward(self, linear: nn.Linear) -> bool:
         """Return whether a linear of the first microbatch leaves its weight gradient in B.
 
-        What is computed again does so as its forward did, of which a reentrant checkpoint had no graph.
+        A recomputed linear does as in its forward. The forward of a reentrant checkpoint had no graph.
         """
         return not self._recomputes or id(linear) in self._seen
 
     def look_at(self, linear: nn.Linear, output: Tensor) -> Tensor:
-        """Take note of the node that computes a linear's output, which is returned."""
+        """Note the node that computes a linear's output, and return the output."""
         if not self._recomputes:
             node = _skip_views(output.grad_fn)
-            if type(node).__name__ == "AddBackward0":  # of the bias
+            # The bias was added afterwards.
+            if type(node).__name__ == "AddBackward0":
                 node = _skip_views(node.next_functions[0][0])
             _, nodes = self._seen.setdefault(id(linear), (id(linear._parameters["weight"]), []))
             nodes.append(node)
@@ -283,7 +302,8 @@ class WeightGradQueue:
         if self._due_at_once:
             self._compute_due_at_once()
         self._microbatch = microbatch
-        self.start_recomputation(microbatch)
+        self.is_looking = microbatch == self._first
+        self._recomputes = True
         self._calls.setdefault(microbatch, [])
         found: list[nn.Linear] = []
         hooks = [] if self._is_checked else self._watch_weights(found)
@@ -292,34 +312,45 @@ class WeightGradQueue:
         try:
             yield
         finally:
-            DELAYED_WGRAD.take = self._microbatch = None
+            DELAYED_WGRAD.take = None
+            self._microbatch = None
             for hook in hooks:
                 hook.remove()
-        self._is_checked = True
-        self._keep_in_backward(found)
+        if not self._is_checked:
+            self._is_checked = True
+            self._keep_in_backward(found)
+        # FSDP2 may gather the weights into other tensors for the next backward.
+        self._is_of_others.clear()
         if self._due_at_once:
             self._compute_due_at_once()
+        self.is_looking = False
+        self._recomputes = False
 
     def check_graph(self, output: Any) -> None:
         """Find weights that a graph reads outside of their linears, as ``F.linear(x, module.weight)`` does.
 
-        Called with the output of the first microbatch, or its loss. A reentrant checkpoint hides its graph until the
-        first backward, which looks for weights of linears inside of it. Others may be read there, so they stay in B.
+        A reentrant checkpoint hides its graph until the first backward, which looks for weights of linears inside of
+        it. Others may be read there, so they stay in B.
+
+        Args:
+            output: The output of the first microbatch, or its loss.
         """
-        if self._is_checked or self._is_graph_checked:
+        if self._is_checked or self.is_graph_known:
             return
-        self._is_graph_checked = True
+        self.is_graph_known = True
+        self.is_looking = False
         tensors = output if isinstance(output, (tuple, list)) else [output]
-        readers, is_whole = find_readers([one for one in tensors if isinstance(one, Tensor)])
+        readers, is_whole = find_readers([tensor for tensor in tensors if isinstance(tensor, Tensor)])
         found = []
         for linear in self._linears:
-            weight, products = self._seen.get(id(linear), (id(linear.weight), []))
+            weight, gemms = self._seen.get(id(linear), (id(linear.weight), []))
             is_hidden = not is_whole and id(linear) in self._seen
-            if is_hidden or not readers.get(weight, set()) <= set(products):
+            if is_hidden or not readers.get(weight, set()) <= set(gemms):
                 found.append(linear)
         self._keep_in_backward(found)
-        for _, products in self._seen.values():
-            products.clear()  # they keep the graph alive
+        # The nodes keep the graph alive.
+        for _, gemms in self._seen.values():
+            gemms.clear()
 
     def note_undeferred(self, linear: nn.Linear) -> None:
         """Keep a linear in B for good: the input of a call needs no gradient or is no matrix in memory."""
@@ -330,16 +361,16 @@ class WeightGradQueue:
         """Compute weight gradients of linears in B from their next call on."""
         for linear in linears:
             self._due_at_once.add(id(linear.weight))
-            self._uninstall(linear)
             if id(linear) not in self._undeferred:
                 self._read_elsewhere.add(id(linear))
+        self.uninstall(linears)
         kept = self._undeferred | self._read_elsewhere
         self._linears = [linear for linear in self._linears if id(linear) not in kept]
         self._others = [linear for linear in self._others if id(linear) not in kept]
         self._is_of_others.clear()
 
     def _compute_due_at_once(self) -> None:
-        """Compute what linears deferred that have been kept in B since: their next microbatch accumulates in B."""
+        """Compute the deferred gradients of linears that now stay in B: their next microbatch accumulates in B."""
         for microbatch, calls in self._calls.items():
             due = [call for call in calls if id(call.weight) in self._due_at_once]
             if due:
@@ -368,7 +399,8 @@ class WeightGradQueue:
     def _take(self, weight: Tensor, compute: ComputeGrad) -> bool:
         """Take the weight gradient of a linear of another feature, unless it has to stay in B."""
         key = id(weight)
-        if key not in self._is_of_others:  # here, in B, modules have the weights that FSDP2 has gathered
+        # In B, modules have the weights that FSDP2 has gathered.
+        if key not in self._is_of_others:
             self._is_of_others[key] = any(linear._parameters["weight"] is weight for linear in self._others)
         if self._microbatch is None or not self._is_of_others[key] or torch.is_grad_enabled():
             return False
@@ -380,60 +412,71 @@ class WeightGradQueue:
         """Compute and accumulate the weight gradients of a microbatch."""
         self._accumulate(self._calls.pop(microbatch, []))
 
-    @torch.no_grad()  # the saved input belongs to a graph, which the gradient would otherwise grow on
+    # The saved input belongs to a graph, which would otherwise grow with the gradient.
+    @torch.no_grad()
     def _accumulate(self, calls: list[_Call]) -> None:
-        alike: dict[int, list[_Call]] = {}  # the calls of each weight, in the order of the last
+        # The calls of each weight, in the order of its last call.
+        calls_by_weight: dict[int, list[_Call]] = {}
         while calls:
             call = calls.pop(0)
-            alike[id(call.weight)] = [*alike.pop(id(call.weight), ()), call]
+            calls_by_weight[id(call.weight)] = [*calls_by_weight.pop(id(call.weight), ()), call]
             self.pending -= 1
-        self.computed += len(alike)
+        self.computed += len(calls_by_weight)
         due: list[DeferredGrads] = []
-        while alike:
-            same = alike.pop(next(iter(alike)))
+        while calls_by_weight:
+            same = calls_by_weight.pop(next(iter(calls_by_weight)))
             weight, bias = same[0].weight, same[0].bias
             if same[0].compute is not None:
                 accumulate_deferred(due)
                 products = [product for call in same if (product := _compute_other(call)) is not None]
-                if products:  # else they were added already
+                # Without a product, the other feature has added the gradient itself.
+                if products:
                     accumulate_grads([weight], [functools.reduce(torch.add, products).to(weight.dtype)])
-            elif not self._fuse or len(same) > 1 or not _add_product(same[0]):
+            elif not self._is_fused or len(same) > 1 or not _add_product(same[0]):
                 due.append(([weight] if bias is None else [weight, bias], functools.partial(_compute_products, same)))
         accumulate_deferred(due)
 
     def clear(self) -> None:
-        """Drop what is due, after an error."""
+        """Drop the calls that are due, after an error."""
         self._calls.clear()
-        self._microbatch, self.pending = None, 0
+        self._microbatch = None
+        self.pending = 0
+        self.is_looking = False
+        self._recomputes = False
 
     def _watch_weights(self, found: list[nn.Linear]) -> list[RemovableHandle]:
-        """Have linears put into ``found`` whose weights get a gradient."""
+        """Put linears into ``found`` whose weights get a gradient."""
 
         def watch(linear: nn.Linear) -> RemovableHandle:
             def find(grad: Tensor | None) -> None:
-                if grad is not None:  # as where another feature's linear has left it out
+                # Another feature's linear may have left the gradient out.
+                if grad is not None:
                     found.append(linear)
 
             hook: RemovableHandle = linear.weight.register_hook(find)
             return hook
 
-        return [watch(one) for one in (*self._linears, *self._others) if id(one) not in self._seen]
+        linears = [linear for linear in (*self._linears, *self._others) if id(linear) not in self._seen]
+        return [watch(linear) for linear in linears]
 
 
-def walk_modules(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield each module once, with whether it is part of a compiled one."""
-    return _walk(module, False, set())
-
-
-def _walk(module: nn.Module, compiled: bool, seen: set[int]) -> Iterator[tuple[nn.Module, bool]]:
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    compiled = compiled or _is_compiled(module)
-    yield module, compiled
-    for child in module._modules.values():
-        if child is not None:
-            yield from _walk(child, compiled, seen)
+def walk_modules(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Return each module once, in torch's order, with whether it is part of a compiled one."""
+    found: list[tuple[nn.Module, bool]] = []
+    # A script's module may define its own equality.
+    seen: set[int] = set()
+    left = [(module, False)]
+    while left:
+        inner, is_compiled = left.pop()
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        # `module.compile()` was called, or `torch.compile(module)` returned it.
+        own = inner.__dict__
+        is_compiled = is_compiled or own.get("_compiled_call_impl") is not None or "dynamo_ctx" in own
+        found.append((inner, is_compiled))
+        left += [(child, is_compiled) for child in reversed(inner._modules.values()) if child is not None]
+    return found
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -441,19 +484,20 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def has_hooks(param: Tensor) -> bool:
-    """Tell whether a script has put hooks on a parameter, which see its gradients."""
+    """Return whether a script has put hooks on a parameter, which read its gradients."""
     return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def _compute_other(call: _Call) -> Tensor | None:
-    """Return the weight's gradient of a linear of another feature, or None if that has added it."""
+    """Return the weight's gradient of a linear of another feature, or None if that feature has added it."""
     assert call.compute is not None
-    with torch.autocast(call.weight.device.type, enabled=False):  # as in the backward that left it out
+    # The backward that left it out ran without autocast as well.
+    with torch.autocast(call.weight.device.type, enabled=False):
         return call.compute()
 
 
 def _compute_products(calls: list[_Call]) -> list[Tensor]:
-    """Return the gradients of a linear's weight ``[out, in]`` and bias ``[out]``: the sums of its calls, as stock's."""
+    """Return the gradients of a linear's weight ``[out, in]`` and bias ``[out]``: the sums of its calls."""
     weights, biases = [], []
     dtype = calls[0].weight.dtype
     while calls:
@@ -468,7 +512,7 @@ def _compute_products(calls: list[_Call]) -> list[Tensor]:
 
 
 def _add_product(call: _Call) -> bool:
-    """Add the products into the gradients in place, where no hook would see them; tell whether that was done."""
+    """Add the products into the gradients in place, unless a hook would miss them; return whether that was done."""
     leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
     assert call.grad is not None
     for leaf in leaves:
@@ -482,8 +526,3 @@ def _add_product(call: _Call) -> bool:
     if call.bias is not None and call.bias.grad is not None:
         call.bias.grad.add_(rows.sum(0))
     return True
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called, or ``torch.compile(module)`` returned it."""
-    return vars(module).get("_compiled_call_impl") is not None or "dynamo_ctx" in vars(module)

@@ -1,4 +1,4 @@
-"""torch's inference of shapes, in front of the first step of a schedule, so that it ends alike on all ranks."""
+"""The first step of a schedule: who computes it, and torch's inference of shapes, which ends the same on all ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from ovpatch.overlap.comm.consensus import gather_values
 from ovpatch.overlap.comm.lifetimes import group_store, group_timeout_s
 from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
-from ovpatch_plugins.pipeline.runtime.stage import StageRun
+from ovpatch_plugins.pipeline.runtime.stage import Stage
 from ovpatch_plugins.pipeline.runtime.step_failures import PipelineRankError, Vote, make_rank_error
 from ovpatch_plugins.pipeline.runtime.torch_compat import (
     connects_by_metadata,
@@ -26,8 +27,8 @@ from ovpatch_plugins.pipeline.runtime.torch_compat import (
 _LONGEST_PAUSE_S: Final = 0.05
 
 
-class ShapeInference:
-    """The inference of shapes by the stages of one pipeline.
+class FirstStep:
+    """The first step of one pipeline.
 
     Before a first step torch runs each module once, and from 2.12 on the loss and a backward. A stage waits for the
     metadata of the one before in a receive of torch, which a failed rank never ends, and which cannot be given up: the
@@ -38,24 +39,36 @@ class ShapeInference:
     Args:
         group: The pipeline's group. All its ranks make this together.
         device: Where its stages compute.
+        begins_as_stock: Whether a stage of this rank needs stock PyTorch for the step.
         on_host: Whether messages of the group block the host, as on gloo.
+
+    Attributes:
+        is_stock: Whether stock PyTorch computes the step, on all ranks; see [Note: first step of a wrapped stage].
+        has_begun: Whether the step has begun.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, on_host: bool) -> None:
-        self._group, self._device, self._on_host = group, device, on_host
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, begins_as_stock: bool, on_host: bool) -> None:
+        # Messages of stock PyTorch and of the engine do not match, so all ranks choose the same.
+        self.is_stock = any(gather_values(group, "pipeline: first step", begins_as_stock))
+        self.has_begun = False
+        self._group = group
+        self._device = device
+        self._on_host = on_host
         self._rank = f"rank {dist.get_global_rank(group, group.rank())}"
         self._vote = Vote(group, "pipeline shapes")
         self._name = f"{self._vote.name}/metadata"
         store = group_store(group)
         assert store is not None, "the process group was destroyed"
-        self._store: Any = store  # set() takes bytes, too, other than it says
-        self._sent: list[str] = []  # keys of metadata
+        # Against its annotation, set() takes bytes as well.
+        self._store: Any = store
+        # Keys of metadata.
+        self._sent: list[str] = []
         self._number = 0
 
-    def run(
+    def infer_shapes(
         self,
         schedule: Any,
-        stages: Sequence[StageRun],
+        stages: Sequence[Stage],
         check_inputs: Callable[[], object],
         initialize: Callable[[], object],
         end: Callable[[], object] | None,
@@ -89,7 +102,7 @@ class ShapeInference:
 
     def _run(
         self,
-        stages: Sequence[StageRun],
+        stages: Sequence[Stage],
         check_inputs: Callable[[], object],
         initialize: Callable[[], object],
         end: Callable[[], object] | None,

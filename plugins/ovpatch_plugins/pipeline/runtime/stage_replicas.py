@@ -28,10 +28,13 @@ class LocalGradients:
         objection: Why weight gradients of the stage cannot be deferred, or "".
         has_replicas: Whether gradients are reduced around the computations of a step, not in each.
         reduces_in_backward: Whether the last backward reduces them where nothing is deferred.
+        wraps_weight_grads: Whether each W runs in :meth:`computing_weight_grads`, and :meth:`reduce` follows the last.
         replicas: The ranks that reduce the same gradients.
     """
 
-    has_replicas = reduces_in_backward = False
+    has_replicas = False
+    reduces_in_backward = False
+    wraps_weight_grads = False
 
     def __init__(self, objection: str = "", groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self.objection = objection
@@ -83,7 +86,9 @@ class DataParallel(LocalGradients):
         wrapper: The stage's module.
     """
 
-    has_replicas = reduces_in_backward = True
+    has_replicas = True
+    reduces_in_backward = True
+    wraps_weight_grads = True
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         searches = wrapper.find_unused_parameters or wrapper.static_graph
@@ -155,6 +160,7 @@ class FullyShardedGradients(LocalGradients):
     """
 
     has_replicas = True
+    wraps_weight_grads = True
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

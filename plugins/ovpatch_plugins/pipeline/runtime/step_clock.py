@@ -1,7 +1,7 @@
 """Clocks that measure computations and steps: the host's, or that of the device's stream.
 
-A device runs behind its host, which issues work and goes on. Its clock records events around each computation, behind
-the wait for the message that the computation reads, and looks at them in a later step, without waiting.
+A device runs behind its host, which issues work and continues. Its clock records events around each computation, after
+the wait for the message that the computation reads, and reads them in a later step, without waiting.
 """
 
 from __future__ import annotations
@@ -10,84 +10,74 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Final, Protocol
 
 import torch
 
 from ovpatch.overlap.pipelining.ir import Kind
 
+_MAX_DURATIONS: Final = 64
+
 
 class StepTimes:
-    """Durations of a rank's computations and steps, in seconds; the last :attr:`WINDOW` of each kind."""
+    """The last durations of a rank's computations and steps, in seconds.
 
-    WINDOW = 64
+    Attributes:
+        actions: Durations of computations by stage and kind.
+        steps: Durations of steps.
+        overheads: Parts of steps that are neither a computation nor a wait.
+    """
 
     def __init__(self) -> None:
-        self._costs: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
-        self._steps: list[float] = []
-        self._overheads: list[float] = []
-
-    def add_action(self, stage: int, kind: Kind, seconds: float) -> None:
-        """Add a computation."""
-        _append(self._costs[stage, kind], seconds)
-
-    def add_step(self, seconds: float) -> None:
-        """Add a step."""
-        _append(self._steps, seconds)
-
-    def add_overhead(self, seconds: float) -> None:
-        """Add what a step took beside its computations and waits."""
-        _append(self._overheads, seconds)
+        make: partial[deque[float]] = partial(deque, maxlen=_MAX_DURATIONS)
+        self.actions: Final[defaultdict[tuple[int, Kind], deque[float]]] = defaultdict(make)
+        self.steps: Final = make()
+        self.overheads: Final = make()
 
     @property
     def overhead(self) -> float:
-        """Median of what a step takes beside its computations and waits; 0 where that is not known, as on a device."""
-        return statistics.median(self._overheads) if self._overheads else 0.0
+        """Median of the part of a step outside computations and waits; 0 if unknown, as on a device."""
+        return statistics.median(self.overheads) if self.overheads else 0.0
 
     def clear(self) -> None:
         """Forget all durations."""
-        self._costs.clear()
-        self._steps.clear()
-        self._overheads.clear()
+        self.actions.clear()
+        self.steps.clear()
+        self.overheads.clear()
 
     def stages(self) -> set[int]:
         """Return the stages with costs."""
-        return {stage for stage, _ in self._costs}
+        return {stage for stage, _ in self.actions}
 
     def cost(self, stage: int, kind: Kind) -> float:
         """Return the median cost; 0 without one."""
-        costs = self._costs.get((stage, kind))
+        costs = self.actions.get((stage, kind))
         return statistics.median(costs) if costs else 0.0
 
     def mean(self, stage: int, kind: Kind) -> float:
-        """Return the mean cost; 0 without one. Where costs scatter, a step takes about the sum of means."""
-        return statistics.fmean(self._costs.get((stage, kind)) or [0.0])
+        """Return the mean cost; 0 without one. If costs scatter, a step takes about the sum of means."""
+        return statistics.fmean(self.actions.get((stage, kind)) or [0.0])
 
     def bubble(self, microbatches: int) -> float | None:
         """Return ``1 - m (F + B + W) / T`` over all stages of the rank; None before the first step."""
-        if not self._steps:
+        if not self.steps:
             return None
-        work = sum(self.cost(stage, kind) for stage, kind in self._costs)
-        return 1 - microbatches * work / statistics.median(self._steps)
-
-
-def _append(values: list[float], value: float) -> None:
-    if len(values) >= StepTimes.WINDOW:
-        del values[0]
-    values.append(value)
+        work = sum(self.cost(stage, kind) for stage, kind in self.actions)
+        return 1 - microbatches * work / statistics.median(self.steps)
 
 
 class Clock(Protocol):
-    """Measures what a rank does in a step, and adds it to its :class:`StepTimes`, in seconds."""
+    """Measures the work of a rank in a step, and adds it to its :class:`StepTimes`, in seconds."""
 
     def start_step(self) -> None:
-        """Start the time of a step, and add what is known of earlier ones."""
+        """Start the time of a step, and add the known times of earlier ones."""
 
     def end_step(self) -> None:
         """End the time of a step."""
 
     def drop_step(self) -> None:
-        """Forget the computations of a step that failed."""
+        """Forget the computations of a failed step."""
 
     def now(self) -> Any:
         """Return the start of a computation."""
@@ -103,30 +93,33 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The host's clock, where a computation has ended when its call returns.
+    """The host's clock: a computation has ended when its call returns.
 
     Args:
         times: Gets the durations.
 
     Attributes:
-        read: Returns the time in seconds; replaced by benchmarks.
+        read: Returns the time in seconds. Benchmarks replace it.
     """
 
     read: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, times: StepTimes) -> None:
         self._times = times
-        self._started = self._counted = 0.0
+        self._started = 0.0
+        # Seconds of computations and waits in the step.
+        self._counted = 0.0
 
     def start_step(self) -> None:
         """Start the time of a step."""
-        self._started, self._counted = self.read(), 0.0
+        self._started = self.read()
+        self._counted = 0.0
 
     def end_step(self) -> None:
-        """End the time of a step; what is no computation and no wait in it is what the engine takes."""
+        """End the time of a step. The engine takes all time that is no computation and no wait."""
         seconds = self.read() - self._started
-        self._times.add_step(seconds)
-        self._times.add_overhead(max(0.0, seconds - self._counted))
+        self._times.steps.append(seconds)
+        self._times.overheads.append(max(0.0, seconds - self._counted))
 
     def drop_step(self) -> None:
         """Do nothing: computations before the failure are as good as others."""
@@ -139,7 +132,7 @@ class HostClock:
         """Take the time since ``started`` as that of a computation."""
         seconds = self.read() - started
         self._counted += seconds
-        self._times.add_action(stage, kind, seconds)
+        self._times.actions[stage, kind].append(seconds)
 
     def begin_wait(self) -> float:
         """Return the start of a wait for other ranks."""
@@ -151,12 +144,12 @@ class HostClock:
 
 
 class DeviceClock:
-    """Events on the current stream of a CUDA device. A computation whose work is issued too late takes longer there.
+    """Events on the current stream of a CUDA device. If the host issues work too late, computations take longer there.
 
     Args:
         times: Gets the durations, one step later.
         device: The device.
-        make_event: Makes an event; replaced by tests without a device.
+        make_event: Makes an event. Tests without a device replace it.
     """
 
     def __init__(self, times: StepTimes, device: torch.device, make_event: Callable[[], Any] | None = None) -> None:
@@ -165,12 +158,16 @@ class DeviceClock:
         self._make_event = make_event or _make_event
         self._free: list[Any] = []
         self._started: Any = None
-        # Of computations and, without a stage, of steps, in the order in which they end.
+        # Computations and, without a stage, steps, with their events, in the order in which they end.
         self._measured: deque[tuple[int | None, Kind, Any, Any]] = deque()
 
     def start_step(self) -> None:
-        """Start the time of a step, and add what is known of earlier ones."""
-        self._collect()
+        """Start the time of a step, and add the known times of earlier ones."""
+        while self._measured and self._measured[0][3].query():
+            stage, kind, started, ended = self._measured.popleft()
+            seconds = started.elapsed_time(ended) / 1000
+            (self._times.steps if stage is None else self._times.actions[stage, kind]).append(seconds)
+            self._free += [started, ended]
         self._started = self.now()
 
     def end_step(self) -> None:
@@ -178,7 +175,7 @@ class DeviceClock:
         self._measured.append((None, Kind.F, self._started, self.now()))
 
     def drop_step(self) -> None:
-        """Forget the computations of a step that failed."""
+        """Forget the computations of a failed step."""
         self._measured.clear()
 
     def now(self) -> Any:
@@ -197,17 +194,6 @@ class DeviceClock:
 
     def end_wait(self, started: float) -> None:
         """Do nothing."""
-
-    def _collect(self) -> None:
-        """Add the durations of what has ended on the device."""
-        while self._measured and self._measured[0][3].query():
-            stage, kind, started, ended = self._measured.popleft()
-            seconds = started.elapsed_time(ended) / 1000
-            if stage is None:
-                self._times.add_step(seconds)
-            else:
-                self._times.add_action(stage, kind, seconds)
-            self._free += [started, ended]
 
 
 def _make_event() -> Any:

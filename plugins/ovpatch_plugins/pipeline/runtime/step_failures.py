@@ -47,16 +47,15 @@ class StepFailures:
 
     Args:
         group: The pipeline's group. All its ranks make this together.
+
+    Attributes:
+        step: Number of the step among all of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._name = name_keys(group, "pipeline failures")
-        self._step = 0
-
-    def start_step(self, step: int) -> None:
-        """Begin a step, given its number among all of the group."""
-        self._step = step
+        self.step = 0
 
     def publish(self, text: str) -> None:
         """Tell the other ranks of a failure, before any message that follows."""
@@ -68,7 +67,7 @@ class StepFailures:
 
     def read(self) -> str:
         """Return which rank failed in this step, and why, or ""."""
-        store, key = group_store(self._group), self._key()
+        store, key = group_store(self._group), f"{self._name}/{self.step}"
         with suppress(dist.DistNetworkError):
             if store is not None and store.check([key]):
                 text = store.get(key).decode()
@@ -87,7 +86,7 @@ class StepFailures:
             store.wait([f"{key}/read by {rank}" for rank in others], timedelta(seconds=_PATIENCE_S))
 
     def _key(self) -> str:
-        return f"{self._name}/{self._step}"
+        return f"{self._name}/{self.step}"
 
 
 class Replicas:

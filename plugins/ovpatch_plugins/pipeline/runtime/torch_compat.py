@@ -35,8 +35,11 @@ def makes_buffers(stage: Any) -> bool:
 
 def has_buffers(infos: Sequence[Any]) -> bool:
     """Tell whether descriptors of a message hold tensors with data."""
-    buffers = (getattr(info, "buffer", None) for info in infos)
-    return any(isinstance(buffer, Tensor) and not buffer.is_meta for buffer in buffers)
+    for info in infos:
+        buffer = getattr(info, "buffer", None)
+        if isinstance(buffer, Tensor) and not buffer.is_meta:
+            return True
+    return False
 
 
 def find_shapes(infos: Sequence[Any]) -> list[Tensor | None]:
@@ -224,11 +227,6 @@ def keep_metadata(stage: Any) -> Callable[[], None]:
 # --- schedules ---
 
 
-def _list_ways(schedule: Any) -> list[Any]:
-    """Return the schedules of torch that one consists of."""
-    return list(getattr(schedule, "ways", (schedule,)))
-
-
 def list_stages(schedule: Any) -> list[Any]:
     """Return this rank's stages of one of torch's schedules, in its order."""
     stages = getattr(schedule, "_stages", None)
@@ -237,12 +235,16 @@ def list_stages(schedule: Any) -> list[Any]:
 
 def is_initialized(schedule: Any) -> bool:
     """Tell whether torch has initialised the stages of a schedule for steps with a backward."""
-    return all(getattr(way, name, True) for way in _list_ways(schedule) for name in _INITIALIZED)
+    for way in getattr(schedule, "ways", (schedule,)):
+        for name in _INITIALIZED:
+            if not getattr(way, name, True):
+                return False
+    return True
 
 
 def forget_initialization(schedule: Any) -> None:
     """Have torch initialise the stages of a schedule anew."""
-    for way in _list_ways(schedule):
+    for way in getattr(schedule, "ways", (schedule,)):
         vars(way).update((name, False) for name in _INITIALIZED if hasattr(way, name))
 
 

@@ -7,8 +7,6 @@ replicas of a stage, which stand on two ranks, are added up; so the replicas sta
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedule1F1B, ScheduleGPipe
 
 from ovpatch.overlap.pipelining.ir import BidirectionalPlacement
-from ovpatch_plugins.pipeline.options import ActiveOptions
+from ovpatch_plugins.pipeline.runtime.pipeline_shape import PipelineShape, StageInfo
 from ovpatch_plugins.pipeline.runtime.torch_compat import initialize_stages
 
 _WAYS: Final = 2
@@ -68,13 +66,20 @@ class ScheduleBidirectional(PipelineScheduleMulti):
             members = [dist.get_global_rank(group, rank) for rank in own]
             self.replicas = dist.new_group(members, use_local_synchronization=True)
 
-    def number_stages(self) -> dict[int, Any]:
-        """Return this rank's stages by their index in :attr:`placement`."""
-        return {way * self.pp_group_size + stage.stage_index: stage for way, stage in enumerate(self._stages)}
-
-    def first_input(self, number: int) -> int:
-        """Return the microbatch of the step that is number 0 of a stage."""
-        return number // self.pp_group_size * (self._n_microbatches // _WAYS)
+    def describe_shape(self) -> PipelineShape:
+        """Return the pipeline as this rank sees it: both of its stages, numbered as in :attr:`placement`."""
+        return PipelineShape(
+            self.placement,
+            tuple(
+                StageInfo(
+                    way * self.pp_group_size + stage.stage_index,
+                    stage,
+                    first_input=way * (self._n_microbatches // _WAYS),
+                    replicas=self.replicas,
+                )
+                for way, stage in enumerate(self._stages)
+            ),
+        )
 
     def _initialize_stages(self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None) -> None:
         for way in self.ways:
@@ -90,18 +95,7 @@ class ScheduleBidirectional(PipelineScheduleMulti):
             losses[:] = self._internal_losses
         self._internal_losses.clear()
 
-    def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
-        options = ActiveOptions.current
-        if options is None:
-            self.run_in_turns(*args, **kwargs)
-            return
-        from ovpatch_plugins.pipeline.pipeline_attach import BIDIRECTIONAL, Takeover
-
-        run = functools.partial(self.run_in_turns, *args, **kwargs)
-        given = inspect.signature(self.run_in_turns).bind(*args, **kwargs)
-        Takeover(options).run_step(self, BIDIRECTIONAL, run, given)
-
-    def run_in_turns(
+    def _step_microbatches(
         self,
         arg_mbs: list[Any] | None = None,
         kwarg_mbs: list[Any] | None = None,
@@ -110,12 +104,13 @@ class ScheduleBidirectional(PipelineScheduleMulti):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Run the pipelines one after the other, each by stock's 1F1B."""
+        """Run the pipelines sequentially, each by torch's 1F1B. Feature ``pipeline`` patches this method."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         extra = {} if loss_kwargs is None else {"loss_kwargs": loss_kwargs}
-        for number, way in zip(self.number_stages(), self.ways, strict=True):
+        half = self._n_microbatches // _WAYS
+        for number, way in enumerate(self.ways):
             way._has_backward, way.scale_grads = self._has_backward, self.scale_grads
-            own = slice(self.first_input(number), self.first_input(number) + way._n_microbatches)
+            own = slice(number * half, (number + 1) * half)
             has_losses = losses is not None and way._stage.is_last
             targets = None if target_mbs is None else target_mbs[own]
             own_losses = losses if has_losses else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from ovpatch.overlap.comm.lifetimes import attached_values
 from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
 from ovpatch_plugins.pipeline.runtime.deferred_linears import has_hooks, walk_modules
-from ovpatch_plugins.pipeline.runtime.stage import StageRun
+from ovpatch_plugins.pipeline.runtime.pipeline_shape import StageInfo
+from ovpatch_plugins.pipeline.runtime.stage import Stage, StageOptions
 from ovpatch_plugins.pipeline.runtime.stage_replicas import is_data_parallel
 
 _OPTIMIZERS: Final = "pipeline: optimizers"  # of a schedule, as attach_optimizer() names them
@@ -63,17 +65,17 @@ def raise_reason(schedule: Any, reason: str) -> None:
     raise WeightStashError(f"{type(schedule).__name__}: {reason.rstrip('.')}. {_REMEDY}")
 
 
-class StashedStageRun(StageRun):
+class StashedStage(Stage):
     """A stage that steps its optimizers behind each backward.
 
     Args:
-        stage: The stage of ``torch.distributed.pipelining``.
-        schedule: Its schedule.
-        varies: The option ``variable_seq_lengths``.
+        info: The stage in its pipeline.
+        options: Its options.
+        schedule: The schedule.
     """
 
-    def __init__(self, stage: Any, schedule: Any, *, varies: bool) -> None:
-        super().__init__(stage, delay_wgrad_compute="off", varies=varies)
+    def __init__(self, info: StageInfo, options: StageOptions, *, schedule: Any) -> None:
+        super().__init__(info, replace(options, delay_wgrad_compute="off", is_fused=False, sends=False, splits=False))
         self.objection = self.report.objection = "weight_stash steps the optimizer behind each backward"
         self._optimizers: list[torch.optim.Optimizer] = attached_values(schedule)[_OPTIMIZERS]
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -108,7 +110,7 @@ class StashedStageRun(StageRun):
         if param.grad is not None:
             self._refuse(place, "has a gradient when schedule.step() begins. Call optimizer.zero_grad() before")
 
-    def run_forward(self, microbatch: int, args: Any, kwargs: Any, keep_output: bool) -> Any:
+    def forward(self, microbatch: int, args: Any, kwargs: Any, keep_output: bool) -> Any:
         """Compute F with the newest weights, and stash them."""
         if not self._version:
             self._version = {id(param): param.detach().clone() for *_, param in self._places}
@@ -116,12 +118,12 @@ class StashedStageRun(StageRun):
         stash = {id(param): _alias(param, self._version[id(param)]) for *_, param in self._places}
         self._stashes[microbatch] = stash
         with self._swapped(stash):
-            return super().run_forward(microbatch, args, kwargs, keep_output)
+            return super().forward(microbatch, args, kwargs, keep_output)
 
-    def run_backward(self, microbatch: int, loss: Any, microbatches: int) -> bool:
+    def backward(self, microbatch: int, loss: Any, microbatches: int) -> bool:
         """Compute the full backward with the weights of the forward, which a checkpoint reads again."""
         with self._swapped(self._stashes[microbatch]):
-            return super().run_backward(microbatch, loss, microbatches)
+            return super().backward(microbatch, loss, microbatches)
 
     def finish_backward(self, microbatch: int, check_peers: Callable[[], None]) -> None:
         """Step the optimizers with the gradients of a microbatch alone, whose input gradient is on its way."""
