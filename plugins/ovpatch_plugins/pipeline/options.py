@@ -19,8 +19,9 @@ OPTIONS: Final = (
     Option(
         "schedule",
         AS_GIVEN,
-        "Order of the computations. as-given: that of the script's class. auto: solved from costs that are measured "
-        "in the first steps, and used if it is faster in a race. The others need one stage on each rank; zb-h1 takes "
+        "Order of the computations. as-given: that of the script's class. auto (experimental): solved from costs that "
+        "are measured in the first steps, and used if it is faster in a race. The others need one stage on "
+        "each rank; zb-h1 takes "
         "the memory of 1F1B, zb-h2 up to twice that. CSV files, and other classes with several stages per rank, keep "
         "their order.",
         choices=SCHEDULES,
@@ -70,14 +71,16 @@ OPTIONS: Final = (
     Option(
         "weight_stash",
         "off",
-        "pipedream: the optimizers of attach_optimizer() step behind the backward of each microbatch, which has the "
+        "Experimental. pipedream: the optimizers of attach_optimizer() step behind the backward of each "
+        "microbatch, which has the "
         "weights of its forward. Not stock's numbers, but asynchronous training. Needs schedule=as-given or 1f1b.",
         choices=("off", "pipedream"),
     ),
     Option(
         "forward_doubling",
         False,
-        "Chimera's: in a pipeline of cut(placement='bidirectional'), forwards of two microbatches stand side by side, "
+        "Experimental. Chimera's: in a pipeline of cut(placement='bidirectional'), forwards of two "
+        "microbatches stand side by side, "
         "as long as a backward of the other direction. Less bubble, up to twice the memory of 1F1B. Other schedules "
         "keep their order.",
     ),
