@@ -142,7 +142,7 @@ class CopiedMessages(Messages):
         self._copies.check()
 
     def finish(self) -> None:
-        """Wait until all messages are sent, after this rank has received all of its own."""
+        """Wait until all messages are sent, after this rank has received all messages for it."""
         super().finish()
         self._copies.end()
 
@@ -168,7 +168,7 @@ def find_reason_against_copies(
         group: The pipeline's group.
         devices: The devices of this rank's stages.
         varies: The option ``variable_seq_lengths``.
-        is_asked: Whether the script asks for copies. Otherwise they need a GPU for each rank: which transport is faster
+        is_asked: Whether the user wants copies. Otherwise they need a GPU for each rank: which transport is faster
             for ranks that share a GPU is not known.
     """
     if varies:
@@ -203,5 +203,5 @@ def _try_copies(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def write_c10d_remark(reason: str) -> str:
-    """Return the line of the report for messages by ``torch.distributed`` that nobody asked for."""
+    """Return the line of the report for messages by ``torch.distributed`` instead of copies."""
     return f"messages are carried by torch.distributed, not by copy engines: {reason}"

@@ -1,4 +1,4 @@
-"""What a process group keeps for the directed edges of its pipelines: NCCL communicators, and slots in memory."""
+"""NCCL communicators and slots in memory that a process group keeps for the directed edges of its pipelines."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Kind(enum.Enum):
     """The computations of one microbatch on one stage, by the letters of the zero-bubble paper.
 
     ``F`` is the forward, ``B`` the gradient of the stage's input alone, ``W`` the gradients of its weights that ``B``
-    left for later, and ``BW`` a full backward; torch calls the latter ``B``, and ``B`` ``I``.
+    left for later. ``BW`` is a full backward; torch calls the latter ``B``, and ``B`` ``I``.
     """
 
     F = "F"
@@ -169,7 +169,7 @@ class Step:
         posts: Receives to start before it, in the order of their senders.
         kept: By receiver, how many messages may still be unread there once ``receive`` has come.
         is_last_backward: Whether it is the last B of its stage, in full or not.
-        reduces: Whether it has the last weight gradients of its stage, behind which they are reduced and scaled.
+        reduces: Whether it has the last weight gradients of its stage, so that they are reduced and scaled after it.
         unshards: Stages whose parameters are gathered before it.
         reshards: Stages whose parameters are sharded again before it.
     """
@@ -220,8 +220,8 @@ def make_program(
         schedule: Orders of all ranks.
         placement: Rank of each stage.
         rank: The rank.
-        ahead: How many receives are started before the computation in front of the one that reads them.
-        shardings: Which stages of the rank are unsharded and resharded: index of the computation in front of which it
+        ahead: How many receives are started before the computation that precedes their reader.
+        shardings: Which stages of the rank are unsharded and resharded: index of the computation before which it
             happens, ``"UNSHARD"`` or ``"RESHARD"``, stage.
     """
     messages = list_messages(schedule, placement)

@@ -59,7 +59,7 @@ class Messages:
         is_copied: Whether copy engines carry the messages.
         remarks: The lines of the report about the transport.
         posted: The receives that this step has started.
-        arriving: Those of them for which no step has waited, with their handles and buffers.
+        arriving: The posted receives without a wait so far, with their handles and buffers.
     """
 
     is_open = True

@@ -16,7 +16,7 @@ def check_schedule(
     keep_forward_order: bool = False,
     slots: int | None = None,
 ) -> None:
-    """Check that a schedule computes each microbatch once, keeps stock's bits, and ends.
+    """Check that a schedule computes each microbatch once, keeps the bits of stock PyTorch, and ends.
 
     Args:
         schedule: Orders by rank.
@@ -29,7 +29,7 @@ def check_schedule(
 
     Raises:
         ScheduleError: A rule is broken. The first violation is named, in the order of the rules: numbers, placement,
-            each computation once, F before B before W, sequences of stock, no deadlock.
+            each computation once, F before B before W, sequences of ``stock``, no deadlock.
     """
     if len(schedule) != max(placement, default=-1) + 1:
         raise ScheduleError(
@@ -135,7 +135,8 @@ def _check_progress(schedule: Schedule, placement: Placement, slots: int | None)
             return source is None
         if slots is None or source not in numbers:
             return True
-        edge, number = numbers[source]  # slot number % slots is free once all messages up to number - slots are read
+        edge, number = numbers[source]
+        # Slot ``number % slots`` is free once the receiver has read all messages up to ``number - slots``.
         return number - first_unread[edge] < slots
 
     moved = True
@@ -186,7 +187,7 @@ def _ends_with(schedule: Schedule, placement: Placement, slots: int) -> bool:
     taken: Counter[tuple[int, int]] = Counter()
 
     def runs(action: Action) -> bool:
-        """Take what an action reads, and tell whether it ends."""
+        """Take the input of an action, and return whether it ends."""
         source = find_source(action, placement)
         if source in numbers:
             edge, number = numbers[source]

@@ -14,9 +14,9 @@ ORDERS: Final = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 PLACEMENTS: Final = ("straight", "loop", "vee", "bidirectional")
 """The placements of :func:`build_placement`."""
 
-_OF_TORCH: Final = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
+_TORCH_KINDS: Final = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
 _OVERLAPPED: Final = "OVERLAP_F_B"
-# What a lowered order has beside computations; the engine derives it from the computations.
+# Other actions of a lowered order. The engine derives them from the computations.
 _NO_COMPUTATION: Final = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_", "RECV_", "WAIT_")
 
 
@@ -80,7 +80,7 @@ def build_order(name: str, *, ranks: int, microbatches: int) -> Schedule:
 def _interleave(stage: int, microbatches: int, *, warmup: int, lag: int | None) -> list[Action]:
     """Return ``warmup`` Fs, then a backward and an F in turns, then the other backwards.
 
-    ``lag`` is the number of microbatches by which W stays behind B while Fs are left; None stands for full backwards.
+    ``lag`` is the number of microbatches by which W follows B while Fs are left; None means full backwards.
     With ``lag``, a W follows each B when no F is left: Bs then arrive as far apart as a B and a W take.
     """
     warmup = min(warmup, microbatches)
@@ -148,7 +148,7 @@ def _build_vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
 def build_vee_blocks(name: str, *, ranks: int, microbatches: int) -> Schedule:
     """Return V-Half or V-Min (arXiv 2405.15362): each microbatch runs at fixed slots, six slots after the one before.
 
-    The orders are those of Fs and Bs; each W follows its B.
+    Only Fs and Bs have slots; each W follows its B.
 
     Args:
         name: ``v-half`` or ``v-min``, by the memory that is held.
@@ -231,7 +231,7 @@ class _Bidirectional:
         return orders
 
     def _list(self, stage: int) -> Iterator[tuple[int, int, int, int, int, Action]]:
-        """Return what a stage can run next: its start, and what decides among equals."""
+        """Yield the next actions of a stage, each with its start and the ranks among equal starts."""
         rank, place = self.placement[stage], stage % self.ranks
         forwards, backwards = self.done[Kind.F][stage], self.done[Kind.BW][stage]
         continues = forwards % self.grouped != 0  # a group that has begun
@@ -255,7 +255,7 @@ class _Bidirectional:
 def convert_torch_order(pipeline_order: Mapping[int, Sequence[Any]]) -> Schedule:
     """Return the computations of a ``pipeline_order`` of ``torch.distributed.pipelining``.
 
-    ``OVERLAP_F_B`` becomes its parts, one after the other. Entries that are None, transfers, reductions, waits,
+    ``OVERLAP_F_B`` becomes its parts. Entries that are None, transfers, reductions, waits,
     unshards and reshards are left out.
 
     Args:
@@ -280,8 +280,8 @@ def _convert(rank: int, actions: Sequence[Any]) -> Iterator[Action]:
         kind = str(getattr(action.computation_type, "value", action.computation_type))
         if kind == _OVERLAPPED and action.sub_actions:
             yield from _convert(rank, action.sub_actions)
-        elif kind in _OF_TORCH and action.microbatch_index is not None:
-            yield Action(_OF_TORCH[kind], int(action.stage_index), int(action.microbatch_index))
+        elif kind in _TORCH_KINDS and action.microbatch_index is not None:
+            yield Action(_TORCH_KINDS[kind], int(action.stage_index), int(action.microbatch_index))
         elif not kind.startswith(_NO_COMPUTATION):
             raise ScheduleError(
                 f"rank {rank}: action {action} of kind {kind} is unknown. Use torch 2.11 to 2.15, or turn the feature "

@@ -1,6 +1,6 @@
 """The position of another library's loop in a rank's program.
 
-The loop computes F and B itself, in the program's order. It asks for the inputs of a computation and hands over the
+The loop computes F and B itself, in the program's order. It takes the inputs of a computation and hands over the
 results. The cursor starts receives early, does not wait for sends, and has W computed after them.
 """
 
@@ -31,7 +31,7 @@ class ProgramCursor:
         device: The device on which the stage computes.
 
     Attributes:
-        early_receives: The receives of the step that start before the computation in front of their readers.
+        early_receives: The receives of the step that start before the computation that precedes their readers.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

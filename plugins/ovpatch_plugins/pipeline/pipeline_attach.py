@@ -1,4 +1,4 @@
-"""Which schedules the engine runs, and how all ranks of a pipeline agree on that."""
+"""Attaches the engine to schedules, as all ranks of a pipeline agree."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ BIDIRECTIONAL: Final = "ScheduleBidirectional"
 # The key of a schedule's attachment.
 _ATTACHED: Final = "pipeline: attached"
 _SINGLE: Final = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
-# Classes with an order of their own, so that schedule=auto may replace it. Other orders are the script's choice.
+# Classes that bring their own order, so that schedule=auto may replace it. Other orders are the script's choice.
 _REPLACEABLE: Final = (
     *_SINGLE,
     "ScheduleInterleaved1F1B",
@@ -382,7 +382,7 @@ def choose_messages(group: dist.ProcessGroup, shape: PipelineShape, options: Map
     """Choose the transport of a pipeline's messages, together with all ranks.
 
     Raises:
-        ovpatch.OptionError: The user asks for copy engines, and they cannot be used; on all ranks.
+        ovpatch.OptionError: The user wants copy engines, and they cannot be used; on all ranks.
     """
     device = shape.devices[0]
     varies, wanted = options["variable_seq_lengths"], options["p2p_transport"]
@@ -410,7 +410,7 @@ def choose_messages(group: dist.ProcessGroup, shape: PipelineShape, options: Map
 
 
 def _refuse_copies(reason: str) -> None:
-    """Raise OptionError: the user asks for copy engines, and they cannot carry messages."""
+    """Raise OptionError: the user wants copy engines, and they cannot carry messages."""
     refuse_option("pipeline", OPTIONS, "p2p_transport", COPIES, reason)
 
 

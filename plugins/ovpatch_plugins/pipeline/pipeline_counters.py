@@ -12,7 +12,7 @@ class Counters(FeatureCounters):
     """Totals since the process started.
 
     Attributes:
-        schedules: Schedules taken over.
+        schedules: Schedules that the engine runs.
         steps: Steps that the engine ran.
         actions: Computations of those steps.
         early_sends: Input gradients sent before the weight gradients of their microbatch.
@@ -21,7 +21,7 @@ class Counters(FeatureCounters):
         copied_messages: Those that copy engines carried.
         failed_steps: Steps that ended with an exception.
         stock_steps: Steps with a backward that stock ran.
-        microbatch_updates: Times that a stage stepped its optimizers behind a backward, with ``weight_stash``.
+        microbatch_updates: Times that a stage stepped its optimizers after a backward, with ``weight_stash``.
     """
 
     schedules: int = 0
@@ -41,7 +41,7 @@ COUNTERS = Counters()
 
 @dataclass
 class StageReport:
-    """What is said of a stage.
+    """The part of the report about a stage.
 
     Attributes:
         objection: Why its weight gradients stay in the backward, or "".

@@ -106,7 +106,7 @@ class Prediction:
 
 @dataclass
 class ScheduleReport:
-    """What is said of a schedule, kept when the schedule itself is gone; so nothing in it references stages.
+    """The part of the report about a schedule. It outlives the schedule, so nothing in it references stages.
 
     Attributes:
         name: Its class.
@@ -117,8 +117,8 @@ class ScheduleReport:
         prediction: What the simulator expects.
         stages: The rank's stages.
         times: Costs of the computations.
-        transport: What is said of what carries its messages.
-        notes: What else is said of it: how its order was chosen.
+        transport: The lines about its messages.
+        notes: Other lines, such as the choice of its order.
     """
 
     name: str
@@ -145,7 +145,7 @@ def list_schedules() -> list[ScheduleReport]:
 
 
 def note_stock(reason: str) -> None:
-    """Have the report say why a schedule was left to stock."""
+    """Have the report give the reason why a schedule fell back to torch."""
     _stock_reasons.setdefault(reason)
 
 
@@ -156,7 +156,7 @@ def drop_remarks() -> None:
 
 
 def write_remarks() -> list[str]:
-    """Return what ran, what it cost, and what was left to stock, with reasons."""
+    """Return the lines about schedules that ran, their costs, and the reasons of those that fell back to torch."""
     remarks = [line for schedule in _schedules for line in _describe(schedule)]
     return remarks + [f"a schedule was left to stock: {reason}" for reason in _stock_reasons]
 

@@ -103,8 +103,8 @@ class _DeferredLinear(nn.Linear):
         if bias is not None and not bias.requires_grad:
             b = bias
         y = F.linear(_Keep.apply(x, call), w, b)  # type: ignore[no-untyped-call]  # torch's apply()
-        # A hook of the node runs after the hooks that the script puts on the output, so it reads their result. The
-        # node is that of the GEMM: a view's node leaves the graph if the script changes the output in place.
+        # A hook of the node runs after the hooks that the script puts on the output, so it reads their result. It
+        # is the node of the GEMM: a view's node leaves the graph if the script changes the output in place.
         node = _skip_views(y.grad_fn)
         node.register_prehook(call.keep_grad)
         # If the bias is added after a GEMM of several batch dimensions, torch sums over all of them in one reduction.

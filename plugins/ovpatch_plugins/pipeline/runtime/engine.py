@@ -424,7 +424,7 @@ class Engine:
             raise make_rank_error(text)
 
     def _decide_to_reduce(self, stage: Stage, index: int) -> None:
-        """Raise if any replica of a stage knows of a failure: zeros of a failed rank must not reach the others."""
+        """Raise if any replica of a stage knows of a failure: zeros of a failed rank must not reach peers."""
         self._decided.add(index)
         self.messages.wait_for_arrivals()
         started = self._clock.begin_wait()

@@ -33,8 +33,8 @@ class FirstStep:
     Before a first step torch runs each module once, and from 2.12 on the loss and a backward. A stage waits for the
     metadata of the one before in a receive of torch, which a failed rank never ends, and which cannot be given up: the
     next message of that rank would go to it. So metadata go through the group's store, the same objects, and a rank
-    that waits for them looks for a failure, too. In front of that, and behind it, all ranks meet, also those of other
-    replicas, so that none goes on into a step that another one does not begin.
+    that waits for them looks for a failure, too. Before and after it all ranks meet, also those of other
+    replicas, so that no rank continues into a step that a peer does not start.
 
     Args:
         group: The pipeline's group. All its ranks make this together.
@@ -83,21 +83,21 @@ class FirstStep:
             end: Called once all ranks have done so; None on all of them, or on none.
 
         Raises:
-            PipelineRankError: Another rank failed. The next step begins anew.
-            RuntimeError: Another rank did not come within the group's time-out.
+            PipelineRankError: Another rank failed. The next step starts over.
+            RuntimeError: Another rank did not come within the group's timeout.
             Exception: This rank failed.
         """
-        restores = [keep_metadata(one.stage) for one in stages]
+        restores = [keep_metadata(stage.stage) for stage in stages]
         try:
             self._run(stages, check_inputs, initialize, end)
         except BaseException:
             COUNTERS.failed_steps += 1
             forget_initialization(schedule)
-            for one, restore in zip(stages, restores, strict=True):
-                one.data_parallel.clear()
+            for stage, restore in zip(stages, restores, strict=True):
+                stage.data_parallel.clear()
                 restore()
             raise
-        if not self._on_host and any(connects_by_metadata(one.stage) for one in stages):
+        if not self._on_host and any(connects_by_metadata(stage.stage) for stage in stages):
             dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self._device), group=self._group)
 
     def _run(
@@ -109,22 +109,23 @@ class FirstStep:
     ) -> None:
         def infer() -> None:
             with contextlib.ExitStack() as stack:
-                for one in stages:
-                    send, receive = (functools.partial(do, one.stage) for do in (self._send, self._receive))
-                    stack.enter_context(exchanging_metadata(one.stage, send, receive))
+                for stage in stages:
+                    send, receive = (functools.partial(do, stage.stage) for do in (self._send, self._receive))
+                    stack.enter_context(exchanging_metadata(stage.stage, send, receive))
                 initialize()
 
-        for one in stages:
-            one.data_parallel.replicas.finish()
+        for stage in stages:
+            stage.data_parallel.replicas.finish()
         self._number += 1
         error, failure = self._attempt("before its step", check_inputs)
         if not failure:
             error, failure = self._attempt("where torch infers shapes", infer)
         is_well = not failure
-        for one in stages:
-            failure = one.data_parallel.replicas.decide(failure)
+        for stage in stages:
+            failure = stage.data_parallel.replicas.decide(failure)
         if is_well:
-            failure = self._vote.take(failure)  # stages without replicas hear of it from those with some
+            # Stages without replicas learn of a failure from stages with replicas.
+            failure = self._vote.take(failure)
         if end is not None and not failure:
             error, failure = self._attempt("behind the inference of shapes", end)
         if error is not None:
@@ -147,7 +148,8 @@ class FirstStep:
         if failure:
             return own, self._vote.take(failure)
         failure = self._vote.take("")
-        while self._sent:  # all ranks are here, and read none of them any more
+        # All ranks are here, and no rank will read the metadata again.
+        while self._sent:
             self._store.delete_key(self._sent.pop())
         return None, failure
 
@@ -176,7 +178,8 @@ class FirstStep:
                 )
             time.sleep(pause)
             pause = min(1.2 * pause, _LONGEST_PAUSE_S)
-        return pickle.loads(self._store.get(key))  # as torch does with the same messages
+        # Torch pickles the same messages.
+        return pickle.loads(self._store.get(key))
 
     def _key(self, rank: int, sender: int, receiver: int) -> str:
         """Return where a stage's metadata are, of two pipelines in opposite directions apart by rank."""

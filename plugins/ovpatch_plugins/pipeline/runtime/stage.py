@@ -78,7 +78,7 @@ class Stage:
         self.queue: DeferredLinears | None = None
         self.report = StageReport()
         self._options = options
-        # Fused products bypass the gradients that data parallelism reads.
+        # Fused GEMMs bypass the gradients that data parallelism reads.
         self._is_fused = options.is_fused and type(self.data_parallel) is LocalGradients
         # By whether they defer linears of other features as well.
         self._queues: dict[bool, DeferredLinears] = {}
@@ -266,12 +266,12 @@ class Stage:
 
     @property
     def reduces_in_backward(self) -> bool:
-        """Whether the step's last backward reduces gradients, because weight gradients are not deferred."""
+        """True if the step's last backward reduces gradients, because weight gradients are not deferred."""
         return self.data_parallel.reduces_in_backward and not (self.queue is not None and self.queue.defers)
 
     @property
     def reduces_after_backward(self) -> bool:
-        """Whether gradients are reduced after the last weight gradients."""
+        """True if gradients are reduced after the last weight gradients."""
         # Gradients in FSDP2 may stay unreduced until a later step.
         waits = self.is_fully_sharded and not (self._finalizes and self._options.is_reduced)
         return self.data_parallel.has_replicas and not self.reduces_in_backward and not waits

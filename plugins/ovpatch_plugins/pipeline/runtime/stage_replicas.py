@@ -1,4 +1,4 @@
-"""What data parallelism around a stage needs of a backward in two parts.
+"""Data parallelism around a stage whose backward is split.
 
 Stock keeps gradients local during a step and reduces them with the last microbatch. Where weight gradients come after
 the last backward, the reduction has to wait for them.
@@ -45,13 +45,13 @@ class LocalGradients:
         """Return whether stock computes the first step.
 
         Args:
-            divides: Whether the order is of a class that computes backwards in two parts.
+            divides: Whether the order is of a class that splits backwards.
         """
         del divides
         return False
 
     def end_inference(self) -> None:
-        """Called behind an inference of shapes, if a step follows in which backwards have two parts."""
+        """Prepare for a step with split backwards, after an inference of shapes."""
 
     def add_replicas(self, group: dist.ProcessGroup) -> None:
         """Have the replicas in another group decide as well. All ranks of the group call this."""
@@ -74,12 +74,12 @@ class LocalGradients:
 
 
 class DataParallel(LocalGradients):
-    """A stage in ``DistributedDataParallel``, with stock's reducer or with that of feature ``ddp``.
+    """A stage in ``DistributedDataParallel``, with torch's reducer or with that of feature ``ddp``.
 
     [Note: first step of a wrapped stage] The metadata inference of torch 2.13 runs the wrapper's forward outside
-    ``no_sync()``. The reducer is then armed, and stock's first step reduces the first microbatch once more. With a
-    backward in two parts it would find gradients missing, so stock computes the first step. Not where the class itself
-    has such backwards: there stock's own first step leaves gradients of each replica alone. Zeros complete the armed
+    ``no_sync()``. The reducer is then armed, and torch's first step reduces the first microbatch once more. With a
+    split backward it would find gradients missing, so stock PyTorch computes the first step. Not where the class itself
+    has such backwards: there torch's own first step leaves gradients of each replica alone. Zeros complete the armed
     reduction, and the engine computes the step.
 
     Args:
@@ -107,7 +107,7 @@ class DataParallel(LocalGradients):
     def end_inference(self) -> None:
         """Have the reducer complete what the forward of the inference has armed, with gradients of zeros."""
         if self.objection:
-            return  # backwards stay whole
+            return
         params = [param for param in self._wrapper.parameters() if param.requires_grad]
         kept = [param.grad for param in params]
         contents = [None if grad is None else grad.clone() for grad in kept]  # gradients may be views of buckets
@@ -148,8 +148,8 @@ def _without_hooks(params: Sequence[Any]) -> Iterator[None]:
             table.clear()
         yield
     finally:
-        for table, of_script in zip(tables, hooks, strict=True):
-            table.update(of_script)
+        for table, script_hooks in zip(tables, hooks, strict=True):
+            table.update(script_hooks)
 
 
 class FullyShardedGradients(LocalGradients):
@@ -204,7 +204,7 @@ class FullyShardedGradients(LocalGradients):
 
 
 def make_data_parallel(module: nn.Module) -> LocalGradients:
-    """Return what the data parallelism of a stage's module needs."""
+    """Return the data parallelism of a stage's module."""
     if isinstance(module, DistributedDataParallel):
         return DataParallel(module)
     if is_fsdp2(module):
@@ -216,7 +216,7 @@ def make_data_parallel(module: nn.Module) -> LocalGradients:
 
 
 def is_data_parallel(module: nn.Module) -> bool:
-    """Tell whether a module or a part of it is wrapped for data parallelism."""
+    """Return whether a module or a part of it is wrapped for data parallelism."""
     return any(
         isinstance(inner, DistributedDataParallel) or is_fsdp2(inner) or _is_fsdp1(inner) for inner in module.modules()
     )
@@ -231,7 +231,7 @@ def _list_param_groups(state: Any) -> list[Any]:
 
 
 def is_fsdp2(module: nn.Module) -> bool:
-    """Tell whether a module is in FSDP2 or ``replicate()``."""
+    """Return whether a module is in FSDP2 or ``replicate()``."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 

@@ -1,7 +1,7 @@
 """Clocks that measure computations and steps: the host's, or that of the device's stream.
 
-A device runs behind its host, which issues work and continues. Its clock records events around each computation, after
-the wait for the message that the computation reads, and reads them in a later step, without waiting.
+The host runs ahead of a device and only issues its work. The clock of a device records events around each computation,
+after the wait for the message that the computation reads. It reads them in a later step, without waiting.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a step that failed, through the stores of their groups."""
+"""Reports of failed steps among ranks, through the stores of their groups."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from ovpatch.overlap.comm.host_barrier import HostBarrier
 from ovpatch.overlap.comm.lifetimes import group_state, group_store, group_timeout_s, unwrap_store
 
 _LONGEST_TEXT: Final = 500
-_PATIENCE_S: Final = 10.0  # for the others, which have all messages by then
+# Peers have all messages when this wait starts.
+_READERS_TIMEOUT_S: Final = 10.0
 
 
 class PipelineRankError(RuntimeError):
     """Another rank of the pipeline failed; the text names it.
 
     Attributes:
-        failure: What is told to ranks that have not heard of it.
+        failure: The report for ranks that do not know of the failure.
     """
 
     failure = ""
@@ -40,10 +41,10 @@ def make_rank_error(failure: str) -> PipelineRankError:
 
 
 class StepFailures:
-    """Which rank of a pipeline failed in a step, as all its ranks know it.
+    """The first failure in each step of a pipeline, as all its ranks read it.
 
-    The store may end with the rank that hosts it. That rank may end right after a step that the others still finish. If
-    it failed in the step, it first waits until they have read that. So a store that is gone has nothing to tell.
+    The store may end with the rank that hosts it. That rank may exit right after a step that its peers still finish. If
+    it failed in the step, it first waits until they have read its report. So a closed store had no report to read.
 
     Args:
         group: The pipeline's group. All its ranks make this together.
@@ -58,12 +59,13 @@ class StepFailures:
         self.step = 0
 
     def publish(self, text: str) -> None:
-        """Tell the other ranks of a failure, before any message that follows."""
+        """Report a failure to peers, before any later message."""
         store = group_store(self._group)
         with suppress(dist.DistNetworkError):
             if store is not None:
                 store.set(self._key(), text[:_LONGEST_TEXT])
-                store.get(self._key())  # set() does not wait for the store, and a message to a peer may overtake it
+                # set() does not wait for the store, and a message to a peer may overtake it.
+                store.get(self._key())
 
     def read(self) -> str:
         """Return which rank failed in this step, and why, or ""."""
@@ -76,14 +78,14 @@ class StepFailures:
         return ""
 
     def wait_for_readers(self) -> None:
-        """Wait, for some seconds at most, until the others have read of a failure, if this rank hosts the store."""
+        """Wait, for some seconds at most, until peers have read of a failure, if this rank hosts the store."""
         store, key = group_store(self._group), self._key()
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's, which outlives the ranks
         if store is None or by_agent or dist.get_rank() or not isinstance(unwrap_store(store), dist.TCPStore):
             return
-        others = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
+        peers = [rank for rank in range(self._group.size()) if rank != self._group.rank()]
         with suppress(dist.DistStoreError):
-            store.wait([f"{key}/read by {rank}" for rank in others], timedelta(seconds=_PATIENCE_S))
+            store.wait([f"{key}/read by {rank}" for rank in peers], timedelta(seconds=_READERS_TIMEOUT_S))
 
     def _key(self) -> str:
         return f"{self._name}/{self.step}"
@@ -104,23 +106,23 @@ class Replicas:
         self._votes = [Vote.of(group) for group in groups if group.size() > 1]
 
     def decide(self, failure: str) -> str:
-        """Decide, as each replica does once a step; return why they do not reduce, or "".
+        """Decide, as each replica does once a step; return the reason not to reduce, or "".
 
         Args:
-            failure: Why this rank does not, or "". It then waits for none of the others until :meth:`finish`.
+            failure: Why this rank does not, or "". It then waits for no peer until :meth:`finish`.
 
         Raises:
-            RuntimeError: Some do not come within the group's time-out.
+            RuntimeError: Some do not come within the group's timeout.
         """
         for vote in self._votes:
             failure = vote.take(failure)
         return failure
 
     def finish(self) -> None:
-        """Wait for the replicas that this rank has not waited for, so that no collective meets one of another step.
+        """Wait for the replicas whose votes this rank has skipped, so that no collective meets one of another step.
 
         Raises:
-            RuntimeError: Some do not come within the group's time-out.
+            RuntimeError: Some do not come within the group's timeout.
         """
         for vote in self._votes:
             vote.finish()
@@ -144,7 +146,8 @@ class Vote:
         assert store is not None, "the process group was destroyed"
         self._store = store
         self._number = 0
-        self._written: list[str] = []  # keys of failures
+        # Keys of failures.
+        self._written: list[str] = []
         self._left_key, self._left = f"{self.name}/left", ""
 
     @classmethod
@@ -157,11 +160,11 @@ class Vote:
         """Decide; return the failure that a rank knows of, or "".
 
         Args:
-            failure: What this rank knows of, or "". If it knows of one, it waits for none of the others, which may not
-                come for long, until :meth:`finish` or the next decision.
+            failure: What this rank knows of, or "". If it knows of one, it waits for no peer until
+                :meth:`finish` or the next decision, because peers may come much later.
 
         Raises:
-            RuntimeError: Some do not come within the group's time-out.
+            RuntimeError: Some do not come within the group's timeout.
         """
         if self._left:
             return self._left
@@ -182,18 +185,19 @@ class Vote:
             self._written.append(key)
             return failure
         failure = self._read(key)
-        while self._written:  # all ranks have read them, for all have come since
+        # All ranks have taken part since, so they have read these keys.
+        while self._written:
             self._store.delete_key(self._written.pop())
         if failure:
             self._written.append(key)
         return failure
 
     def finish(self) -> None:
-        """Wait for the ranks that this one has not waited for."""
+        """Wait for the ranks whose votes this rank has skipped."""
         self._barrier.finish()
 
     def announce(self, failure: str) -> None:
-        """Tell of a failure ahead of :meth:`take`."""
+        """Report a failure ahead of :meth:`take`."""
         self._store.compare_set(self._key(), "", failure[:_LONGEST_TEXT])
 
     def read(self) -> str:
@@ -204,8 +208,9 @@ class Vote:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def leave(self, failure: str) -> None:
-        """Take part in no decision any more, so that the other ranks do not wait: all are against, for this reason."""
-        # Under a key of its own: a rank may decide by the announcement, and wait for this one in a later decision.
+        """Leave all later decisions, so that peers do not wait for this rank. Each decides against, for this reason."""
+        # The key differs from that of the vote. A rank may decide by the announcement, and wait for this rank in a
+        # later decision.
         self._store.set(self._left_key, failure[:_LONGEST_TEXT])
         self.announce(failure)
         self._left = failure

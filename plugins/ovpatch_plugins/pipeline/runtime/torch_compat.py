@@ -1,8 +1,8 @@
-"""Where torch's pipeline stages and schedules of 2.11 to 2.15 differ, told by what they have, not by their version.
+"""Differences between the stages and schedules of torch 2.11 to 2.15. Attributes decide, not versions.
 
 To torch 2.14 the descriptors of a stage hold receive buffers for all microbatches. From 2.15 on a descriptor holds a
 buffer from its receive to the computation that takes it, and one at another time is an error. An output leaves the
-stage behind its send, and the backward starts from its edge. FSDP2 starts its reduction and waits for it in two calls.
+stage after its send, and the backward starts from its edge. FSDP2 starts its reduction and waits for it in two calls.
 
 Before the first step a stage runs its module once for the shapes of its outputs, and from 2.12 on a backward for those
 of its input gradients, and sends them on as objects: metadata.
@@ -29,12 +29,12 @@ _STATES: Final = ("fwd_cache", "_forward_chunk_states", "bwd_cache", "dw_runner"
 
 
 def makes_buffers(stage: Any) -> bool:
-    """Tell whether a stage makes a receive buffer for each message, and has none between messages."""
+    """Return whether a stage makes a receive buffer for each message, and has none between messages."""
     return hasattr(stage, "release_fwd_send_outputs")
 
 
 def has_buffers(infos: Sequence[Any]) -> bool:
-    """Tell whether descriptors of a message hold tensors with data."""
+    """Return whether descriptors of a message hold tensors with data."""
     for info in infos:
         buffer = getattr(info, "buffer", None)
         if isinstance(buffer, Tensor) and not buffer.is_meta:
@@ -55,9 +55,10 @@ def _find_shape(info: Any) -> Tensor | None:
 
 
 def set_buffers(infos: Sequence[Any], buffers: Sequence[Tensor | None]) -> None:
-    """Put buffers into descriptors. Meta tensors stand for no buffer, which torch 2.11 does not expect."""
+    """Put buffers into descriptors. Meta tensors represent missing buffers: torch 2.11 expects a tensor."""
     for info, buffer in zip(infos, buffers, strict=True):
-        if hasattr(info, "buffer"):  # not a placeholder of torch 2.11 for an argument of the script
+        # A placeholder of torch 2.11 for an argument of the script has none.
+        if hasattr(info, "buffer"):
             is_none = buffer is not None and buffer.is_meta and hasattr(info, "take_buffer")
             info.buffer = None if is_none else buffer
 
@@ -116,7 +117,7 @@ def clear_states(stage: Any) -> None:
 
 
 def reset_fsdp(root: Any, modules: Sequence[Any]) -> None:
-    """Have modules in FSDP2 begin anew after an exception, with sharded parameters on all replicas.
+    """Reset modules in FSDP2 after an exception, with sharded parameters on all replicas.
 
     Args:
         root: The stage's module.
@@ -203,7 +204,7 @@ def _infer_shapes(
 
 
 def connects_by_metadata(stage: Any) -> bool:
-    """Tell whether torch's messages with metadata connect the ranks of an NCCL group, as in 2.12 to 2.14."""
+    """Return whether torch's messages with metadata connect the ranks of an NCCL group, as in 2.12 to 2.14."""
     return hasattr(stage, "_warmup_forward_vote")
 
 
@@ -234,7 +235,7 @@ def list_stages(schedule: Any) -> list[Any]:
 
 
 def is_initialized(schedule: Any) -> bool:
-    """Tell whether torch has initialised the stages of a schedule for steps with a backward."""
+    """Return whether torch has initialized the stages of a schedule for steps with a backward."""
     for way in getattr(schedule, "ways", (schedule,)):
         for name in _INITIALIZED:
             if not getattr(way, name, True):
@@ -243,13 +244,13 @@ def is_initialized(schedule: Any) -> bool:
 
 
 def forget_initialization(schedule: Any) -> None:
-    """Have torch initialise the stages of a schedule anew."""
+    """Have torch initialize the stages of a schedule again."""
     for way in getattr(schedule, "ways", (schedule,)):
         vars(way).update((name, False) for name in _INITIALIZED if hasattr(way, name))
 
 
 def initialize_stages(schedule: Any, args: Any, kwargs: Any, target: Any, loss_kwargs: Any) -> None:
-    """Initialise the stages of a schedule with the first microbatch, as its own step does first."""
+    """Initialize the stages of a schedule with the first microbatch, as its own step does first."""
     has_many = hasattr(schedule, "_initialize_stages")
     initialize = schedule._initialize_stages if has_many else schedule._initialize_stage
     taken = len(inspect.signature(initialize).parameters)  # torch 2.11 takes no target
@@ -257,15 +258,15 @@ def initialize_stages(schedule: Any, args: Any, kwargs: Any, target: Any, loss_k
 
 
 def finalizes_gradients(schedule: Any) -> bool:
-    """Tell whether a call of ``schedule.step()`` reduces gradients of FSDP2, or leaves that to a later call."""
+    """Return whether a call of ``schedule.step()`` reduces gradients of FSDP2, or leaves that to a later call."""
     return bool(getattr(schedule, "_finalize_gradients", True))
 
 
 def defers_wait(schedule: Any) -> bool:
-    """Tell whether a schedule waits for a stage's reduction only before it starts the next one, or at its end."""
+    """Return whether a schedule waits for a stage's reduction only before it starts the next one, or at its end."""
     return bool(getattr(schedule, "_defer_reduce_grad_wait", False))
 
 
 def limits_sends(schedule: Any) -> bool:
-    """Tell whether the script limits how many sends are under way."""
+    """Return whether the script limits the number of sends in flight."""
     return getattr(schedule, "_max_outstanding_sends", None) is not None

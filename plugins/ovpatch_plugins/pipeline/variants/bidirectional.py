@@ -25,8 +25,8 @@ _WAYS: Final = 2
 class ScheduleBidirectional(PipelineScheduleMulti):
     """The schedule of two pipelines in opposite directions.
 
-    Stock's part of it are two objects of ``Schedule1F1B``, or of ``ScheduleGPipe`` where microbatches are few. These
-    run one after the other; feature ``pipeline`` runs them as one. The first half of the microbatches goes down, from
+    Torch's part of it are two objects of ``Schedule1F1B``, or of ``ScheduleGPipe`` where microbatches are few. These
+    run sequentially; feature ``pipeline`` runs them as one. The first half of the microbatches goes down, from
     rank 0 to the last one, the second half goes up. So losses and outputs of the first half are on the last rank, and
     those of the second half on rank 0.
 
@@ -39,7 +39,7 @@ class ScheduleBidirectional(PipelineScheduleMulti):
     Attributes:
         placement: Rank of each stage of both.
         replicas: This rank and the one that has the replicas of its stages.
-        ways: Stock's part.
+        ways: The schedules of torch.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class ReplicaGrads:
             param.grad = None
 
     def restore(self) -> None:
-        """Give back what was put aside, after an error."""
+        """Restore the gradients of earlier steps, after an error."""
         for param in self._list_params():
             param.grad = None
         for param, grad in self._kept:
@@ -185,7 +185,7 @@ class ReplicaGrads:
         self._kept = []
 
     def finish_step(self, scale: int) -> None:
-        """Have each gradient be the sum of both replicas', and add it to what was put aside.
+        """Have each gradient be the sum of both replicas', and add it to the gradients of earlier steps.
 
         Args:
             scale: What torch's schedule divides gradients by at the end of a step, earlier ones included; each replica

@@ -1,8 +1,9 @@
-"""``weight_stash=pipedream``: each microbatch is an update of its own, and its backward has the weights of its forward.
+"""``weight_stash=pipedream``: each microbatch is one update, and its backward has the weights of its forward.
 
 PipeDream (Narayanan et al., SOSP 2019) does not wait for a pipeline to be empty before it steps the optimizer. A stage
-steps behind each backward. Microbatches whose forward is done by then keep the weights that it had, their *stash*.
-Stock's order of computations stays; what they compute does not, as weights are older than in a run without a pipeline.
+steps after each backward. Microbatches whose forward is done by then keep the weights that it had, their *stash*.
+The order of computations stays that of torch. Their results differ, because weights are older than in a run without a
+pipeline.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ovpatch_plugins.pipeline.runtime.pipeline_shape import StageInfo
 from ovpatch_plugins.pipeline.runtime.stage import Stage, StageOptions
 from ovpatch_plugins.pipeline.runtime.stage_replicas import is_data_parallel
 
-_OPTIMIZERS: Final = "pipeline: optimizers"  # of a schedule, as attach_optimizer() names them
+# The key of the optimizers that attach_optimizer() names for a schedule.
+_OPTIMIZERS: Final = "pipeline: optimizers"
 _REMEDY: Final = "Correct that on all ranks, or set OVPATCH_PIPELINE_WEIGHT_STASH=off."
 
 
@@ -31,7 +33,7 @@ class WeightStashError(RuntimeError):
 
 
 def attach_optimizer(schedule: Any, *optimizers: torch.optim.Optimizer) -> None:
-    """Name the optimizers that ``schedule.step()`` steps behind each backward with ``weight_stash=pipedream``.
+    """Name the optimizers that ``schedule.step()`` steps after each backward with ``weight_stash=pipedream``.
 
     Without that option the call has no effect. With it, gradients are None when ``schedule.step()`` returns, and the
     script's own ``optimizer.step()`` finds nothing to do.
@@ -45,7 +47,7 @@ def attach_optimizer(schedule: Any, *optimizers: torch.optim.Optimizer) -> None:
 
 
 def find_reason_against(schedule: Any, stages: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """Return why this rank cannot stash weights, or ""."""
+    """Return the reason why this rank cannot stash weights, or ""."""
     if options["schedule"] not in ("as-given", "1f1b"):
         return f"weight_stash needs schedule=as-given or 1f1b, not {options['schedule']}"
     if not attached_values(schedule).get(_OPTIMIZERS):
@@ -66,7 +68,7 @@ def raise_reason(schedule: Any, reason: str) -> None:
 
 
 class StashedStage(Stage):
-    """A stage that steps its optimizers behind each backward.
+    """A stage that steps its optimizers after each backward.
 
     Args:
         info: The stage in its pipeline.
