@@ -113,6 +113,8 @@ def test_nothing_is_imported_that_does_the_work_before_there_is_any():
     registry = {"ovpatch.overlap.data_parallel", "ovpatch.overlap.data_parallel.grad_sharder"}
     for loaded, interface in zip(applied, (set(), registry), strict=True):
         assert "ovpatch_plugins.ddp.plugin" in loaded, "the feature is on"
+        # The wrapper of destroy_process_group imports no torch, and looks whether there is work to end.
+        interface = {*interface, "ovpatch.overlap.pipelining", "ovpatch.overlap.pipelining.group_end"}
         work = [name for name in loaded if name.startswith("ovpatch.overlap.") and name not in interface]
         work += [name for name in loaded if name.count(".") > 1 and name.startswith("ovpatch_plugins.")]
         work = [name for name in work if name.rpartition(".")[2] not in light]
