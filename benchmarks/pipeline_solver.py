@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ovpatch
-from ovpatch_plugins.pipeline.solver import EFFORT, solve
+from ovpatch.planner.solver import EFFORT, solve
 from tests.plugins.pipeline.vectors import PUBLISHED, PUBLISHED_V, ROUNDED, VECTORS, make_problem
 
 

@@ -40,11 +40,12 @@ import ovpatch
 from benchmarks.message_clock import time_steps
 from benchmarks.models import Block
 from benchmarks.runs import CUDA, add_timing, alternate, clocked, described, device, running, start
-from ovpatch_plugins.pipeline.clock import HostClock
-from ovpatch_plugins.pipeline.orders import Kind, build_order, convert_torch_order, split_backwards
-from ovpatch_plugins.pipeline.report import list_schedules
-from ovpatch_plugins.pipeline.simulator import Costs, simulate
-from ovpatch_plugins.pipeline.stage_run import list_stages
+from ovpatch.overlap.pipelining.ir import Kind
+from ovpatch.overlap.pipelining.orders import build_order, convert_torch_order, split_backwards
+from ovpatch.planner.simulator import Costs, simulate
+from ovpatch_plugins.pipeline.pipeline_report import list_schedules
+from ovpatch_plugins.pipeline.runtime.step_clock import HostClock
+from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 
 COPIES = ", copies"  # ends the names of arms whose messages copy engines carry
 # Name of the arm: class, stages per rank, order of the feature or None for stock.
@@ -274,7 +275,9 @@ class StageAlone:
     """
 
     def __init__(self, args: argparse.Namespace, arm: str) -> None:
-        from ovpatch_plugins.pipeline.stage_run import StageRun  # stock arms of other calls do not need it
+        # Stock arms of other calls do not need it.
+        from ovpatch_plugins.pipeline.runtime.pipeline_shape import StageInfo
+        from ovpatch_plugins.pipeline.runtime.stage import Stage, StageOptions
 
         self.microbatches = args.microbatches
         stage = PipelineStage(make_part(args, checkpointed="checkpoint" in arm), 0, 1, device())
@@ -283,23 +286,25 @@ class StageAlone:
         schedule.step(self.x, target=self.x, return_outputs=False)  # initialises the stage and makes gradients
         self.is_deferred = arm.startswith("deferred")
         delay = "on" if self.is_deferred else "off"
-        self.run = StageRun(stage, sends=True, delay_wgrad_compute=delay)
+        self.run = Stage(StageInfo(0, stage), StageOptions(delay, sends=True))
 
     def compute(self, mark: Callable[[str], None]) -> None:
         """Compute a microbatch; ``mark`` is called behind each part with its name."""
         self.run.start_step(finalizes=True)
-        with self.run.deferring():
-            mark("")
-            out = self.run.run_forward(0, (self.x,), {}, False)
-            loss = out.square().mean()
-            self.run.check_forward(loss)
-            del out
-            mark("F")
-            self.run.run_backward(0, loss, self.microbatches)
-            del loss
-            mark("B")
-            self.run.run_weight_grads(0)
-            mark("W")
+        mark("")
+        out = self.run.forward(0, (self.x,), {}, False)
+        loss = out.square().mean()
+        if self.run.queue is not None and not self.run.queue.is_graph_known:
+            self.run.queue.check_graph(loss)
+        del out
+        mark("F")
+        is_deferred = self.run.backward(0, loss, self.microbatches)
+        del loss
+        mark("B")
+        if is_deferred:
+            self.run.weight_grads(0)
+        mark("W")
+        self.run.end_step()
 
 
 def measure_stage(args: argparse.Namespace, arm: str) -> dict[str, Any]:

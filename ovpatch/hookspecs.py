@@ -298,18 +298,6 @@ class FeatureSpecs:
     def ovpatch_remarks(self) -> Sequence[str]:
         """Return remarks on the run, for example which model fell back to stock, and why."""
 
-    @hookspec
-    def ovpatch_plan(self, question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapping[str, Any]:
-        """Answer ``ovpatch pipeline --what-if``: what orders of a pipeline cost. Only feature ``pipeline`` is asked.
-
-        Args:
-            question: Sizes, costs and memory limits, checked.
-            progress: Called with the part that is done, from 0 to 1.
-
-        Returns:
-            JSON data: rows, bounds, and the picture of the best row.
-        """
-
 
 class FeatureHooks:
     """The hooks of one feature, by name. Hashable, because pluggy keeps plugins in sets."""

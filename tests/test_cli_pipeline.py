@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ovpatch.cli import main, pipeline
+from ovpatch.cli import main, pipeline_command
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import pipeline_plan
+from ovpatch.planner import solver, what_if
 from ovpatch.settings.settings import SettingsError
-from ovpatch_plugins.pipeline import planning, solver
-from ovpatch_plugins.pipeline.race import CLEAR
+from ovpatch_plugins.pipeline.auto.order_race import CLEAR
 from tests.support.preloaded import preloaded
 
 
@@ -79,7 +79,7 @@ def test_more_memory_never_makes_a_solved_step_longer(command, monkeypatch):
         steps.append(found.simulation.step)
         return found
 
-    monkeypatch.setattr(planning, "solve", search)
+    monkeypatch.setattr(what_if, "solve", search)
     code, out, err = command("--what-if", "p=3,m=6,placement=vee,memory=1x/1.2x", "--json")
     assert code == ExitCode.OK, err
     assert steps[1] > steps[0]
@@ -121,8 +121,8 @@ def test_the_picture_is_drawn(command, tmp_path):
 
 
 def test_without_matplotlib_the_remedy_is_named_before_anything_is_solved(command, monkeypatch, tmp_path):
-    monkeypatch.setattr(pipeline, "find_spec", lambda name: None)
-    monkeypatch.setattr(pipeline, "_ask", lambda question: pytest.fail("solved"))
+    monkeypatch.setattr(pipeline_command, "find_spec", lambda name: None)
+    monkeypatch.setattr(pipeline_command, "_ask", lambda question: pytest.fail("solved"))
     code, _, err = command("--what-if", "p=2,m=2", "--picture", str(tmp_path / "best.png"))
     assert code == ExitCode.USAGE
     assert "ovpatch[plot]" in err
@@ -150,22 +150,15 @@ def test_two_directions_come_with_what_runs_them(command):
 )
 def test_mistakes_are_named(text, message, command):
     with pytest.raises(SettingsError, match=message):
-        pipeline.parse_question(text)
+        pipeline_command.parse_question(text)
     assert command("--what-if", text)[0] == ExitCode.USAGE
 
 
 def test_defaults():
-    question = pipeline.parse_question("p=8,m=32")
+    question = pipeline_command.parse_question("p=8,m=32")
     assert question["memory"] == [1.0, 1.5, 2.0]
     assert question["placements"] == ["straight", "vee"]
     assert (question["forward"], question["backward"], question["weight"], question["send"]) == (1.0, 1.22, 1.04, 0.02)
-
-
-def test_a_missing_plugin_is_an_error_with_its_remedy(command, monkeypatch):
-    monkeypatch.setattr(pipeline, "find_plugins", dict)
-    code, _, err = command("--what-if", "p=2,m=2")
-    assert code == ExitCode.USAGE
-    assert "Install ovpatch again" in err
 
 
 def test_torch_is_not_imported(command):
@@ -174,7 +167,7 @@ def test_torch_is_not_imported(command):
 
     program = (
         "import sys; from ovpatch.cli.main import main; "
-        "from ovpatch_plugins.pipeline import solver; solver.solve.__kwdefaults__['effort'] = 30_000; "
+        "from ovpatch.planner import solver; solver.solve.__kwdefaults__['effort'] = 30_000; "
         "main(['pipeline', '--what-if', 'p=2,m=2,memory=1x']); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

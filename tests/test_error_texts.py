@@ -83,7 +83,7 @@ WITHOUT_REMEDY = {
     "ovpatch_plugins.dist_optimizer.dist_optimizer_options: expected": _PARSED,
     "ovpatch_plugins.pipe_experts: module {": _LOOKED_UP,
     "ovpatch_plugins.pipeline: module {": _LOOKED_UP,
-    "ovpatch_plugins.pipeline.options: expected": _PARSED,
+    "ovpatch.planner.memory_limit: expected": _PARSED,
     "ovpatch_plugins.recompute: module {": _LOOKED_UP,
     "ovpatch_plugins.recompute.forward_state: numpy.random": "caught by recompute, which keeps the block's activations",
     "ovpatch_plugins.recompute.forward_state: this node is in no graph": "autograd never runs this backward",

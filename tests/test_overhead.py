@@ -116,6 +116,8 @@ def test_nothing_is_imported_that_does_the_work_before_there_is_any():
     table = {f"ovpatch.overlap.tensor_parallel{name}" for name in names}
     for loaded, interface in zip(applied, (table, table | registry), strict=True):
         assert "ovpatch_plugins.ddp.ddp_feature" in loaded, "the feature is on"
+        # The wrapper of destroy_process_group imports no torch, and looks whether there is work to end.
+        interface = {*interface, "ovpatch.overlap.pipelining", "ovpatch.overlap.pipelining.group_end"}
         work = [name for name in loaded if name.startswith("ovpatch.overlap.") and name not in interface]
         work += [name for name in loaded if name.count(".") > 1 and name.startswith("ovpatch_plugins.")]
         work = [name for name in work if not light.fullmatch(name.rpartition(".")[2])]

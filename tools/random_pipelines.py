@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ovpatch
-from ovpatch_plugins.pipeline.stage_run import list_stages
+from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import Case, counters, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, VARIANTS, WIDTH, Autocast, Block, Part, Raw, Variant
 from tests.plugins.pipeline.order_sources import SOURCES

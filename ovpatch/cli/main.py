@@ -88,7 +88,7 @@ COMMANDS: Final = {
         ),
     ),
     "pipeline": _Command(
-        "pipeline",
+        "pipeline_command",
         "what orders of a pipeline cost, by its size, costs and memory",
         "Compare the orders of a pipeline: by given costs with --what-if, or by costs measured in a run of a command.",
         (

@@ -11,7 +11,7 @@ _REMARKS: Final = {
     "ovpatch_plugins.dist_optimizer.dist_optimizer_report": ("_remarks", "_unmanaged"),
     "ovpatch_plugins.megatron.megatron_report": ("_LEFT",),
     "ovpatch_plugins.pipe_experts.all_to_all": ("_unsupported_reasons",),
-    "ovpatch_plugins.pipeline.report": ("_schedules", "_stock_reasons"),
+    "ovpatch_plugins.pipeline.pipeline_report": ("_schedules", "_stock_reasons"),
     "ovpatch_plugins.recompute.recompute_report": ("_left", "_models", "_notes"),
     "ovpatch_plugins.tp_linear.tp_linear_attach": ("LEFT",),
 }
@@ -28,7 +28,7 @@ def reset() -> None:
     Objects of the case that live on must not change a counter, so this comes after their collection.
     """
     for name, module in list(sys.modules.items()):
-        if name.startswith("ovpatch_plugins.") and name.endswith("report"):
+        if name.startswith("ovpatch_plugins.") and name.endswith(("_report", "_counters")):
             # The defaults of the counters are attributes of their class.
             vars(module.COUNTERS).clear()
         for container in _REMARKS.get(name, ()):

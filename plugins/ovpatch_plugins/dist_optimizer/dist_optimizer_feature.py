@@ -259,6 +259,7 @@ def deactivate() -> None:
 
 # --- the report ---
 
+
 def report_remarks() -> Sequence[str]:
     """Return the models that are sharded, the optimizers that fell back, and measurements."""
     from ovpatch_plugins.dist_optimizer.dist_optimizer_report import list_remarks

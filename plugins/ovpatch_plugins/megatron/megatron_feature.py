@@ -204,7 +204,7 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
             wrap = functools.partial(wrap_late, wrap=patch.wrap)
             patches.register_patch(patch.target, wrap=wrap, optional=True, why=patch.why)
     if delays:
-        from ovpatch_plugins.pipeline import wrap_destroy_process_group
+        from ovpatch.overlap.pipelining.group_end import wrap_destroy_process_group
 
         patches.register_patch(
             "torch.distributed.distributed_c10d.destroy_process_group",

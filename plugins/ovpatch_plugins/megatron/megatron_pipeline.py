@@ -22,11 +22,12 @@ from torch import Tensor
 from ovpatch.overlap.autograd import apply_function
 from ovpatch.overlap.comm.consensus import LATE_START_S, check_consistent, wait_limit_s
 from ovpatch.overlap.comm.lifetimes import attached_values, find_owners, outside_modes, weak_method
+from ovpatch.overlap.pipelining.messages import find_group_reason
+from ovpatch.overlap.pipelining.program_cursor import LoopError, ProgramCursor
 from ovpatch.overlap.tensors.pending_param import wait_for_param
 from ovpatch_plugins.megatron.linears import find_unsupported, find_weight_grad, find_wrapped, wrap_function
 from ovpatch_plugins.megatron.megatron_report import COUNTERS, note_left
 from ovpatch_plugins.megatron.weight_grads import Linear, WeightGradQueue, multiply
-from ovpatch_plugins.pipeline import LoopEngine, LoopError, find_group_reason
 
 _SCHEDULES: Final = "megatron.core.pipeline_parallel.schedules"
 _LAYERS: Final = "megatron.core.tensor_parallel.layers"
@@ -77,7 +78,7 @@ class _Step:
 
     def __init__(
         self,
-        engine: LoopEngine,
+        engine: ProgramCursor,
         queue: WeightGradQueue,
         microbatches: int,
         no_sync: Callable[[], Any],
@@ -157,7 +158,7 @@ class _Known(NamedTuple):
 
     group: dist.ProcessGroup
     objection: str
-    engine: LoopEngine | None
+    engine: ProgramCursor | None
     reason: str
 
 
@@ -326,7 +327,7 @@ class PipelinePatches:
         engine.start_step(order, given["num_microbatches"], make, compute, varies=varies)
         return step
 
-    def _find_engine(self, model: Any, config: Any, group: dist.ProcessGroup) -> tuple[LoopEngine | None, str]:
+    def _find_engine(self, model: Any, config: Any, group: dist.ProcessGroup) -> tuple[ProgramCursor | None, str]:
         """Return the engine of a model's pipeline, or None and the reason; the same on all ranks."""
         if model not in self._wrappers:
             self._wrappers[model] = _find_wrapper(model)
@@ -339,7 +340,7 @@ class PipelinePatches:
             reason = check_consistent(
                 group, "megatron pipeline", terms, objection=objection, timeout_s=limit, remedy=_REMEDY
             )
-            engine = None if reason else LoopEngine(group, device)
+            engine = None if reason else ProgramCursor(group, device)
             attached_values(model)[_ENGINE] = known = _Known(group, objection, engine, reason)
         return known.engine, known.reason
 

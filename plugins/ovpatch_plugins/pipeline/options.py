@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Final
 
 from ovpatch.hookspecs import Option
+from ovpatch.planner.memory_limit import parse_memory_limit
 
 AS_GIVEN: Final = "as-given"
 AUTO: Final = "auto"
@@ -15,76 +14,14 @@ COPIES: Final = "copies"
 SCHEDULES: Final = (AS_GIVEN, AUTO, "gpipe", "1f1b", "zb-h1", "zb-h2")
 """Orders: that of the script's class, one solved from measured costs, or, with one stage per rank, a fixed one."""
 
-_UNITS: Final = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-class ActiveOptions:
-    """The handle of the feature's options, which are there while its patches are applied.
-
-    Schedules that are no classes of torch look here, since no patch is theirs.
-
-    Args:
-        options: Resolved options of the feature.
-    """
-
-    current: ClassVar[Mapping[str, Any] | None] = None
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        ActiveOptions.current = options
-
-    def remove(self) -> None:
-        """Forget the options."""
-        ActiveOptions.current = None
-
-
-class MemoryLimit(NamedTuple):
-    """What a rank may hold for microbatches between their F and their W.
-
-    Both are None for the limit that is found out from the memory that is free.
-
-    Attributes:
-        times: In units of what the fullest rank of 1F1B holds.
-        size: In bytes.
-    """
-
-    times: float | None = None
-    size: int | None = None
-
-
-def read_memory_limit(text: str) -> MemoryLimit:
-    """Return the limit that a text means: ``auto``, ``1.5x``, ``40GiB`` or ``40GB``.
-
-    Raises:
-        ValueError: The text is none of these, or not above 0.
-    """
-    if text.strip().lower() == AUTO:
-        return MemoryLimit()
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:(x)|([kmgt]?)(i?)b)", text.strip().lower())
-    if found is None or not float(found[1]):
-        raise ValueError("expected auto, a multiple such as 1.5x, or a size such as 40GiB")
-    number, times, unit, binary = found.groups()
-    if times:
-        return MemoryLimit(times=float(number))
-    base = 1024 if binary else 1000
-    return MemoryLimit(size=int(float(number) * (base ** _UNITS[unit] if unit else 1)))
-
-
-def parse_memory_limit(text: str) -> str:
-    """Check the option's text and return it in one spelling.
-
-    Raises:
-        ValueError: :func:`read_memory_limit` does not understand it.
-    """
-    read_memory_limit(text)
-    return "".join(text.split())
-
 
 OPTIONS: Final = (
     Option(
         "schedule",
         AS_GIVEN,
-        "Order of the computations. as-given: that of the script's class. auto: solved from costs that are measured "
-        "in the first steps, and used if it is faster in a race. The others need one stage on each rank; zb-h1 takes "
+        "Order of the computations. as-given: that of the script's class. auto: solved from costs that "
+        "are measured in the first steps, and used if it is faster in a race. The others need one stage on "
+        "each rank; zb-h1 takes "
         "the memory of 1F1B, zb-h2 up to twice that. CSV files, and other classes with several stages per rank, keep "
         "their order.",
         choices=SCHEDULES,
@@ -135,7 +72,8 @@ OPTIONS: Final = (
     Option(
         "weight_stash",
         "off",
-        "pipedream: the optimizers of attach_optimizer() step behind the backward of each microbatch, which has the "
+        "pipedream: the optimizers of attach_optimizer() step behind the backward of each "
+        "microbatch, which has the "
         "weights of its forward. Not stock's numbers, but asynchronous training. Needs schedule=as-given or 1f1b.",
         choices=("off", "pipedream"),
         experimental=("pipedream",),
@@ -143,7 +81,8 @@ OPTIONS: Final = (
     Option(
         "forward_doubling",
         False,
-        "Chimera's: in a pipeline of cut(placement='bidirectional'), forwards of two microbatches stand side by side, "
+        "Chimera's: in a pipeline of cut(placement='bidirectional'), forwards of two "
+        "microbatches stand side by side, "
         "as long as a backward of the other direction. Less bubble, up to twice the memory of 1F1B. Other schedules "
         "keep their order.",
         experimental=(True,),

@@ -7,11 +7,18 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from ovpatch.hookspecs import Feature, Package, Registrar, hookimpl, make_feature_hooks
-from ovpatch_plugins.pipeline.options import OPTIONS, ActiveOptions
+from ovpatch.hookspecs import Feature, Package, Registrar, make_feature_hooks
+from ovpatch.overlap.pipelining.group_end import wrap_destroy_process_group
+from ovpatch_plugins.pipeline.options import OPTIONS
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
-_CLASSES = ("ScheduleGPipe", "Schedule1F1B", "PipelineScheduleMulti", "_PipelineScheduleRuntime")
+_CLASSES = (
+    (_SCHEDULES, "ScheduleGPipe"),
+    (_SCHEDULES, "Schedule1F1B"),
+    (_SCHEDULES, "PipelineScheduleMulti"),
+    (_SCHEDULES, "_PipelineScheduleRuntime"),
+    ("ovpatch_plugins.pipeline.variants.bidirectional", "ScheduleBidirectional"),
+)
 
 
 FEATURE: Final = Feature(
@@ -27,17 +34,12 @@ FEATURE: Final = Feature(
 
 def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches; they wait for the import of ``torch.distributed.pipelining``."""
-    report = sys.modules.get("ovpatch_plugins.pipeline.report")
+    report = sys.modules.get("ovpatch_plugins.pipeline.pipeline_report")
     if report is not None:
         report.drop_remarks()  # of an earlier apply()
-    patches.register_hook(
-        "schedules of cut()",
-        functools.partial(ActiveOptions, options),
-        why="schedules in two directions are no classes of torch, and run by the feature while it is on",
-    )
-    for owner in _CLASSES:
+    for module, owner in _CLASSES:
         patches.register_patch(
-            f"{_SCHEDULES}.{owner}._step_microbatches",
+            f"{module}.{owner}._step_microbatches",
             wrap=functools.partial(_wrap_step, owner=owner, options=options),
             why="runs the microbatches of a step, between splitting inputs and merging outputs; keeps its name and "
             "meaning in torch 2.11 to 2.15. dw_builder, the official hook, splits the backward but sends no earlier.",
@@ -49,38 +51,16 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     )
 
 
-def wrap_destroy_process_group(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``destroy_process_group``: edges of a pipeline end before its group does."""
-
-    @functools.wraps(original)
-    def destroy_process_group(group: Any = None) -> None:
-        transport = sys.modules.get("ovpatch_plugins.pipeline.transport")
-        if transport is not None:
-            transport.close_edges(None if group is sys.modules["torch"].distributed.group.WORLD else group)
-        original(group)
-
-    return destroy_process_group
-
-
 def _wrap_step(original: Callable[..., Any], owner: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    from ovpatch_plugins.pipeline.takeover import Takeover
+    from ovpatch_plugins.pipeline.pipeline_attach import SchedulePatches
 
-    return Takeover(options).wrap_step(original, owner)
-
-
-def plan_pipeline(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapping[str, Any]:
-    """Answer ``ovpatch pipeline --what-if``."""
-    from ovpatch_plugins.pipeline.planning import plan
-
-    return plan(question, progress)
+    return SchedulePatches(options).wrap_step(original, owner)
 
 
 hooks = make_feature_hooks(
     FEATURE,
     register,
-    counters="ovpatch_plugins.pipeline.report:COUNTERS",
-    deactivate="ovpatch_plugins.pipeline.takeover:release_all",
-    remarks="ovpatch_plugins.pipeline.report:write_remarks",
+    counters="ovpatch_plugins.pipeline.pipeline_counters:COUNTERS",
+    deactivate="ovpatch_plugins.pipeline.pipeline_attach:release_all",
+    remarks="ovpatch_plugins.pipeline.pipeline_report:write_remarks",
 )
-# No other feature answers this hook, so make_feature_hooks() has no argument for it.
-vars(hooks)["ovpatch_plan"] = hookimpl(plan_pipeline)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import ovpatch
-from ovpatch_plugins.pipeline.stage_run import list_stages
+from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.models import ROWS, WIDTH, make_blocks
 from tests.plugins.pipeline.order_sources import SOURCES, STOCK_SOURCES
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ovpatch_plugins.pipeline import CutError, cut
-from ovpatch_plugins.pipeline.block_stack import find_tensors
-from ovpatch_plugins.pipeline.stage_module import select_output
+from ovpatch_plugins.pipeline.cutting.block_stack import find_tensors
+from ovpatch_plugins.pipeline.cutting.stage_tree import select_output
 from tests.plugins.pipeline.tiny_inputs import PICTURES, Batch, make_inputs
 from tests.plugins.pipeline.tiny_models import TASKS, list_families, make_model
 

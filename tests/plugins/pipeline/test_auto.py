@@ -15,14 +15,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from ovpatch_plugins.pipeline import auto_schedule, race, solver, takeover
-from ovpatch_plugins.pipeline.clock import DeviceClock
-from ovpatch_plugins.pipeline.measured_costs import PipelineCosts, make_problem
-from ovpatch_plugins.pipeline.options import read_memory_limit
-from ovpatch_plugins.pipeline.orders import Kind, build_order
-from ovpatch_plugins.pipeline.race import LAPS, ROUNDS, SETTLING, judge, merge_ranks
-from ovpatch_plugins.pipeline.report import list_schedules
-from ovpatch_plugins.pipeline.simulator import Costs, Footprint
+from ovpatch.overlap.pipelining.ir import Kind
+from ovpatch.overlap.pipelining.orders import build_order
+from ovpatch.planner import solver
+from ovpatch.planner.memory_limit import read_memory_limit
+from ovpatch.planner.simulator import Costs, Footprint
+from ovpatch_plugins.pipeline import pipeline_attach
+from ovpatch_plugins.pipeline.auto import auto_schedule
+from ovpatch_plugins.pipeline.auto import order_race as race
+from ovpatch_plugins.pipeline.auto.measured_costs import PipelineCosts, make_problem
+from ovpatch_plugins.pipeline.auto.order_race import LAPS, ROUNDS, SETTLING, judge, merge_ranks
+from ovpatch_plugins.pipeline.pipeline_report import list_schedules
+from ovpatch_plugins.pipeline.runtime.step_clock import DeviceClock
 from tests.plugins.pipeline.cases import (
     Case,
     Outcome,
@@ -62,14 +66,14 @@ def _plant_costs(cache: str) -> pytest.MonkeyPatch:
     """
     patch = pytest.MonkeyPatch()
     patch.setenv("OVPATCH_CACHE_DIR", cache)
-    patch.setattr("ovpatch_plugins.pipeline.candidates._GAIN", -9.0)
+    patch.setattr("ovpatch_plugins.pipeline.auto.order_candidates._GAIN", -9.0)
     patch.setitem(race.Race.__init__.__kwdefaults__, "rounds", FEW)
     patch.setattr(race, "TIMED", TIMED)
     patch.setattr(auto_schedule, "WARM_UP", WARM_UP)
     patch.setattr(auto_schedule, "MEASURED", MEASURED)
     patch.setitem(solver.solve.__kwdefaults__, "effort", 10_000)
     patch.setattr(
-        "ovpatch_plugins.pipeline.auto_schedule.read_times",
+        "ovpatch_plugins.pipeline.auto.auto_schedule.read_times",
         lambda _times, stages: {str(index): [1.0, 2.0, 1.0] for index in stages},
     )
     return patch
@@ -199,7 +203,7 @@ def _find_costs_behind_a_race(cache: str) -> tuple[list[str], float]:
     """Return which computations the report has costs of behind a race, and the bubble, where the device tells late."""
     patch = _plant_costs(cache)
     patch.setattr(race.Race, "_read_turn", lambda _self, candidate, _number: 2.0 - candidate)
-    patch.setattr(takeover, "make_clock", lambda times, device: DeviceClock(times, device, _HostEvent))
+    patch.setattr(pipeline_attach, "make_clock", lambda times, device: DeviceClock(times, device, _HostEvent))
     try:
         train_both(CASES["Schedule1F1B"], "auto", memory_limit="1.5x")
     finally:
@@ -301,7 +305,7 @@ def test_a_race_that_noise_decides_goes_on_and_is_not_kept(ranks: Any, tmp_path:
 def _run_without_rival(cache: str) -> tuple[Outcome, Outcome]:
     patch = pytest.MonkeyPatch()
     patch.setenv("OVPATCH_CACHE_DIR", cache)
-    patch.setattr("ovpatch_plugins.pipeline.candidates._GAIN", 9.0)
+    patch.setattr("ovpatch_plugins.pipeline.auto.order_candidates._GAIN", 9.0)
     case = Case(steps=auto_schedule.WARM_UP + auto_schedule.MEASURED + 2, microbatches=4)
     try:
         first = train_both(case, "auto", memory_limit="1x")

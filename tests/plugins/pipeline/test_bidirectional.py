@@ -15,23 +15,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ovpatch
+from ovpatch.overlap.pipelining.ir import Kind, ScheduleError
+from ovpatch.overlap.pipelining.order_rules import check_schedule
+from ovpatch.overlap.pipelining.orders import build_bidirectional_order, build_placement, split_backwards
+from ovpatch.planner.simulator import Costs, simulate
 from ovpatch_plugins.pipeline import CutError, cut
-from ovpatch_plugins.pipeline.orders import (
-    Kind,
-    ScheduleError,
-    build_bidirectional_order,
-    build_placement,
-    check_schedule,
-    split_backwards,
-)
-from ovpatch_plugins.pipeline.report import COUNTERS
-from ovpatch_plugins.pipeline.simulator import Costs, simulate
-from ovpatch_plugins.pipeline.takeover import Takeover
+from ovpatch_plugins.pipeline.pipeline_attach import SchedulePatches
+from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
 from tests.plugins.pipeline.cases import counters, differences, feature_report
 from tests.plugins.pipeline.plain_models import CONTEXT, WORDS, Decoder, DecoderBlock, differ, language_loss
 
 ROWS = 2
-_wrap_step = Takeover.wrap_step
+_wrap_step = SchedulePatches.wrap_step
 
 
 @dataclass(frozen=True)
@@ -127,7 +122,7 @@ def _fail_to_apply() -> tuple[int, int]:
     for fails in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if fails:
-                patch.setattr(Takeover, "wrap_step", _wrap_some)
+                patch.setattr(SchedulePatches, "wrap_step", _wrap_some)
                 with pytest.raises(ovpatch.FeatureError):
                     ovpatch.apply("pipeline")
             else:
@@ -141,7 +136,7 @@ def _fail_to_apply() -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _wrap_some(self: Takeover, original: Any, owner: str) -> Any:
+def _wrap_some(self: SchedulePatches, original: Any, owner: str) -> Any:
     if owner == "_PipelineScheduleRuntime":
         raise ValueError("planted")
     return _wrap_step(self, original, owner)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ovpatch_plugins.pipeline.clock import DeviceClock, HostClock
-from ovpatch_plugins.pipeline.orders import Kind
-from ovpatch_plugins.pipeline.report import StepTimes
+from ovpatch.overlap.pipelining.ir import Kind
+from ovpatch_plugins.pipeline.runtime.step_clock import DeviceClock, HostClock, StepTimes
 
 
 class Device:

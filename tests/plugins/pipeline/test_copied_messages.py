@@ -15,12 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ovpatch
 from ovpatch.overlap.comm.consensus import check_consistent
+from ovpatch.overlap.comm.lifetimes import attached_values
 from ovpatch.overlap.kernels import copy_messages as point_to_point
 from ovpatch.overlap.kernels import copy_window as window
 from ovpatch.overlap.kernels import symmetric_memory as memory
 from ovpatch.overlap.kernels.copy_messages import PointToPoint, round_up
-from ovpatch_plugins.pipeline import takeover, transport
-from ovpatch_plugins.pipeline.report import COUNTERS, list_schedules
+from ovpatch.overlap.pipelining import copied_messages
+from ovpatch.overlap.pipelining.edges import close_edges
+from ovpatch_plugins.pipeline import pipeline_attach
+from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
+from ovpatch_plugins.pipeline.pipeline_report import list_schedules
 from tests.plugins.pipeline.cases import Case, Outcome, differences, make_schedule, train, train_both
 from tests.plugins.pipeline.models import ROWS, WIDTH
 from tests.plugins.pipeline.test_bidirectional import Ways
@@ -155,7 +159,7 @@ def _reserve() -> tuple[list[int], list[float]]:
     """Send a message, and one more once an order has come that needs more slots."""
     rank, found = dist.get_rank(), torch.zeros(2)
     with copying() as made:
-        messages = transport.CopiedMessages(dist.group.WORLD, torch.device("cpu"), [(0, 1)], 2)
+        messages = copied_messages.CopiedMessages(dist.group.WORLD, torch.device("cpu"), [(0, 1)], 2)
         for number, slots in enumerate((2, 3)):
             messages.reserve(slots)
             assert not messages.is_open
@@ -164,11 +168,11 @@ def _reserve() -> tuple[list[int], list[float]]:
             if rank == 0:
                 messages.send([torch.ones(1) + number], 1)
             else:
-                messages.wait_for(messages.receive([found[number : number + 1]], 0))
+                messages._wait_for(messages.receive([found[number : number + 1]], 0))
             messages.finish()
         messages.reserve(2)
         assert messages.is_open
-        transport.close_edges()
+        close_edges()
         return [one.slots for one in made], found.tolist()
 
 
@@ -213,8 +217,8 @@ def _stay_away() -> list[str]:
                 texts.append(str(error))
         dist.barrier()
         if dist.get_rank():
-            engine = takeover._find_record(schedule).engine
-            engine._failures.start_step(engine.transport.step + 1)
+            engine = attached_values(schedule)[pipeline_attach._ATTACHED].engine
+            engine._failures.step = engine.messages._steps.count + 1
             texts.append(engine._failures.read())
         ovpatch.revert()
     return texts
@@ -376,11 +380,11 @@ def test_what_auto_means_on_a_cpu(ranks: Any) -> None:
 def test_stages_on_several_devices_and_gloo_are_refused() -> None:
     first, second = (torch.device("cuda", index) for index in range(2))
     with (
-        mock.patch.object(transport, "blocks_host", return_value=True),
+        mock.patch.object(copied_messages, "blocks_host", return_value=True),
         mock.patch.object(memory, "memory_unsupported_reason", return_value=""),
     ):
-        assert "on several devices" in transport._reason_against_copies(dist.group.WORLD, [first, second], first)
-        assert "is gloo" in transport._reason_against_copies(dist.group.WORLD, [first, first], first)
+        assert "on several devices" in copied_messages._find_local_reason(dist.group.WORLD, [first, second], first)
+        assert "is gloo" in copied_messages._find_local_reason(dist.group.WORLD, [first, first], first)
 
 
 def _refuse(**options: Any) -> str:
@@ -411,11 +415,11 @@ def test_where_there_are_no_copy_engines_is_an_error(ranks: Any, options: Any, r
 def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with (
-        mock.patch.object(transport, "blocks_host", return_value=False),
+        mock.patch.object(copied_messages, "blocks_host", return_value=False),
         mock.patch.object(memory, "memory_unsupported_reason", return_value=""),
     ):
         device = torch.device("cuda", 0)
-        reason = transport._reason_against_copies(dist.group.WORLD, [device], device)
+        reason = copied_messages._find_local_reason(dist.group.WORLD, [device], device)
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in reason
 
 
@@ -431,16 +435,16 @@ def _send_strided() -> list[bool]:
     else:
         got.append(torch.empty(3))
     with copying():
-        messages = transport.CopiedMessages(group, device, [(0, 1)], 2)
+        messages = copied_messages.CopiedMessages(group, device, [(0, 1)], 2)
         messages.open(lambda align: 1000)
         messages.start_step()
         if rank == 0:
             messages.send(sent, 1)
         else:
-            messages.wait_for(messages.receive(got, 0))
+            messages._wait_for(messages.receive(got, 0))
         messages.finish()
         dist.broadcast_object_list(found := [[one + 0 for one in sent]], 0)
-        transport.close_edges()
+        close_edges()
     return [torch.equal(one, other) for one, other in zip(found[0], got, strict=True)] if rank else []
 
 

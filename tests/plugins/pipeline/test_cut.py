@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import ovpatch
 from ovpatch_plugins.pipeline import CutError, cut
-from ovpatch_plugins.pipeline.balance import BlockCosts, measure_costs, split_blocks, split_evenly
-from ovpatch_plugins.pipeline.block_stack import find_blocks, prepared
-from ovpatch_plugins.pipeline.cut_schedule import name_args
-from ovpatch_plugins.pipeline.stage_run import list_stages
+from ovpatch_plugins.pipeline.cutting.block_balance import BlockCosts, measure_costs, split_blocks, split_evenly
+from ovpatch_plugins.pipeline.cutting.block_stack import find_blocks, prepared
+from ovpatch_plugins.pipeline.cutting.cut_schedule import name_args
+from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import counters
 from tests.plugins.pipeline.plain_models import (
     CONTEXT,

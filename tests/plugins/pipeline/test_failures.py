@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ovpatch
-from ovpatch_plugins.pipeline import failures
-from ovpatch_plugins.pipeline.stage_run import list_stages
+from ovpatch_plugins.pipeline.runtime import step_failures as failures
+from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import Case, counters, device, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
 from tests.support.rarely import ALL_CASES
@@ -293,7 +293,7 @@ def test_ranks_with_other_options_are_an_error(ranks: Any) -> None:
 
 def wait_for_the_others() -> Any:
     told = failures.StepFailures(dist.group.WORLD)
-    told.start_step(3)
+    told.step = 3
     if dist.get_rank() == 0:
         assert told.read() == ""
         told.publish("rank 0 failed")

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.overlap.comm.lifetimes import group_store
-from ovpatch_plugins.pipeline.failures import Vote
-from ovpatch_plugins.pipeline.stage_run import list_stages
+from ovpatch_plugins.pipeline.runtime.step_failures import Vote
+from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import Case, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part
 from tests.plugins.pipeline.test_failures import Bomb

@@ -23,9 +23,9 @@ import ovpatch
 from ovpatch.overlap.comm.lifetimes import group_values
 from ovpatch.overlap.kernels import symmetric_memory as memory
 from ovpatch.overlap.kernels.copy_messages import PointToPoint
-from ovpatch_plugins.pipeline import transport as transport_module
-from ovpatch_plugins.pipeline.report import list_schedules
-from ovpatch_plugins.pipeline.transport import _Opened
+from ovpatch.overlap.pipelining import copied_messages
+from ovpatch.overlap.pipelining.edges import Slots
+from ovpatch_plugins.pipeline.pipeline_report import list_schedules
 from tests.plugins.pipeline.cases import Case, counters, device, differences, feature_report, make_schedule, train
 from tests.plugins.pipeline.models import Block, Part
 from tests.plugins.pipeline.test_failures import fail
@@ -155,7 +155,7 @@ def _lack_memory() -> tuple[dict[str, list[str]], list[str]]:
         if dist.get_rank():
             stack.enter_context(mock.patch.object(memory, "_allocate_local", refuse))
         # The trial of another test may be kept.
-        stack.enter_context(mock.patch.object(transport_module, "_try_copies", return_value=""))
+        stack.enter_context(mock.patch.object(copied_messages, "_try_copies", return_value=""))
         case, _ = _cases(dist.get_world_size())["1F1B torch.float32"]
         stock = train(case)
         ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
@@ -236,7 +236,7 @@ def _stay_away() -> list[str]:
     inputs = (rows,) if dist.get_rank() == 0 else ()
     schedule.step(*inputs, target=rows)
     torch.cuda.synchronize()
-    ((_, opened),) = group_values(_Opened, dist.group.WORLD)
+    ((_, opened),) = group_values(Slots, dist.group.WORLD)
     opened[0][1].timeout_s = 0.5
     texts = []
     for _ in range(2 if dist.get_rank() == 0 else 0):

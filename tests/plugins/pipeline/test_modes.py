@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ovpatch
-from ovpatch_plugins.pipeline.stage_run import list_stages
+from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.ddp.arms import named
 from tests.plugins.pipeline.cases import Case, counters, differences, make_schedule, run_steps
 from tests.support.modes import FORWARD_ONLY, MODES

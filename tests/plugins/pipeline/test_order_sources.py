@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
-from ovpatch_plugins.pipeline.stage_run import list_stages
+from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import Case, counters, differences, feature_report, train
 from tests.plugins.pipeline.order_sources import SOURCES, STOCK_SOURCES
 

@@ -6,19 +6,15 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
-from ovpatch_plugins.pipeline.orders import (
+from ovpatch.overlap.pipelining.ir import Action, Kind, ScheduleError, list_messages
+from ovpatch.overlap.pipelining.order_rules import check_schedule, count_slots
+from ovpatch.overlap.pipelining.orders import (
     ORDERS,
-    Action,
-    Kind,
-    ScheduleError,
     build_order,
     build_placement,
     build_vee_blocks,
     build_vee_order,
-    check_schedule,
     convert_torch_order,
-    count_slots,
-    list_messages,
     split_backwards,
 )
 from tests.plugins.pipeline.torch_orders import PLACEMENT_OF, BareStage, torch_object, torch_order

@@ -9,20 +9,19 @@ from typing import Any
 
 import pytest
 
-from ovpatch_plugins.pipeline import program as program_module
-from ovpatch_plugins.pipeline.orders import (
+from ovpatch.overlap.pipelining import ir as program_module
+from ovpatch.overlap.pipelining.ir import (
     Action,
     Kind,
     Placement,
+    Program,
+    Receive,
     Schedule,
-    build_bidirectional_order,
-    build_order,
-    build_placement,
-    build_vee_order,
     find_source,
     list_messages,
+    make_program,
 )
-from ovpatch_plugins.pipeline.program import Program, Receive, make_program
+from ovpatch.overlap.pipelining.orders import build_bidirectional_order, build_order, build_placement, build_vee_order
 
 
 def _shuffle(schedule: Schedule, seed: int) -> Schedule:

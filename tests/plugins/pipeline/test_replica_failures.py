@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from ovpatch.overlap.comm.lifetimes import group_store
-from ovpatch_plugins.pipeline.failures import Replicas
+from ovpatch_plugins.pipeline.runtime.step_failures import Replicas
 from tests.plugins.pipeline.cases import Case, differences
 from tests.plugins.pipeline.models import Block, Part
 from tests.plugins.pipeline.test_failures import Armed, Bomb

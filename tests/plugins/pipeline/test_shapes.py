@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ovpatch
-from ovpatch_plugins.pipeline.stage_run import list_stages
+from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import MAY_LACK_GRADIENTS, Case, differences, feature_report, make_schedule
 from tests.plugins.pipeline.models import WIDTH, Autocast, Block, Part
 from tests.support.rarely import ALL_CASES

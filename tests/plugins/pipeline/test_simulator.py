@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from ovpatch_plugins.pipeline.orders import Action, Kind, ScheduleError, build_order, build_placement, split_backwards
-from ovpatch_plugins.pipeline.simulator import Costs, Footprint, peak_memory, simulate
+from ovpatch.overlap.pipelining.ir import Action, Kind, ScheduleError
+from ovpatch.overlap.pipelining.orders import build_order, build_placement, split_backwards
+from ovpatch.planner.simulator import Costs, Footprint, peak_memory, simulate
 from tests.plugins.pipeline.torch_orders import torch_order
 
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW

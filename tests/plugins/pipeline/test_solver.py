@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ovpatch_plugins.pipeline.greedy import Choices, Operations, build_zero_bubble
-from ovpatch_plugins.pipeline.orders import Kind, ScheduleError, build_order, build_placement, check_schedule
-from ovpatch_plugins.pipeline.simulator import Costs, Footprint, simulate
-from ovpatch_plugins.pipeline.solver import Problem, find_lower_bound, solve
+from ovpatch.overlap.pipelining.ir import Kind, ScheduleError
+from ovpatch.overlap.pipelining.order_rules import check_schedule
+from ovpatch.overlap.pipelining.orders import build_order, build_placement
+from ovpatch.planner.simulator import Costs, Footprint, simulate
+from ovpatch.planner.solver import Problem, find_lower_bound, solve
+from ovpatch.planner.zero_bubble import Choices, Operations, build_zero_bubble
 from tests.plugins.pipeline.torch_orders import PLACEMENT_OF, torch_order
 from tests.plugins.pipeline.vectors import PUBLISHED, PUBLISHED_V, ROUNDED, VECTORS, make_problem
 from tests.support.rarely import ALL_CASES
@@ -164,7 +166,7 @@ def test_a_rank_with_little_memory_is_served():
 
 ALONE = """
 import sys
-from ovpatch_plugins.pipeline.solver import Costs, Problem, solve
+from ovpatch.planner.solver import Costs, Problem, solve
 assert "torch" not in sys.modules, "the solver imports torch"
 solution = solve(Problem((0, 1, 2, 3), 9, Costs((10, 11, 9, 13), (12, 10, 11, 12), (9, 9, 9, 12), 1), 6), effort=60_000)
 print(solution.simulation.step, [[str(action) for action in order] for order in solution.schedule])

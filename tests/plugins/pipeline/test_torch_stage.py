@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import ovpatch
-from ovpatch_plugins.pipeline.stage_run import list_stages
+from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import (
     MAY_LACK_GRADIENTS,
     Case,

@@ -12,7 +12,7 @@ from torch import nn
 
 import ovpatch
 from ovpatch_plugins.pipeline import attach_optimizer
-from ovpatch_plugins.pipeline.report import COUNTERS
+from ovpatch_plugins.pipeline.pipeline_counters import COUNTERS
 from tests.plugins.pipeline.cases import Case, differences, make_schedule, run_steps
 from tests.plugins.pipeline.models import ROWS, WIDTH, Block, Part, Raw, Variant
 

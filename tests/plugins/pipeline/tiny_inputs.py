@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ovpatch_plugins.pipeline.block_stack import find_tensors
+from ovpatch_plugins.pipeline.cutting.block_stack import find_tensors
 from tests.plugins.pipeline.tiny_models import FIRST_WORD, WORDS
 
 CONTEXT: Final = 8

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from ovpatch_plugins.pipeline.orders import Schedule, build_placement, convert_torch_order
+from ovpatch.overlap.pipelining.ir import Schedule
+from ovpatch.overlap.pipelining.orders import build_placement, convert_torch_order
 
 PLACEMENT_OF = {
     "LoopedBFS": "loop",

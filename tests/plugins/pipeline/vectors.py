@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ovpatch_plugins.pipeline.orders import build_placement
-from ovpatch_plugins.pipeline.simulator import Costs, Footprint
-from ovpatch_plugins.pipeline.solver import Problem
+from ovpatch.overlap.pipelining.orders import build_placement
+from ovpatch.planner.simulator import Costs, Footprint
+from ovpatch.planner.solver import Problem
 
 # Bubble rates that the scheduler of the zero-bubble paper's authors prints for memory of 1, 1.5, 2 and 2.5 p forwards:
 # ranks, microbatches, F, B, W, time of a transfer.

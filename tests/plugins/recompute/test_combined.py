@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ovpatch
 from ovpatch.overlap.comm.backward_waits import BACKWARD_WAITS
 from ovpatch.overlap.tensor_parallel.tp_group import TPGroup
-from ovpatch_plugins.pipeline.engine import Engine
+from ovpatch_plugins.pipeline.runtime.engine import Engine
 from ovpatch_plugins.recompute.recompute_report import COUNTERS
 from tests.plugins.pipeline.cases import Case, train
 from tests.plugins.pipeline.models import Block, Part

@@ -1,0 +1,176 @@
+"""What a pipeline of some size and costs would gain: fixed orders and solved ones, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ovpatch.overlap.pipelining.ir import Kind, Schedule, ScheduleError, count_stages
+from ovpatch.overlap.pipelining.orders import (
+    ORDERS,
+    build_bidirectional_order,
+    build_order,
+    build_placement,
+    build_vee_order,
+    split_backwards,
+)
+from ovpatch.planner.simulator import Costs, Simulation, simulate
+from ovpatch.planner.solver import Problem, Progress, Solution, find_lower_bound, share_solutions, solve
+
+_SOLVED: Final = "solved"
+_EARLY: Final = "1f1b, early sends"
+_ONE_BY_ONE: Final = "bidirectional"
+_DOUBLED: Final = "bidirectional, forwards doubled"
+_SETTINGS: Final = {
+    "gpipe": {},
+    "1f1b": {},
+    _EARLY: {"OVPATCH_PIPELINE": "1"},
+    **{name: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": name} for name in ("zb-h1", "zb-h2")},
+    "zb-v": {"OVPATCH_PIPELINE": "1"},
+    _ONE_BY_ONE: {"OVPATCH_PIPELINE": "1"},
+    _DOUBLED: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_FORWARD_DOUBLING": "1"},
+    _SOLVED: {"OVPATCH_PIPELINE": "1", "OVPATCH_PIPELINE_SCHEDULE": "auto"},
+}
+"""The variables that set an order; torch runs those without a variable itself."""
+_LETTERS: Final = {Kind.F: "F", Kind.B: "B", Kind.W: "W", Kind.BW: "B"}
+
+
+@dataclass(frozen=True)
+class _Row:
+    order: str
+    placement: str
+    simulation: Simulation
+    limit: float | None = None  # of a solved order, in units of 1F1B's memory
+
+
+def plan(question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapping[str, Any]:
+    """Return what orders cost, as JSON data.
+
+    Args:
+        question: ``ranks``, ``microbatches``, ``memory`` (limits, in units of what 1F1B's first rank holds),
+            ``placements``, and the costs ``forward``, ``backward``, ``weight`` of a rank's share of the model and
+            ``send`` of a transfer, in any one unit.
+        progress: Called with the part that is done, from 0 to 1.
+
+    Returns:
+        ``rows`` (order, placement, limit, memory in units of 1F1B's, step in units of m(F+B+W), bubble, fits, and the
+        variables that set the order, none for torch's own), with the index ``best`` of the shortest step that fits,
+        ``bounds`` by placement, and ``timeline`` and ``picture`` of the best row.
+    """
+    ranks, microbatches = int(question["ranks"]), int(question["microbatches"])
+    times = [float(question[name]) for name in ("forward", "backward", "weight", "send")]
+    memories: Sequence[float] = question["memory"]
+    unit, whole = microbatches * sum(times[:3]), float(min(ranks, microbatches))
+    rows, bounds = [], {}
+    solved, total = 0, len(memories) * len(question["placements"])
+    for name in question["placements"]:
+        chunks = 2 if name in ("loop", "vee") else 1
+        placement = build_placement(name, ranks=ranks, chunks=chunks)
+        costs = Costs.uniform(
+            len(placement),
+            forward=times[0] / chunks,
+            backward=times[1] / chunks,
+            weight=times[2] / chunks,
+            send=times[3],
+        )
+        for order, schedule in _known(name, ranks, microbatches):
+            rows.append(_Row(order, name, simulate(schedule, placement, costs)))
+        if count_stages(placement) < len(placement):
+            continue  # orders of two pipelines are not solved for
+        bounds[name] = find_lower_bound(Problem(placement, microbatches, costs)) / unit
+        limits, solutions = list[float](), list[tuple[Problem, Solution]]()
+        for memory in memories:
+            problem = Problem(placement, microbatches, costs, memory * whole)
+            with contextlib.suppress(ScheduleError):  # too little memory for this placement: no row
+                found = solve(problem, progress=functools.partial(_tell_progress, progress, solved, total))
+                limits.append(memory)
+                solutions.append((problem, found))
+            solved += 1
+        for memory, found in zip(limits, share_solutions(solutions), strict=True):
+            rows.append(_Row(_SOLVED, name, found.simulation, memory))
+    progress(1.0)
+    return _answer(rows, bounds, unit=unit, whole=whole, most=max(memories))
+
+
+def _tell_progress(progress: Callable[[float], None], solved: int, total: int, now: Progress) -> None:
+    progress((solved + now.done) / total)
+
+
+def _known(placement: str, ranks: int, microbatches: int) -> list[tuple[str, Schedule]]:
+    if placement == "vee":
+        return [("zb-v", build_vee_order(ranks=ranks, microbatches=microbatches))]
+    if placement == "bidirectional":
+        names = {False: _ONE_BY_ONE, True: _DOUBLED}
+        return [
+            (name, split_backwards(build_bidirectional_order(ranks=ranks, microbatches=microbatches, doubles=doubles)))
+            for doubles, name in names.items()
+        ]
+    if placement != "straight":
+        return []
+    known = [(name, build_order(name, ranks=ranks, microbatches=microbatches)) for name in ORDERS]
+    known.insert(2, (_EARLY, split_backwards(dict(known)["1f1b"])))
+    return known
+
+
+def _answer(
+    rows: Sequence[_Row], bounds: Mapping[str, float], *, unit: float, whole: float, most: float
+) -> Mapping[str, Any]:
+    listed: list[dict[str, Any]] = []
+    for row in rows:
+        memory = max(row.simulation.peak_memory) / whole
+        listed.append(
+            {
+                "order": row.order,
+                "placement": row.placement,
+                "limit": row.limit,
+                "memory": memory,
+                "step": row.simulation.step / unit,
+                "bubble": max(0.0, row.simulation.bubble),
+                "fits": memory <= most * (1 + 1e-9),
+                "setting": dict(_SETTINGS[row.order]) | _limit_memory(row.limit),
+            }
+        )
+    fitting = [index for index, row in enumerate(listed) if row["fits"]]
+    # Of orders that take the same time, the one that holds less memory is better.
+    best = min(
+        fitting,
+        key=lambda index: (*(round(listed[index][name], 9) for name in ("step", "memory")), index),
+        default=None,
+    )
+    answer: dict[str, Any] = {"unit": unit, "rows": listed, "bounds": dict(bounds), "best": best}
+    if best is not None:
+        simulation = rows[best].simulation
+        answer["timeline"] = [
+            [[a.kind.value, a.stage, a.microbatch, begin / unit, end / unit] for a, begin, end in line]
+            for line in simulation.timeline
+        ]
+        answer["picture"] = draw_text(simulation)
+    return answer
+
+
+def _limit_memory(limit: float | None) -> dict[str, str]:
+    return {} if limit is None else {"OVPATCH_PIPELINE_MEMORY_LIMIT": f"{limit:g}x"}
+
+
+def draw_text(simulation: Simulation, width: int = 100) -> list[str]:
+    """Return a line of letters per rank, F, B and W where it computes and dots where it waits.
+
+    Args:
+        simulation: A simulated step.
+        width: Letters in a line.
+    """
+    ends = [line[-1].end for line in simulation.timeline if line]
+    scale = max(ends, default=1.0) / width
+    lines = []
+    for timed in simulation.timeline:
+        letters = ["."] * width
+        for action, start, end in timed:
+            first = round(start / scale)
+            last = min(width, max(first + 1, round(end / scale)))
+            for place in range(first, last):
+                letters[place] = _LETTERS[action.kind]
+        lines.append("".join(letters))
+    return lines

@@ -1,0 +1,1 @@
+"""``schedule=auto``: costs are measured, orders solved and raced."""

@@ -1,0 +1,1 @@
+"""``cut()``: stages of a plain model. Works without ``apply()``."""

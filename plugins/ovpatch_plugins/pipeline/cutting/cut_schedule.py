@@ -1,0 +1,773 @@
+"""``cut()``: a plain model becomes the stages of a schedule of ``torch.distributed.pipelining``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import math
+import os
+import random
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from ovpatch.overlap.comm.consensus import (
+    LATE_START_S,
+    check_consistent,
+    gather_values,
+    join_messages,
+    wait_limit_s,
+)
+from ovpatch.overlap.pipelining.ir import Placement, count_stages
+from ovpatch.overlap.pipelining.orders import build_placement
+from ovpatch_plugins.pipeline.cutting.block_balance import (
+    BlockCosts,
+    check_count,
+    measure_costs,
+    split_blocks,
+    split_evenly,
+)
+from ovpatch_plugins.pipeline.cutting.block_stack import (
+    BlockStack,
+    CutError,
+    ForwardState,
+    Trace,
+    find_blocks,
+    find_tensors,
+    map_leaves,
+    prepared,
+    seed_all,
+    trace_model,
+)
+from ovpatch_plugins.pipeline.cutting.stage_tree import (
+    ARG,
+    SharedParam,
+    StagePlan,
+    StageTree,
+    find_shared_params,
+    make_plans,
+    make_subclass,
+    move_zeros,
+    select_output,
+)
+from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
+
+BIDIRECTIONAL: Final = "bidirectional"
+
+_SCHEDULES: Final = {
+    "straight": "Schedule1F1B",
+    "loop": "ScheduleInterleaved1F1B",
+    "vee": "ScheduleZBVZeroBubble",
+}
+_CHUNKS: Final = {"straight": 1, "loop": 2, "vee": 2}
+_TOPIC: Final = "pipeline_cut"
+_LONGEST_REASON: Final = 2000
+# Models skip blocks with larger probabilities.
+_SMALL: Final = 0.01
+_REMEDY: Final = "Call cut() on all ranks, with the same model, microbatch and arguments."
+
+
+def cut(
+    model: nn.Module,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    mb_args: Sequence[Any] = (),
+    mb_kwargs: Mapping[str, Any] | None = None,
+    *,
+    n_microbatches: int,
+    loss_fn: Callable[..., Tensor] | None = None,
+    placement: str = "straight",
+    chunks: int | None = None,
+    schedule: str | type | None = None,
+    blocks: str | None = None,
+    balance: str = "measured",
+    blocks_per_stage: Sequence[int] | None = None,
+    output: Callable[[Any], Any] = select_output,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+    device: torch.device | str | None = None,
+    **schedule_options: Any,
+) -> Any:
+    """Cut a plain model into stages and return the schedule that trains it.
+
+    Each stage runs the model's own forward, so masks, positions and rotary tables stay the model's; blocks of other
+    stages are skipped. All ranks call ``schedule.step()`` with the whole model's inputs. A stage's modules, parameters
+    and names are the model's; the model itself stays as it is, and can be dropped.
+
+    The stages are compared with the whole model on the given microbatch: values and gradients in evaluation mode, and
+    values in training mode, with the same random numbers. Models that skip blocks in training are refused.
+
+    Args:
+        model: The whole model, the same on all ranks, not wrapped for data parallelism. On the meta device it is cut
+            without measuring and comparing.
+        mesh: The pipeline's dimension of a mesh, or its group. All ranks of the job call ``cut()``.
+        mb_args: Arguments of the model for one microbatch.
+        mb_kwargs: Keyword arguments of the model for one microbatch.
+        n_microbatches: Microbatches in a step.
+        loss_fn: Called with what the last stage returns and the microbatch's ``target``; the schedule's argument.
+        placement: ``straight``, one stage per rank; ``loop``, stage ``s`` on rank ``s % ranks``; ``vee``, a rank has
+            stages ``r`` and ``2 * ranks - 1 - r``; ``bidirectional``, two pipelines as in Chimera, one each way: a rank
+            has stage ``r`` of one and ``ranks - 1 - r`` of the other, and losses are on the last rank and on rank 0.
+        chunks: Stages per rank, 2 for ``loop`` and ``vee`` by default.
+        schedule: A class of torch's schedules, or its name; by default 1F1B, interleaved 1F1B or ZBV. None for
+            ``bidirectional``.
+        blocks: Name of the list of blocks; by default the largest list of modules of one class.
+        balance: ``measured``, by time and memory of each block on this microbatch, where the model is; ``count``, by
+            the number of blocks.
+        blocks_per_stage: Numbers of blocks, instead of ``balance``.
+        output: Makes a tensor, or several, of what the model returns; by default of a mapping its first tensor.
+        wrap: Wraps the module of each stage, for example into ``DistributedDataParallel`` or ``fully_shard``.
+        device: Where stages compute; by default the mesh's device.
+        schedule_options: Further arguments of the schedule.
+
+    Returns:
+        An object of the schedule's class that also has ``model_parts``, ``parameters()``, ``named_parameters()``,
+        ``state_dict()`` and ``load_state_dict()``, all of this rank's stages and under the model's own names, and
+        ``has_first_stage`` and ``has_last_stage``.
+
+    Raises:
+        CutError: The model cannot be cut; the same on all ranks.
+    """
+    kwargs = dict(mb_kwargs or {})
+    if not mb_args and not kwargs:
+        raise CutError("cut() needs a microbatch of the model's inputs. Pass it as mb_args or mb_kwargs.")
+    if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+        raise CutError(f"the mesh has {mesh.ndim} dimensions. Pass the pipeline's dimension of it, as mesh['pp'].")
+    _check_model(model)
+    group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+    chunks = _CHUNKS.get(placement, 1) if chunks is None else chunks
+    placed = build_placement(placement, ranks=group.size(), chunks=chunks)
+    ranks = placed[: count_stages(placed)]
+    cls = _find_schedule(schedule, placement, chunks)
+    own = sorted({stage % len(ranks) for stage, rank in enumerate(placed) if rank == group.rank()})
+    if placement == BIDIRECTIONAL:
+        _check_buffers(model)
+    home = next(model.parameters()).device
+    args, kwargs = (
+        map_leaves(value, lambda _, leaf: leaf.to(home) if isinstance(leaf, Tensor) else leaf)
+        for value in (tuple(mb_args), kwargs)
+    )
+
+    def prepare() -> tuple[Callable[[], None], BlockStack, BlockCosts | None]:
+        restore = prepared_model.enter_context(prepared(model, home))
+        stack = find_blocks(model, blocks, lambda: model(*args, **kwargs))
+        check_count(len(stack.blocks), len(ranks))
+        restore()
+        return restore, stack, measure_costs(model, stack, args, kwargs, home) if has_costs else None
+
+    def make() -> tuple[StageTree, dict[int, nn.Module], list[list[int]]]:
+        restore()
+        return _make_trees(model, stack, starts, args, kwargs, output, own, restore)
+
+    has_costs = _is_measured(balance, blocks_per_stage, home) and len(ranks) > 1
+    # All code of the model runs in attempts: an error that left cut() on one rank would have peers wait.
+    with contextlib.ExitStack() as prepared_model:
+        prepared_here, reason, cause = _attempt(prepare)
+        costs, reason = _share_costs(group, has_costs, prepared_here and prepared_here[2], reason)
+        if reason:
+            raise CutError(reason) from cause
+        restore, stack, _ = prepared_here
+        starts = _choose_starts(len(stack.blocks), ranks, costs, blocks_per_stage)
+        made, reason, cause = _attempt(make)
+        reason = _agree(group, model, stack, starts, reason)
+    if reason:
+        raise CutError(reason) from cause
+    builder, trees, held = made
+    builder.copy_modes()
+    shared = find_shared_params(model, trees, held)
+    where = _find_device(mesh, home) if device is None else torch.device(device)
+    parts, stages, prefixes = [], [], []
+    for stage, tree in trees.items():
+        part: nn.Module = tree if home.type == "meta" else tree.to(where)
+        move_zeros(part, where)
+        part = part if wrap is None else wrap(part)
+        parts.append(part)
+        prefixes.append(_find_prefix(part, tree))
+        stages.append(_Stage(part, stage, len(ranks), where, group=group))
+        stages[-1].tree = tree
+    is_single = issubclass(cls, schedules.PipelineScheduleSingle)
+    if placement == BIDIRECTIONAL and stages[0].stage_index != group.rank():
+        stages.reverse()  # the one of the pipeline that runs down is first
+    owned = stages[0] if is_single else stages
+    schedule_made = make_subclass(CutSchedule, cls)(owned, n_microbatches, loss_fn=loss_fn, **schedule_options)
+    schedule_made.model_parts, schedule_made._prefixes = parts, prefixes
+    schedule_made.block_ranges = _list_ranges(starts, len(stack.blocks))
+    schedule_made._shared_grads = [SharedGrads(one, placed, group) for one in shared]
+    if placement == BIDIRECTIONAL:
+        from ovpatch_plugins.pipeline.variants.bidirectional import ReplicaGrads
+
+        def find_shared() -> list[nn.Parameter]:
+            return [param for one in shared for param in one.find_params()]
+
+        schedule_made._shared_grads.append(ReplicaGrads(parts, schedule_made.replicas, group, find_shared))
+    return schedule_made
+
+
+class _Stage(PipelineStage):
+    """A stage without five faults of torch.
+
+    To connect the ranks, torch 2.11 sends to its own rank, too, which gloo cannot. After an evaluation that comes
+    first, what its stages receive has no gradient, so that the first step fails. And to torch 2.15 an evaluation of
+    stages in a V fails, which hand gradients to each other that there are none of. The forward in which torch infers
+    shapes before the first step counts in running statistics, own generators and counters. And it reads uninitialized
+    memory, so that blocks fail that take indices from it.
+
+    Attributes:
+        tree: The stage's module before it was wrapped.
+    """
+
+    tree: nn.Module
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        # This forward also initializes objects that wrappers have put into the modules.
+        state = ForwardState(self.tree.modules(), has_objects=False)
+        try:
+            return super()._prepare_forward_infra(*args, **kwargs)
+        finally:
+            state.restore()
+
+    def _to_tensor(self, arg: Any) -> Any:
+        own: Any = super()  # untyped in torch
+        made = own._to_tensor(arg)
+        return made if isinstance(arg, Tensor) else made.detach().zero_().requires_grad_(made.requires_grad)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self, "_shape_inference"):  # else torch infers anew
+            for info in itertools.chain.from_iterable(self.args_recv_info.values()):
+                buffer = getattr(info, "buffer", None)
+                if isinstance(buffer, Tensor) and not buffer.requires_grad:
+                    info.buffer = torch.empty_like(buffer, requires_grad=True)  # it may be of an inference mode
+        return super()._prepare_backward_infra(*args, **kwargs)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        own: Any = super()  # untyped in torch
+        return own.get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+# --- checks ---
+
+
+def _check_model(model: nn.Module) -> None:
+    wrapped = any("FSDP" in cls.__name__ or "DistributedDataParallel" in cls.__name__ for cls in type(model).__mro__)
+    if wrapped or hasattr(model, "_orig_mod"):
+        raise CutError(
+            f"the model is a {type(model).__name__} already. Cut the plain model, and wrap its stages with "
+            "cut(..., wrap=...)."
+        )
+    if "forward" in model.__dict__:
+        raise CutError(
+            "the model's forward was replaced on the object, as by accelerate's prepare() or a hook of its big-model "
+            "loading. Cut the model before that."
+        )
+    if next(model.parameters(), None) is None:
+        raise CutError(f"{type(model).__name__} has no parameters. Cut a model that has blocks with parameters.")
+
+
+def _check_buffers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "track_running_stats", False):
+            raise CutError(
+                f"{name} has running statistics, and a bidirectional pipeline has two replicas of it that see half of "
+                "the microbatches each. Cut with placement='straight', or use a norm without statistics."
+            )
+
+
+def _find_schedule(schedule: str | type | None, placement: str, chunks: int) -> type[Any]:
+    if placement == BIDIRECTIONAL:
+        from ovpatch_plugins.pipeline.variants.bidirectional import ScheduleBidirectional
+
+        if schedule is not None:
+            raise CutError(f"placement='bidirectional' has an order of its own, not {schedule!r}. Leave schedule out.")
+        return ScheduleBidirectional
+    name = _SCHEDULES[placement] if schedule is None else schedule
+    cls = getattr(schedules, name, None) if isinstance(name, str) else name
+    if not (isinstance(cls, type) and issubclass(cls, schedules._PipelineSchedule)):
+        raise CutError(
+            f"schedule={name!r} is no class of torch.distributed.pipelining. Give Schedule1F1B, for example."
+        )
+    is_single = issubclass(cls, schedules.PipelineScheduleSingle)
+    is_vee = cls.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+    wanted = "straight" if is_single else "vee" if is_vee else "loop"
+    if wanted != placement or (is_vee and chunks != 2):
+        raise CutError(
+            f"{cls.__name__} does not run placement={placement!r} with {chunks} stages per rank. Use "
+            f"placement={wanted!r}{', chunks=2' if is_vee else ''}."
+        )
+    return cls
+
+
+def _attempt(compute: Callable[[], Any]) -> tuple[Any, str, Exception | None]:
+    """Return the result of a function, or the reason and the error for which a model cannot be cut."""
+    try:
+        return compute(), "", None
+    except CutError as error:
+        return None, str(error), None
+    except Exception as error:  # noqa: BLE001 - of the user's forward, and raised once all ranks know it
+        frames = traceback.extract_tb(error.__traceback__)
+        last = next((frame for frame in reversed(frames) if "/torch/" not in frame.filename), frames[-1])
+        place = f"{last.name}(), {os.path.basename(last.filename)}:{last.lineno}"
+        # Some errors have no text, as the StopIteration of next() for a module without parameters.
+        what = f"{type(error).__name__}: {error}".removesuffix(": ")
+        text = (
+            f"a forward of the model or of one of its stages failed with {what} (in {place}). "
+            "Pass a microbatch that the model accepts in evaluation and in training. If the whole model accepts it, "
+            "keep reads of other modules' parts out of its forward, or name another list with blocks=."
+        )
+        return None, text, error
+
+
+def _is_measured(balance: str, blocks_per_stage: Sequence[int] | None, home: torch.device) -> bool:
+    if balance not in ("measured", "count"):
+        raise CutError(f"balance={balance!r} is unknown. Use 'measured' or 'count'.")
+    return balance == "measured" and blocks_per_stage is None and home.type != "meta"
+
+
+def _share_costs(
+    group: dist.ProcessGroup, is_measured: bool, costs: BlockCosts | None, reason: str
+) -> tuple[BlockCosts | None, str]:
+    """Return the costs that all ranks use, and the reason for which any of them cannot cut, or "".
+
+    All ranks use the costs of one, because replicas of a pipeline must have the same stages. So ranks of all
+    pipelines exchange them, if they measure.
+    """
+    world = dist.distributed_c10d._get_default_group() if is_measured else group
+    own = costs.as_dict() if costs is not None and world.rank() == 0 else None
+    found = gather_values(world, _TOPIC, {"reason": reason[:_LONGEST_REASON], "costs": own})
+    numbers = [dist.get_global_rank(world, rank) for rank in range(world.size())]
+    reason = join_messages((rank, value["reason"]) for rank, value in zip(numbers, found, strict=True))
+    first = found[0]["costs"]
+    return (None if first is None else BlockCosts(**first)), reason
+
+
+def _choose_starts(
+    count: int, ranks: Sequence[int], costs: BlockCosts | None, blocks_per_stage: Sequence[int] | None
+) -> list[int]:
+    """Return the first block of each stage."""
+    if blocks_per_stage is not None:
+        sizes = list(blocks_per_stage)
+        if len(sizes) != len(ranks) or sum(sizes) != count or min(sizes) < 1:
+            raise CutError(
+                f"blocks_per_stage={sizes} does not divide {count} blocks into {len(ranks)} stages. Give as many "
+                "numbers, each at least 1, with that sum."
+            )
+        return [sum(sizes[:stage]) for stage in range(len(sizes))]
+    return split_evenly(count, len(ranks)) if costs is None else split_blocks(costs, ranks)
+
+
+def _make_trees(
+    model: nn.Module,
+    stack: BlockStack,
+    starts: Sequence[int],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    output: Callable[[Any], Any],
+    own: Sequence[int],
+    restore: Callable[[], None],
+) -> tuple[StageTree, dict[int, nn.Module], list[list[int]]]:
+    """Return this rank's stages, compared with the whole model, and the ids of each stage's parameters."""
+    trace = trace_model(model, stack, starts[1:], args, kwargs)
+    restore()
+    trace.output = output(trace.output)
+    _check_output(trace.output)
+    plans = make_plans(trace, stack, starts, output)
+    builder = StageTree(model, stack, trace, plans)
+    trees, held = {}, []
+    is_meta = next(model.parameters()).device.type == "meta"
+    for plan in plans:
+        tree = builder.build(plan)
+        params = [id(param) for param in tree.parameters()]
+        held.append(params)
+        if plan.params - set(params):
+            names = {id(param): name for name, param in model.named_parameters()}
+            name = next((names[key] for key in plan.params - set(params) if key in names), "an unregistered parameter")
+            raise CutError(
+                f"stage {plan.index} reads {name}, which is in no module that it calls or reads. Read it through its "
+                "own module."
+            )
+        if plan.index in own:
+            trees[plan.index] = tree
+    if not is_meta:
+        for index, tree in trees.items():
+            compare_grads(tree, plans[index], trace, compare_values(tree, plans[index], trace, args, kwargs))
+    for plan in plans:
+        plan.nodes.clear()  # they keep the traced graph alive
+    if not is_meta:
+        del trace
+        _check_training(model, stack, [(plans[index], tree) for index, tree in trees.items()], args, kwargs, restore)
+    return builder, trees, held
+
+
+def _check_output(output: Any) -> None:
+    if any(tensor.dim() == 0 for _, tensor in find_tensors(output)):
+        raise CutError(
+            "the model returns a scalar, such as its own loss, and schedules concatenate what the last stage returns. "
+            "Leave labels out of the inputs and pass loss_fn, or select another value: "
+            "cut(..., output=lambda result: result.logits)."
+        )
+
+
+def _check_training(
+    model: nn.Module,
+    stack: BlockStack,
+    stages: Sequence[tuple[StagePlan, nn.Module]],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    restore: Callable[[], None],
+) -> None:
+    """Compare the values of stages with the whole model's in training mode, with the same random numbers.
+
+    Raises:
+        CutError: They differ, or the model skips blocks in training.
+    """
+    # Stages other than the first begin where their first block does, with the random numbers that it has there.
+    starts = [plan.low for plan, _ in stages] + [plan.high for plan, _ in stages if not plan.is_last]
+    select = stages[0][0].select
+    model.train()
+    with torch.no_grad():
+        device = next(model.parameters()).device
+        # Small uniform numbers skip each block that may be skipped.
+        trace_model(model, stack, (), args, kwargs, between=lambda: seed_all(device, *_find_small_seeds()))
+        restore()
+        trace = trace_model(model, stack, sorted({*starts} - {0}), args, kwargs)
+        trace.output = select(trace.output)
+        for plan, tree in stages:
+            tree.train()
+            restore()
+            compare_values(tree, plan, trace, args, kwargs, restores_random=True)
+    restore()
+
+
+@functools.cache
+def _find_small_seeds() -> tuple[int, int]:
+    """Return seeds after which the first uniform number of torch, and of Python, is below a hundredth."""
+    generator = torch.Generator()
+    return (
+        next(seed for seed in itertools.count() if torch.rand([], generator=generator.manual_seed(seed)) < _SMALL),
+        next(seed for seed in itertools.count() if random.Random(seed).random() < _SMALL),
+    )
+
+
+def compare_values(
+    tree: nn.Module,
+    plan: StagePlan,
+    trace: Trace,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    restores_random: bool = False,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a stage on what the whole model's blocks were given, and compare values, block by block.
+
+    Returns:
+        What the stage received, with gradients, and what it returned.
+
+    Raises:
+        CutError: They differ.
+    """
+    given = [] if not plan.low else trace.boundaries[plan.low].leaves
+    received = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in given]
+    state, handles = ForwardState(tree.modules()), []
+    if plan.low or not restores_random:
+        # Each rank draws its own numbers, so a stage may not depend on numbers that the model draws before its blocks.
+        seed_all(trace.device, 1, 1)
+
+    def check(index: int, output: Any) -> None:
+        if _differ_any([tensor for _, tensor in find_tensors(output)], trace.results[index]):
+            raise CutError(_describe_difference(plan, index, "values", in_training=restores_random))
+
+    for index in range(plan.low, plan.high):
+        hook: Any = lambda _, __, output, index=index: check(index, output)  # noqa: E731
+        handles.append(plan.stack.blocks[index].register_forward_hook(hook))
+    if restores_random and plan.low:
+        begin = trace.random_states[plan.low]
+        handles.append(plan.stack.blocks[plan.low].register_forward_pre_hook(lambda *_: begin()))
+    try:
+        values = [tensor for _, tensor in find_tensors(tree(*received, **name_args(args, kwargs)))]
+    finally:
+        for handle in handles:
+            handle.remove()
+        state.restore()
+    if _differ_any(values, _list_wanted(plan, trace)):
+        raise CutError(_describe_difference(plan, plan.high - 1, "values", in_training=restores_random))
+    return received, values
+
+
+def _list_wanted(plan: StagePlan, trace: Trace) -> list[Tensor]:
+    return [tensor for _, tensor in find_tensors(trace.output)] if plan.is_last else trace.boundaries[plan.high].tensors
+
+
+def _describe_difference(plan: StagePlan, index: int, what: str, *, in_training: bool = False) -> str:
+    name = plan.stack.name(index)
+    where = f"{plan.stack.name(plan.low)} to {plan.stack.name(plan.high - 1)}"
+    mode = "training" if in_training else "evaluation"
+    return (
+        f"the stage with {where} computes other {what} than the whole model in {mode} mode, first at {name}. "
+        "The model's forward depends on blocks of other stages, on how often they have run, or on random numbers that "
+        "it draws before them, as for the dropout of an encoder that all blocks read. Move this into the blocks, set "
+        "such dropout to 0, or name an earlier list with blocks=."
+    )
+
+
+def compare_grads(tree: nn.Module, plan: StagePlan, trace: Trace, ran: tuple[list[Tensor], list[Tensor]]) -> None:
+    """Compare a stage's gradients with the whole model's.
+
+    Equal values of all stages and equal gradients of each, with no other way between stages, are equal gradients of the
+    whole.
+
+    Args:
+        tree: The stage.
+        plan: Its plan.
+        trace: The forward of the whole model.
+        ran: What the stage received and returned in :func:`compare_values`.
+
+    Raises:
+        CutError: They differ.
+    """
+    received, values = ran
+    given = [] if not plan.low else trace.boundaries[plan.low].leaves
+    pairs = [
+        (a, b) for a, b in zip(values, _list_wanted(plan, trace), strict=True) if a.requires_grad and b.requires_grad
+    ]
+    params = [param for param in tree.parameters() if param.requires_grad]
+    inputs = [(mine, one) for mine, one in zip(received, given, strict=True) if one.requires_grad]
+    if not pairs or not (params or inputs):
+        return
+    draw = torch.Generator(pairs[0][0].device).manual_seed(0)
+    seeds = [torch.randn(a.shape, generator=draw, device=a.device).to(a.dtype) for a, _ in pairs]
+    mine = torch.autograd.grad(
+        [a for a, _ in pairs], [*params, *(leaf for leaf, _ in inputs)], seeds, allow_unused=True
+    )
+    theirs = torch.autograd.grad(
+        [b for _, b in pairs], [*params, *(one for _, one in inputs)], seeds, allow_unused=True, retain_graph=True
+    )
+    owners = {
+        id(param): index for index in range(plan.low, plan.high) for param in plan.stack.blocks[index].parameters()
+    }
+    for leaf, one, other in zip([*params, *(leaf for leaf, _ in inputs)], mine, theirs, strict=True):
+        if _differ(one, other):
+            raise CutError(_describe_difference(plan, owners.get(id(leaf), plan.low), "gradients"))
+
+
+def _differ_any(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    return len(values) != len(wanted) or any(_differ(a, b) for a, b in zip(values, wanted, strict=True))
+
+
+def _differ(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors differ by more than rounding; None is zeros."""
+    if one is None or other is None:
+        left = one if other is None else other
+        return left is not None and bool(left.detach().any())
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return True
+    if torch.equal(one, other) or not one.numel():
+        return False
+    if not one.is_floating_point():
+        return True
+    difference, scale = (one - other).abs().max().item(), other.abs().max().item()
+    return not difference <= scale * torch.finfo(one.dtype).eps ** 0.75 or math.isinf(scale)
+
+
+def _agree(group: dist.ProcessGroup, model: nn.Module, stack: BlockStack, starts: Sequence[int], reason: str) -> str:
+    names = repr([(name, tuple(param.shape)) for name, param in model.named_parameters()])
+    terms = {
+        "blocks": stack.path,
+        "first blocks of stages": list(starts),
+        "parameters": hashlib.sha256(names.encode()).hexdigest()[:16],
+    }
+    limit = wait_limit_s(group, LATE_START_S)
+    return check_consistent(group, _TOPIC, terms, objection=reason, timeout_s=limit, remedy=_REMEDY)
+
+
+def _find_device(mesh: DeviceMesh | dist.ProcessGroup, home: torch.device) -> torch.device:
+    kind = mesh.device_type if isinstance(mesh, DeviceMesh) else home.type
+    if kind in ("cpu", "meta"):
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _list_ranges(starts: Sequence[int], count: int) -> list[range]:
+    return [range(low, high) for low, high in zip(starts, [*starts[1:], count], strict=True)]
+
+
+# --- the schedule ---
+
+
+def name_args(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments as keywords, which torch's schedules give to all stages."""
+    return {**{f"{ARG}{index}": one for index, one in enumerate(args)}, **kwargs}
+
+
+class SharedGrads:
+    """Adds up the gradients that several stages have of one parameter.
+
+    Args:
+        param: The parameter.
+        placement: The rank of each stage.
+        group: The pipeline's group.
+    """
+
+    def __init__(self, param: SharedParam, placement: Placement, group: dist.ProcessGroup) -> None:
+        self._param = param
+        self._kept: list[Tensor | None] = []
+        self._pipelines = len(placement) // count_stages(placement)
+        ranks = sorted(
+            {rank for stage, rank in enumerate(placement) if stage % count_stages(placement) in param.stages}
+        )
+        self._group: dist.ProcessGroup | None = None
+        if len(ranks) > 1 and group.rank() in ranks:
+            names = [dist.get_global_rank(group, rank) for rank in ranks]
+            self._group = group
+            if len(ranks) < group.size():
+                self._group = dist.new_group(names, use_local_synchronization=True)
+
+    def start_step(self) -> None:
+        """Put the gradients of earlier steps aside: they are sums already."""
+        params = self._param.find_params()
+        self._kept = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+
+    def restore(self) -> None:
+        """Give back what was put aside, after an error."""
+        for param, kept in zip(self._param.find_params(), self._kept, strict=True):
+            param.grad = kept
+        self._kept = []
+
+    def finish_step(self, scale: int) -> None:
+        """Have each copy's gradient be the sum over all stages, and add it to what was put aside.
+
+        Args:
+            scale: What torch's schedule divides all gradients by at the end of a step, earlier ones included.
+        """
+        params = self._param.find_params()
+        if not params:
+            return
+        total = torch.zeros_like(params[0])
+        with torch.no_grad():
+            for param in params:
+                if param.grad is not None:
+                    total += param.grad
+            if self._group is not None:
+                dist.all_reduce(total.to_local() if hasattr(total, "to_local") else total, group=self._group)
+            if scale != 1 and self._pipelines > 1:
+                total /= self._pipelines  # each has divided its own by its microbatches alone
+            for index, (param, kept) in enumerate(zip(params, self._kept, strict=True)):
+                if kept is not None:
+                    param.grad = kept.div_(scale).add_(total) if scale != 1 else kept.add_(total)
+                else:
+                    param.grad = total if index == 0 else total.clone()
+        self._kept = []
+
+
+class CutSchedule:
+    """What a schedule from :func:`cut` has beyond torch's class.
+
+    Attributes:
+        model_parts: The modules of this rank's stages.
+        block_ranges: The blocks of each stage of the pipeline.
+    """
+
+    model_parts: list[nn.Module]
+    block_ranges: list[range]
+    _prefixes: list[str]
+    _shared_grads: list[Any]
+
+    def _step_microbatches(self, arg_mbs: Any = None, kwarg_mbs: Any = None, *rest: Any, **options: Any) -> None:
+        schedule: Any = self
+        count = schedule._n_microbatches
+        named = [
+            name_args(args, kwargs)
+            for args, kwargs in zip(arg_mbs or [()] * count, kwarg_mbs or [{}] * count, strict=True)
+        ]
+        run = super()._step_microbatches  # type: ignore[misc]
+        if not schedule._has_backward:
+            scale, schedule.scale_grads = schedule.scale_grads, False  # torch divides gradients of the last step again
+            try:
+                run([()] * count, named, *rest, **options)
+            finally:
+                schedule.scale_grads = scale
+            return
+        started: list[Any] = []
+        try:
+            for shared in self._shared_grads:
+                shared.start_step()
+                started.append(shared)
+            run([()] * count, named, *rest, **options)
+        except BaseException:
+            for shared in started:
+                shared.restore()
+            raise
+        for shared in self._shared_grads:
+            shared.finish_step(count if schedule.scale_grads else 1)
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether this rank has the first stage."""
+        return any(stage.is_first for stage in list_stages(self))
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank has the last stage, and so losses and outputs."""
+        return any(stage.is_last for stage in list_stages(self))
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return this rank's parameters with their names in the whole model."""
+        return [
+            (_plain_name(name, prefix), param)
+            for part, prefix in zip(self.model_parts, self._prefixes, strict=True)
+            for name, param in part.named_parameters()
+        ]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return this rank's parameters, for an optimizer."""
+        return [param for _, param in self.named_parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the whole model's ``state_dict()``, as it is saved by DCP."""
+        return {
+            _plain_name(key, prefix): value
+            for part, prefix in zip(self.model_parts, self._prefixes, strict=True)
+            for key, value in part.state_dict().items()
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of a ``state_dict()``, which may be the whole model's.
+
+        Raises:
+            CutError: Entries are missing, and ``strict`` is true.
+        """
+        missing = sorted(set(self.state_dict()) - set(state_dict))
+        if missing and strict:
+            raise CutError(
+                f"the state dict lacks {', '.join(missing[:5])}. Load the same model's, or set strict=False."
+            )
+        for part, prefix in zip(self.model_parts, self._prefixes, strict=True):
+            names = {key: _plain_name(key, prefix) for key in part.state_dict()}
+            own = {key: state_dict[name] for key, name in names.items() if name in state_dict}
+            part.load_state_dict(own, strict=strict)
+
+
+def _find_prefix(part: nn.Module, tree: nn.Module) -> str:
+    """Return the prefix that wrappers of a stage put before the names of its parameters."""
+    return next((f"{name}." for name, module in part.named_modules() if module is tree and name), "")
+
+
+def _plain_name(name: str, prefix: str) -> str:
+    """Return a name without what wrappers of the stage, and of modules in it, put into it."""
+    name = name.removeprefix(prefix)
+    for inner in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
+        name = name.replace(inner, "")
+    return name

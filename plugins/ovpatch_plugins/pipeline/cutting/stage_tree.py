@@ -1,0 +1,574 @@
+"""A stage of a plain model: its modules, around them the model's own forward.
+
+A stage's module is the tree of the model with the same names and classes. Own blocks and what else the stage computes
+are the model's; the rest has no parameters. A block before the own ones returns what the previous stage sent; the first
+block behind them ends the forward with what goes to the next stage.
+
+[Note: nothing of a stage hooks its blocks] Received tensors enter as the output of the block before, and the forward
+ends at the entry of the block behind. So a block that is checkpointed gets them as its input, and recomputes alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ovpatch.overlap.comm.lifetimes import outside_modes
+from ovpatch_plugins.pipeline.cutting.block_stack import (
+    MODULE_STATE,
+    BlockStack,
+    CutError,
+    ModuleCall,
+    Path,
+    Trace,
+    find_tensors,
+    list_outside,
+    map_leaves,
+    read_path,
+)
+from ovpatch_plugins.pipeline.graph import walk_graph
+
+_ROLE: Final = "_ovpatch_role"
+ARG: Final = "ovpatch_arg_"
+"""Keyword under which a positional argument of the model travels to all stages."""
+
+
+class _StageEnd(BaseException):
+    """Ends the model's forward behind the last own block; caught by the stage's root."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
+
+
+@dataclass
+class StagePlan:
+    """What a stage computes.
+
+    Attributes:
+        index: The stage.
+        low: Its first block.
+        high: The block behind its last one.
+        stack: All blocks.
+        outputs: Places in the output of block ``low - 1`` where received tensors go.
+        sent: Places in the inputs of block ``high`` of what goes to the next stage.
+        select: Makes a tensor, or several, of what the model returns.
+        nodes: The nodes of the traced graph that belong to the stage.
+        params: Ids of the parameters that the stage's outputs depend on.
+        received: What the previous stage sent, while the forward runs.
+        due: The block of another stage that the forward has to call next.
+    """
+
+    index: int
+    low: int
+    high: int
+    stack: BlockStack
+    outputs: list[Path]
+    sent: list[Path]
+    select: Callable[[Any], Any]
+    nodes: set[Any] = field(default_factory=set)
+    params: set[int] = field(default_factory=set)
+    received: tuple[Tensor, ...] = ()
+    due: int = 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the last block."""
+        return self.high == len(self.stack.blocks)
+
+
+def make_plans(trace: Trace, stack: BlockStack, starts: Sequence[int], select: Callable[[Any], Any]) -> list[StagePlan]:
+    """Return the plans of all stages, from the graph of a traced forward.
+
+    Raises:
+        CutError: A stage depends on an earlier one by more than what its first block is given.
+    """
+    plans = []
+    owners = {id(param): index for index, block in enumerate(stack.blocks) for param in block.parameters()}
+    for stage, (low, high) in enumerate(zip(starts, [*starts[1:], len(stack.blocks)], strict=True)):
+        before, behind = trace.boundaries.get(low), trace.boundaries.get(high)
+        outputs = [one for _, one in find_tensors(trace.output)] if behind is None else behind.tensors
+        nodes, leaves = walk_graph(outputs)
+        foreign = sorted(owners[key] for key in leaves if key in owners and not low <= owners[key] < high)
+        if foreign:
+            raise CutError(
+                f"{stack.name(low)} to {stack.name(high - 1)} depend on {stack.name(foreign[0])} by more than the "
+                f"hidden states that {stack.name(low - 1)} returns. Have each block return that, too, so that it "
+                "passes through all blocks, or cut elsewhere with blocks_per_stage=."
+            )
+        plans.append(
+            StagePlan(
+                stage,
+                low,
+                high,
+                stack,
+                [] if before is None else before.outputs,
+                [] if behind is None else behind.inputs,
+                select,
+                nodes,
+                {key for key, leaf in leaves.items() if isinstance(leaf, nn.Parameter)},
+            )
+        )
+    return plans
+
+
+def select_output(output: Any) -> Any:
+    """Return a model's output as the last stage returns it: of a mapping or a dataclass, its first tensor.
+
+    Raises:
+        CutError: There is no tensor.
+    """
+    if isinstance(output, Tensor) or type(output) in (tuple, list):
+        return output
+    first = next((tensor for _, tensor in find_tensors(output)), None)
+    if first is None:
+        raise CutError(
+            f"the model returns a {type(output).__name__} without a tensor. Say what the loss needs of it: "
+            "cut(..., output=lambda result: result.logits)."
+        )
+    return first
+
+
+class _ContiguousGrad(torch.autograd.Function):
+    """A received tensor whose gradient is contiguous, as messages are."""
+
+    @staticmethod
+    def forward(_ctx: Any, received: Tensor) -> Tensor:
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
+# --- roles ---
+
+
+class _Root:
+    """The root of a stage: takes received tensors, and runs the model's own forward up to the stage's end."""
+
+    def forward(self, *received: Tensor, **kwargs: Any) -> Any:
+        plan: StagePlan = self.__dict__[_ROLE]
+        args = [kwargs.pop(f"{ARG}{index}") for index in range(sum(key.startswith(ARG) for key in kwargs))]
+        if torch.is_grad_enabled():
+            make: Any = _ContiguousGrad.apply  # untyped in torch
+            received = tuple(make(tensor) if tensor.requires_grad else tensor for tensor in received)
+        plan.received, plan.due = received, 0
+        try:
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        except _StageEnd as end:
+            return end.tensors[0] if len(end.tensors) == 1 else end.tensors
+        finally:
+            plan.received = ()
+        if plan.due < plan.low:
+            raise CutError(_describe_skip(plan))
+        if not plan.is_last:
+            raise CutError(
+                f"the model's forward ended before {plan.stack.name(plan.high)}, unlike with the microbatch that it "
+                "was cut with. Cut it with a microbatch that takes the same path as those of training."
+            )
+        return plan.select(output)
+
+
+class _SkippedBlock:
+    """A block of another stage."""
+
+    __call__ = nn.Module.__call__  # not the block's, which may checkpoint what it calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plan, index, template = self.__dict__[_ROLE]
+        # Received tensors enter as the output of the last block before the own ones. A forward that skips that block
+        # would continue with the zeros that represent hidden states.
+        if index != (plan.due if plan.due < plan.low else plan.high):
+            raise CutError(_describe_skip(plan))
+        if index == plan.high:
+            # Senders and receivers of all transports expect contiguous messages, and T5 passes transposed tensors.
+            raise _StageEnd(tuple(read_path((args, kwargs), path).contiguous() for path in plan.sent))
+        plan.due += 1
+        given = dict(zip(plan.outputs, plan.received, strict=True))
+        return map_leaves(template, lambda path, leaf: given.get(path, leaf))
+
+
+def _describe_skip(plan: StagePlan) -> str:
+    name = plan.stack.name(plan.due if plan.due < plan.low else plan.high)
+    return (
+        f"the model's forward skipped {name}, or did not call the blocks in order, so a stage did not get the hidden "
+        "states of the stage before. Have the forward call all blocks in order, also in training: turn LayerDrop off, "
+        "as by layerdrop=0.0."
+    )
+
+
+class _Placeholder:
+    """A module that a stage does not have, but whose parameters the model's forward may read."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Yield zeros instead of parameters, from which the model's forward may read a dtype or a device.
+
+        The stage's root does not have them. Blocks of other stages have none: other features recognize them by that.
+        """
+        return _list_zeros(self, recurse)
+
+
+class _Blank(_Placeholder):
+    """A module whose output the stage does not need: returns zeros of the right shapes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        (twins,) = self.__dict__[_ROLE]
+        tensors = (tensor for _, tensor in find_tensors((args, kwargs)))
+        given = next(itertools.chain(tensors, self.parameters()), None)
+        device = torch.device("cpu") if given is None else given.device
+        with torch.no_grad():
+            output = twins.compute(args, kwargs, device)
+        return map_leaves(
+            output,
+            lambda _, leaf: (
+                torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, Tensor) else leaf
+            ),
+        )
+
+
+def _list_zeros(module: Any, recurse: bool) -> Iterator[Tensor]:
+    own = vars(module)
+    yield from (param for param in module._parameters.values() if param is not None)
+    yield from (own[name] for name, is_param in own.get(_ZEROS, {}).items() if is_param)
+    if recurse:
+        for child in (*module._modules.values(), *own.values()):
+            if isinstance(child, nn.Module):
+                yield from _list_zeros(child, recurse)
+
+
+class _Twins:
+    """Copies of a module without its parameters, which compute the shapes of its output.
+
+    The copy on the meta device computes nothing else. Its forward fails if the module's forward depends on values, as
+    on sizes of pictures. Then a copy computes that has zeros without memory for parameters.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._shell = _make_twin(module, None)
+        self._twin = _make_twin(module, torch.device("meta"))
+        self._is_meta = True
+
+    def compute(self, args: Any, kwargs: Any, device: torch.device) -> Any:
+        """Return the output of the module with wrong values.
+
+        Args:
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            device: Where they are.
+        """
+        if self._is_meta:
+            try:
+                return self._twin(
+                    *map_leaves(args, lambda _, leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf),
+                    **map_leaves(kwargs, lambda _, leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf),
+                )
+            except Exception:  # noqa: BLE001 - torch raises several classes, and another error is raised again below
+                self._is_meta = False
+                self._twin = _make_twin(self._shell, device)
+        return self._twin(*args, **kwargs)
+
+
+class _Absent(_Placeholder):
+    """A module that the stage does not call.
+
+    Its role has the stage's plan if the model calls the module after all blocks, so that the stage ends before.
+    """
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        name, plan = self.__dict__[_ROLE]
+        if plan is not None:
+            raise CutError(_describe_skip(plan))
+        raise CutError(
+            f"the stage has no {name}, which it did not call with the microbatch that the model was cut with. Cut the "
+            "model with a microbatch that takes the same path as those of training, and have only a module's own "
+            "forward call its parts."
+        )
+
+
+_classes: dict[tuple[type, type], Any] = {}
+
+
+def make_subclass(role: type, cls: type) -> Any:
+    """Return a class that plays a role and is otherwise ``cls``, by name and by ``isinstance()``."""
+    if (role, cls) not in _classes:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        _classes[role, cls] = type(cls.__name__, (role, cls), names)
+    return _classes[role, cls]
+
+
+_ZEROS: Final = "_ovpatch_zeros"
+"""Attribute of a module: names of what it has zeros for, and whether each is a parameter."""
+
+_FRESH: Final = MODULE_STATE - {"training"}
+
+
+def _play(
+    role: type, module: nn.Module, part: Any, find_own: Callable[[nn.Module], nn.Module | None] = lambda _: None
+) -> nn.Module:
+    """Return a module without parameters and buffers in the place of another one.
+
+    Its children are plain attributes, which the model's forward can read, as for the dtype of a weight. As modules they
+    would be found by features that look for linears to shard or to defer.
+
+    Args:
+        role: A class of roles.
+        module: The module.
+        part: What the role knows.
+        find_own: Returns the stage's own module for one that the model also calls without ``module``; None for others.
+    """
+    cls = make_subclass(role, type(module))
+    made: nn.Module = cls.__new__(cls)
+    nn.Module.__init__(made)
+    for name, value in module.__dict__.items():
+        if name not in _FRESH and name != "forward" and not isinstance(value, nn.Module):
+            made.__dict__[name] = value
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            made.__dict__[name] = None
+            if tensor is not None:
+                _set_zeros(made, name, tensor)
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    for name, child in module._modules.items():
+        own = None if child is None else find_own(child)
+        if own is not None:
+            nn.Module.__setattr__(made, name, own)
+            continue
+        absent = (f"{type(module).__name__}.{name}", None)
+        played = None if child is None else _play(_Absent, child, absent, find_own)
+        (made._modules if is_container else made.__dict__)[name] = played
+    made.__dict__[_ROLE] = part
+    return made
+
+
+def _set_zeros(module: nn.Module, name: str, tensor: Tensor, device: torch.device | None = None) -> None:
+    """Have a module hold zeros without memory in the place of a parameter or buffer that the stage does not have."""
+    shape, dtype, device = tensor.shape, tensor.dtype, tensor.device if device is None else device
+    with outside_modes():
+        module.__dict__[name] = torch.zeros((), dtype=dtype, device=device).expand(shape)
+    module.__dict__.setdefault(_ZEROS, {}).setdefault(name, isinstance(tensor, nn.Parameter))
+
+
+def move_zeros(tree: nn.Module, device: torch.device) -> None:
+    """Move what stands for absent parameters of a stage, which ``tree.to()`` and ``to_empty()`` do not see."""
+    for module in tree.modules():
+        for name in tuple(module.__dict__.get(_ZEROS, ())):
+            _set_zeros(module, name, module.__dict__[name], device)
+        if _ROLE in module.__dict__:
+            for value in module.__dict__.values():
+                if isinstance(value, nn.Module) and isinstance(value, _Absent):
+                    move_zeros(value, device)
+
+
+# --- the tree of a stage ---
+
+
+class StageTree:
+    """Makes the modules of stages.
+
+    Args:
+        model: The whole model, which stays as it is.
+        stack: Its blocks.
+        trace: One forward of it.
+        plans: All stages.
+    """
+
+    def __init__(self, model: nn.Module, stack: BlockStack, trace: Trace, plans: Sequence[StagePlan]) -> None:
+        self._model, self._stack, self._trace, self._plans = model, stack, trace, plans
+        self._outside = {id(module) for module in list_outside(model, stack)}
+        self._blocks = {id(block): index for index, block in enumerate(stack.blocks)}
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._reached = set().union(*(plan.params for plan in plans))
+        self._sources: list[tuple[nn.Module, nn.Module]] = []
+
+    def build(self, plan: StagePlan) -> nn.Module:
+        """Return the module of a stage. Its parameters are the model's."""
+        made: dict[int, nn.Module] = {}
+        root = self._copy(self._model, plan, made)
+        for source_id, module in made.items():
+            if source_id not in self._blocks:
+                _redirect(module, made)
+        root.__dict__[_ROLE] = plan
+        root.__class__ = make_subclass(_Root, type(self._model))
+        return root
+
+    def _copy(self, module: nn.Module, plan: StagePlan, made: dict[int, nn.Module]) -> nn.Module:
+        if id(module) not in made:
+            made[id(module)] = self._make(module, plan, made)
+            self._sources.append((made[id(module)], module))
+        return made[id(module)]
+
+    def copy_modes(self) -> None:
+        """Have the modules of stages train or evaluate as those of the model do."""
+        for made, source in self._sources:
+            made.training = source.training
+
+    def _make(self, module: nn.Module, plan: StagePlan, made: dict[int, nn.Module]) -> nn.Module:
+        index = self._blocks.get(id(module))
+        if index is not None:
+            if plan.low <= index < plan.high:
+                return module
+            return _play(_SkippedBlock, module, (plan, index, self._trace.templates[index]))
+        is_whole = False
+        if id(module) in self._outside:
+            call = self._trace.calls.get(id(module))
+            if call is not None:
+
+                def find_own(child: nn.Module) -> nn.Module | None:
+                    inner = self._trace.calls.get(id(child))
+                    return None if inner is None or id(module) in inner.callers else self._copy(child, plan, made)
+
+                if self._is_blank(module, call, plan):
+                    return _play(_Blank, module, (_Twins(module),), find_own)
+                if self._is_behind(call) and not plan.is_last:
+                    return _play(_Absent, module, (self._names[id(module)], plan), find_own)
+                is_whole = True
+            elif not self._has_calls(module) and not self._keeps_any(module, plan):
+                return _play(_Absent, module, (self._names[id(module)], None))
+        copied = _copy_shallow(module)
+        if not is_whole:
+            for name, param in module._parameters.items():
+                if param is not None and not self._keeps(param, plan):
+                    del copied._parameters[name]
+                    _set_zeros(copied, name, param)
+        for name, child in module._modules.items():
+            if child is None:
+                copied._modules[name] = None
+            else:
+                # Torch calls registration hooks, by which other features find the stage. The class of the model may
+                # have its own __setattr__, which must not act on the copy.
+                nn.Module.__setattr__(copied, name, self._copy(child, plan, made))
+        return copied
+
+    def _is_blank(self, module: nn.Module, call: ModuleCall, plan: StagePlan) -> bool:
+        """Whether a stage calls a module but needs nothing of what it returns, nor its parameters otherwise."""
+        if not plan.low or not call.is_differentiable or self._is_behind(call):
+            return False
+        return not any(node in plan.nodes for node in call.nodes) and not self._reaches(module, plan)
+
+    def _is_behind(self, call: ModuleCall) -> bool:
+        return call.blocks_before == len(self._stack.blocks)
+
+    def _has_calls(self, module: nn.Module) -> bool:
+        return any(id(inner) in self._trace.calls for inner in module.modules())
+
+    def _reaches(self, module: nn.Module, plan: StagePlan) -> bool:
+        return any(id(param) in plan.params for param in module.parameters())
+
+    def _keeps_any(self, module: nn.Module, plan: StagePlan) -> bool:
+        params = list(module.parameters())
+        return not params or any(self._keeps(param, plan) for param in params)
+
+    def _keeps(self, param: nn.Parameter, plan: StagePlan) -> bool:
+        """Whether a stage has a parameter: it depends on it, or it is the first and no stage does."""
+        return id(param) in plan.params or (plan.index == 0 and id(param) not in self._reached)
+
+
+def _copy_shallow(module: nn.Module) -> nn.Module:
+    copied: nn.Module = type(module).__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    for name, value in module.__dict__.items():
+        if name in _FRESH and isinstance(value, (dict, set)):
+            copied.__dict__[name] = value.copy()
+    copied._modules = {}
+    return copied
+
+
+def _make_twin(module: nn.Module, device: torch.device | None) -> nn.Module:
+    """Return a copy of a module whose parameters are zeros without memory.
+
+    Args:
+        module: The module.
+        device: The device of the parameters and of copied buffers. None: the meta device, and the module's own buffers.
+    """
+    twin = _copy_shallow(module)
+    for name, param in module._parameters.items():
+        if param is not None:
+            zero = torch.zeros((), dtype=param.dtype, device="meta" if device is None else device)
+            twin._parameters[name] = nn.Parameter(zero.expand(param.shape), requires_grad=False)
+    for name, buffer in module._buffers.items():
+        if device is not None and buffer is not None:
+            copied = twin._buffers[name] = torch.zeros_like(buffer, device=device)
+            if not buffer.is_meta and device.type != "meta":
+                copied.copy_(buffer)
+    for name, child in module._modules.items():
+        twin._modules[name] = None if child is None else _make_twin(child, device)
+    return twin
+
+
+def _redirect(module: nn.Module, made: Mapping[int, nn.Module]) -> None:
+    """Have plain attributes of a copied module that name modules of the whole model name their copies."""
+    for name, value in module.__dict__.items():
+        if name in _FRESH or name == _ROLE:
+            continue
+        if isinstance(value, nn.Module):
+            module.__dict__[name] = made.get(id(value), value)
+        elif type(value) in (list, tuple) and any(isinstance(item, nn.Module) for item in value):
+            module.__dict__[name] = type(value)(made.get(id(item), item) for item in value)
+        elif isinstance(value, types.MethodType) and id(value.__self__) in made:
+            module.__dict__[name] = types.MethodType(value.__func__, made[id(value.__self__)])
+
+
+# --- parameters of several stages ---
+
+
+@dataclass(frozen=True)
+class SharedParam:
+    """A parameter that several stages have, such as a tied embedding.
+
+    Attributes:
+        name: Its first name in the whole model.
+        stages: The stages.
+        owners: The modules of this rank's stages that have it, and its name in them.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    owners: tuple[tuple[nn.Module, str], ...]
+
+    def find_params(self) -> list[nn.Parameter]:
+        """Return this rank's copies, as they are after the stages were wrapped."""
+        params = [owner._parameters[name] for owner, name in self.owners]
+        return [param for param in params if param is not None]
+
+
+def find_shared_params(
+    model: nn.Module, trees: Mapping[int, nn.Module], held: Sequence[Iterable[int]]
+) -> list[SharedParam]:
+    """Find the parameters of several stages, and give each of this rank's stages its own copy.
+
+    Args:
+        model: The whole model.
+        trees: This rank's stages.
+        held: Ids of the parameters of each stage.
+    """
+    stages: dict[int, list[int]] = {}
+    for stage, params in enumerate(held):
+        for key in set(params):
+            stages.setdefault(key, []).append(stage)
+    found = []
+    for name, param in model.named_parameters():
+        if len(stages.get(id(param), ())) < 2 or not param.requires_grad:
+            continue
+        owners: list[tuple[nn.Module, str]] = []
+        is_first = True
+        for tree in trees.values():
+            inner = [
+                (module, at) for module in tree.modules() for at, one in module._parameters.items() if one is param
+            ]
+            if inner and not is_first:
+                copied = nn.Parameter(param.detach().clone())
+                for module, attribute in inner:
+                    module._parameters[attribute] = copied
+            is_first = is_first and not inner
+            owners += inner[:1]
+        found.append(SharedParam(name, tuple(stages[id(param)]), tuple(owners)))
+    return found

@@ -1,0 +1,1 @@
+"""The engine that runs the program of a rank, and its stages."""

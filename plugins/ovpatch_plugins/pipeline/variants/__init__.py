@@ -1,0 +1,1 @@
+"""Pipelines that compute or place something else than those of torch."""
