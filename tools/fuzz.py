@@ -3,7 +3,7 @@
     $ python -m tools.fuzz --seconds 300 --seed 1      # those of seeds 1, 2, 3 ... for five minutes, on two ranks
     $ python -m tools.fuzz --only batch_norm           # each with a habit whose name holds this
 
-The habits are those of ``tests/habits``, and a failure is printed as a cell that ``python -m tests.habits`` runs. The
+``tests/habits`` has the habits. A failure is printed as a cell that ``python -m tests.habits`` runs. The
 program ends with 1 if one failed.
 """
 

@@ -17,7 +17,7 @@ from tests.support.pool import Pool
 
 
 def main() -> int:
-    """Run what the command line asks for; return 1 if a cell failed."""
+    """Run the cells of the command line; return 1 if one failed."""
     parser = argparse.ArgumentParser(description="Run cells of the matrix of habits, or random combinations.")
     parser.add_argument("cells", nargs="*", help="HABIT+HABIT/FEATURE+FEATURE/wRANKS[/SEED]")
     parser.add_argument("--list", action="store_true", help="print all habits")
@@ -43,8 +43,8 @@ def print_cell(pool: Pool, cell: Cell) -> bool:
     """Run a cell and print what became of it; return whether it failed."""
     outcome = run_cells(pool, [cell])[0]
     print(f"{cell}: {outcome.difference or 'as in stock PyTorch'}")
-    for entry in outcome.needed:
-        print(f"    declared: {entry.why}")
+    for declaration in outcome.needed:
+        print(f"    declared: {declaration.why}")
     if outcome.error:
         print(f"    stock PyTorch raises {outcome.error}")
     print("   ", ", ".join(f"{name} {count}" for name, count in outcome.counters.items() if count))

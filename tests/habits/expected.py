@@ -81,4 +81,7 @@ EXPECTED: Final = (
 
 def find_expected(habits: Collection[str]) -> list[Expected]:
     """Return the declarations of some habits, with the smallest differences first."""
-    return sorted((entry for entry in EXPECTED if set(entry.habits) & set(habits)), key=lambda entry: entry.allow)
+    return sorted(
+        (declaration for declaration in EXPECTED if set(declaration.habits) & set(habits)),
+        key=lambda declaration: declaration.allow,
+    )

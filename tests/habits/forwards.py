@@ -241,7 +241,7 @@ class functional_call(Loop):
 
 @habit()
 class functional_gradients(Loop):
-    """``torch.func.grad`` computes gradients beside the backward."""
+    """``torch.func.grad`` computes gradients before the backward."""
 
     def before(self, step):
         super().before(step)

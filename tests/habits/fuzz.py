@@ -97,7 +97,7 @@ def _excludes(loop: type[Loop], former: type[Loop]) -> bool:
 
 @dataclass
 class Tally:
-    """The number of cells that a habit took part in, by what became of them."""
+    """The number of cells that a habit took part in, by outcome."""
 
     cells: int = 0
     raised: int = 0
@@ -116,12 +116,12 @@ class Tally:
 
 @dataclass
 class Findings:
-    """What random cells showed.
+    """The results of random cells.
 
     Attributes:
         tallies: One for each habit, and "all".
         errors: How often stock PyTorch raised each exception.
-        failures: A text for each failure, with the smallest cell.
+        failures: A message for each failure, with the smallest cell.
     """
 
     tallies: dict[str, Tally] = field(default_factory=lambda: {"all": Tally()})

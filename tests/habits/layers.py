@@ -105,7 +105,7 @@ _layer("scalar_parameter", "A parameter without dimensions.", lambda: Param(torc
 _layer("empty_parameter", "A parameter without elements.", lambda: Param(torch.zeros(0, 6), lambda p, x: x + p.sum()))
 _layer(
     "transposed_parameter",
-    "A parameter whose strides are those of a transposed matrix.",
+    "A parameter with the strides of a transposed matrix.",
     lambda: Param(torch.randn(6, 6).t(), lambda p, x: x @ p),
 )
 _layer(

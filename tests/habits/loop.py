@@ -102,7 +102,7 @@ def combine(names: Iterable[str]) -> type[Loop]:
     """
     habits = sorted((find_habit(name) for name in reversed([*names])), key=lambda loop: bool(replaced_places(loop)))
     # A class must not precede its own subclass among the bases.
-    bases = [h for h in habits if not any(h is not other and issubclass(other, h) for other in habits)]
+    bases = [h for h in habits if not any(h is not derived and issubclass(derived, h) for derived in habits)]
     return type("+".join(base.__name__ for base in bases), (*bases, Loop), {})
 
 
@@ -112,7 +112,7 @@ def changed_places(loop: type[Loop]) -> set[str]:
 
 
 def replaced_places(loop: type[Loop]) -> set[str]:
-    """Return the exclusive places that a habit replaces, instead of adding to what another one does there."""
+    """Return the exclusive places that a habit replaces, instead of adding to another habit there."""
     own = [vars(base) for base in loop.__mro__ if issubclass(base, Loop) and base is not Loop]
     return {place for place in EXCLUSIVE for members in own if place in members and not _calls_super(members[place])}
 

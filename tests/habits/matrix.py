@@ -55,10 +55,10 @@ class Cell:
 
     @staticmethod
     def parse(text: str) -> Cell:
-        """Return the cell of a text.
+        """Return the cell with a name.
 
         Raises:
-            ValueError: The text is no cell.
+            ValueError: The name is no cell.
         """
         habits, features, world, *seed = text.split("/")
         if not world.startswith("w") or len(seed) > 1:
@@ -69,7 +69,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell on one rank, or on all of them.
+    """The outcome of a cell on one rank, or on all of them.
 
     Attributes:
         difference: How the patched run differs; "" if it is as in stock PyTorch.
@@ -86,7 +86,7 @@ class Outcome:
 
 @dataclass
 class _Run:
-    """What a run shows: its values, its exception, and the exception as text."""
+    """The results of a run: its values, its exception, and the exception as text."""
 
     records: dict[str, Any]
     error_text: str = ""
@@ -110,7 +110,7 @@ def run_row(cells: Sequence[Cell]) -> list[Outcome]:
         if loop.switches:
             patched[i] = _run_patched(cells[i], loop, ovpatch)
     compared = [compare(stock[i].records, patched[i].records, floor=0.0) for i in range(len(cells))]
-    is_noisy = [one.verdict is not Verdict.BITWISE for one in compared]
+    is_noisy = [comparison.verdict is not Verdict.BITWISE for comparison in compared]
     outcomes = []
     for i, (cell, noisy) in enumerate(zip(cells, _any_rank(is_noisy), strict=True)):
         reordered = None
@@ -200,11 +200,11 @@ def _judge(cell: Cell, stock: _Run, patched: _Run, reordered: Any) -> Outcome:
     floor = FLOOR if cell.world > 2 else 0.0
     difference = _describe(compare(stock.records, patched.records, reordered=reordered, floor=floor), floor)
     if difference:
-        for entry in declared:
-            allowed = max(entry.allow, floor)
+        for declaration in declared:
+            allowed = max(declaration.allow, floor)
             compared = compare(stock.records, patched.records, reordered=reordered, floor=allowed)
-            if entry.allow and not _describe(compared, allowed):
-                needed.add(entry)
+            if declaration.allow and not _describe(compared, allowed):
+                needed.add(declaration)
                 difference = ""
                 break
     if difference:
@@ -212,22 +212,22 @@ def _judge(cell: Cell, stock: _Run, patched: _Run, reordered: Any) -> Outcome:
         difference += f"\n\npatched raises: {patched.error_text or 'nothing'}"
     # A combination of habits may leave nothing to do; a single habit must show something.
     for complaint, matches in _find_gaps(cell, stock, patched) if len(cell.habits) == 1 and not difference else ():
-        entries = [entry for entry in declared if matches(entry)]
-        needed.update(entries[:1])
-        if not entries:
+        matching = [declaration for declaration in declared if matches(declaration)]
+        needed.update(matching[:1])
+        if not matching:
             difference += f"\n{complaint}. Declare that in tests/habits/expected.py, or mend it."
     return Outcome(difference.strip(), stock.error_text.partition("\n")[0], patched.counters, frozenset(needed))
 
 
 def _find_gaps(cell: Cell, stock: _Run, patched: _Run) -> Iterator[tuple[str, Callable[[Expected], bool]]]:
-    """Return what a cell does not show, and which declarations allow that."""
+    """Return the gaps of a cell, each with a test of the declarations that allow it."""
     if stock.error_text:
-        yield f"stock PyTorch raises {stock.error_text}", lambda entry: entry.raises
+        yield f"stock PyTorch raises {stock.error_text}", lambda declaration: declaration.raises
         return
     for name in cell.features:
         if not patched.counters[WORK[name]]:
             complaint = f"{name} did nothing: its counter '{WORK[name]}' did not advance"
-            yield complaint, lambda entry, name=name: name in entry.idle
+            yield complaint, lambda declaration, name=name: name in declaration.idle
 
 
 def _describe(compared: Comparison, floor: float) -> str:
@@ -240,7 +240,7 @@ def _describe(compared: Comparison, floor: float) -> str:
 
 
 def run_cells(pool: Pool, cells: Sequence[Cell]) -> list[Outcome]:
-    """Run cells of the same features and world; a failure of a rank is that of its cell.
+    """Run cells of the same features and world; a failure of a rank counts for its cell.
 
     If a rank dies or hangs, each cell runs again alone, which shows the one that did it.
     """
@@ -258,8 +258,8 @@ def run_cells(pool: Pool, cells: Sequence[Cell]) -> list[Outcome]:
 
 def _merge(outcomes: Sequence[Outcome]) -> Outcome:
     """Return the outcome of rank 0 with the differences of all ranks."""
-    differences = [f"rank {rank}: {one.difference}" for rank, one in enumerate(outcomes) if one.difference]
-    needed = frozenset[Expected]().union(*(one.needed for one in outcomes))
+    differences = [f"rank {rank}: {found.difference}" for rank, found in enumerate(outcomes) if found.difference]
+    needed = frozenset[Expected]().union(*(found.needed for found in outcomes))
     return replace(outcomes[0], difference="\n\n".join(differences), needed=needed)
 
 

@@ -340,7 +340,7 @@ class no_gradients_in_a_step(Loop):
 
 @habit()
 class new_optimizer(Loop):
-    """Another optimizer takes over after some steps."""
+    """Another optimizer trains the parameters after some steps."""
 
     __when = Choice(1, 2)
     __optimizer = Choice(torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop)
@@ -353,7 +353,7 @@ class new_optimizer(Loop):
 
 @habit()
 class sparse_adam(Loop):
-    """SparseAdam trains an embedding beside the optimizer of the other parameters."""
+    """SparseAdam trains an embedding, and another optimizer the other parameters."""
 
     def layers(self):
         return [*super().layers(), nn.Linear(6, 6), Then(nn.Embedding(9, 6, sparse=True), embed)]

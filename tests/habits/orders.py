@@ -1,4 +1,4 @@
-"""Habits of orders that differ by rank, of what stock PyTorch does not pair; and what one rank does alone."""
+"""Habits of orders that differ by rank, in steps that stock PyTorch does not pair, and of one rank alone."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def turn(step, until):
 
 
 class _Second(Loop):
-    """A loop with a second model behind the first one, which :meth:`second_optimizer` may train.
+    """A loop with a second model after the first one, which :meth:`second_optimizer` may train.
 
     Attributes:
-        other: The model.
+        other_net: The model.
         second: The wrapped model.
     """
 
@@ -39,15 +39,15 @@ class _Second(Loop):
 
     def wrapped(self):
         super().wrapped()
-        self.other = Net(*self.second_layers())
-        self.second = DDP(self.other, **self.second_kwargs())
+        self.other_net = Net(*self.second_layers())
+        self.second = DDP(self.other_net, **self.second_kwargs())
 
     def forward(self, step):
         self.loss = loss_of(self.second(self.model(self.batch(step))))
 
     def end(self, step):
         super().end(step)
-        self.see("other", list(self.other.parameters()))
+        self.see("other", list(self.other_net.parameters()))
 
 
 class _SecondOptimizer(_Second):
@@ -61,7 +61,7 @@ class _SecondOptimizer(_Second):
 
     def wrapped(self):
         super().wrapped()
-        self.opt2 = self.make(self.other.parameters())
+        self.opt2 = self.make(self.other_net.parameters())
 
     def start(self, step):
         self.opt.zero_grad()
@@ -95,7 +95,7 @@ class clips_in_any_order(_SecondOptimizer):
 
     def reduced(self, step):
         super().reduced(step)
-        for model in [self.net, self.other][:: turn(step, self.__until)]:
+        for model in [self.net, self.other_net][:: turn(step, self.__until)]:
             nn.utils.clip_grad_norm_(self.__params(model), 0.05)
 
     def stepped(self, step):
@@ -146,7 +146,7 @@ class new_optimizers_in_any_order(_SecondOptimizer):
         if step == self.__when:
             for number in [0, 1][:: turn(step, self.__until)]:
                 if number:
-                    self.opt2 = self.__optimizer(self.other.parameters(), lr=0.01)
+                    self.opt2 = self.__optimizer(self.other_net.parameters(), lr=0.01)
                 else:
                     self.opt = self.__optimizer(self.params, lr=0.01)
 
@@ -183,12 +183,12 @@ class constructions_in_any_order(_Second):
     def wrapped(self):
         super().wrapped()
         if dist.get_rank():
-            self.__late = self.__optimizer(self.other.parameters(), lr=0.01)
+            self.__late = self.__optimizer(self.other_net.parameters(), lr=0.01)
 
     def ready(self):
         super().ready()
         if not dist.get_rank():
-            self.__late = self.__optimizer(self.other.parameters(), lr=0.01)
+            self.__late = self.__optimizer(self.other_net.parameters(), lr=0.01)
 
     def start(self, step):
         self.opt.zero_grad()
@@ -207,7 +207,7 @@ class two_models_in_any_order(_Second):
         return [nn.Linear(6, 6), nn.Linear(6, 6)]
 
     def parameters(self):
-        self.params = [*self.net.parameters(), *self.other.parameters()]
+        self.params = [*self.net.parameters(), *self.other_net.parameters()]
         return self.params
 
     def ready(self):

@@ -217,7 +217,7 @@ class copy_between_parameters(Loop):
             same[-1].copy_(same[0])
 
 
-# The stock reducer needs the sparse gradient of what is frozen; that of ovpatch does not.
+# The stock reducer needs the sparse gradient of a frozen embedding; the reducer of ovpatch does not.
 @habit(without=("sparse_embedding", "sparse_adam", *_STATIC))
 class freeze_for_a_while(find_unused):
     """A parameter is frozen for two steps."""
@@ -284,7 +284,7 @@ class swap_tensors(Loop):
             torch.utils.swap_tensors(self.params[0], nn.Parameter(self.params[0].detach() * 0.9))
 
 
-# After the wrap, stock PyTorch does not reduce from then on: ddp-reference.md, "Differences".
+# After the wrap, stock PyTorch does not reduce afterwards: ddp-reference.md, "Differences".
 @habit()
 class replace_a_parameter(Loop):
     """A layer gets another parameter after the wrap."""

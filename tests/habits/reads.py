@@ -1,4 +1,4 @@
-"""Habits of looking at gradients, losses, parameters and state."""
+"""Habits of reading gradients, losses, parameters and state."""
 
 from __future__ import annotations
 

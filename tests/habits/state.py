@@ -211,7 +211,7 @@ class load_before_the_wrap(Loop):
 
 @habit()
 class load_another_kinds_state(Loop):
-    """Training continues with a new optimizer, while another one is created beside it."""
+    """Training continues with a new optimizer, after another one was created."""
 
     __when = Choice(1, 2)
     __optimizer = Choice(torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad)

@@ -19,7 +19,7 @@ def test_random_cells_are_as_in_stock_pytorch(ranks):
 def test_a_failing_cell_gets_smaller():
     cell = make_cell(3, 2, "clamp")
     assert len(cell.habits) > 1
-    small = shrink(cell, lambda one: "clamp" in one.habits)
+    small = shrink(cell, lambda smaller: "clamp" in smaller.habits)
     assert (small.habits, small.seed) == (("clamp",), cell.seed)
 
 

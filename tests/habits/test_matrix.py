@@ -42,13 +42,13 @@ def test_cells(ranks, family, features, world):
 def test_each_declaration_is_needed():
     if _finished != set(FAMILIES):
         pytest.skip("not all families have run on two ranks")
-    unused = [entry for entry in EXPECTED if not entry.is_rare and entry not in _needed]
+    unused = [declaration for declaration in EXPECTED if not declaration.is_rare and declaration not in _needed]
     assert not unused, f"no cell needs these declarations; remove them from tests/habits/expected.py: {unused}"
 
 
 def test_declarations_and_exclusions_name_habits():
     habits = load_habits()
-    named = {name for entry in EXPECTED for name in entry.habits} | {
+    named = {name for declaration in EXPECTED for name in declaration.habits} | {
         n for loop in habits.values() for n in loop.without
     }
     assert named <= habits.keys()

@@ -261,11 +261,11 @@ class two_models(Loop):
 
     def wrapped(self):
         super().wrapped()
-        self.__other = Net(nn.Linear(6, 6), nn.Linear(6, 6))
-        self.__second = DDP(self.__other)
+        self.__second_net = Net(nn.Linear(6, 6), nn.Linear(6, 6))
+        self.__second = DDP(self.__second_net)
 
     def parameters(self):
-        self.params = [*self.net.parameters(), *self.__other.parameters()]
+        self.params = [*self.net.parameters(), *self.__second_net.parameters()]
         return self.params
 
     def forward(self, step):
@@ -273,7 +273,7 @@ class two_models(Loop):
 
     def end(self, step):
         super().end(step)
-        self.see("other", list(self.__other.parameters()))
+        self.see("other", list(self.__second_net.parameters()))
 
 
 @habit()
@@ -284,16 +284,16 @@ class two_models_apart(Loop):
 
     def wrapped(self):
         super().wrapped()
-        self.__other = Net(nn.Linear(6, 6))
-        self.__second = DDP(self.__other)
-        self.__opt = self.__optimizer(self.__other.parameters(), lr=0.01)
+        self.__second_net = Net(nn.Linear(6, 6))
+        self.__second = DDP(self.__second_net)
+        self.__opt = self.__optimizer(self.__second_net.parameters(), lr=0.01)
 
     def stepped(self, step):
         super().stepped(step)
         self.__opt.zero_grad()
         loss_of(self.__second(self.model(self.batch(step, 3)).detach())).backward()
         self.__opt.step()
-        self.see("other", list(self.__other.parameters()))
+        self.see("other", list(self.__second_net.parameters()))
 
 
 @habit()
@@ -333,11 +333,11 @@ class one_optimizer_for_two_models_and_a_loss_of_one(Loop):
 
     def wrapped(self):
         super().wrapped()
-        self.__other = Net(nn.Linear(6, 6), nn.Linear(6, 6))
-        self.__second = DDP(self.__other)
+        self.__second_net = Net(nn.Linear(6, 6), nn.Linear(6, 6))
+        self.__second = DDP(self.__second_net)
 
     def parameters(self):
-        self.params = [*self.net.parameters(), *self.__other.parameters()]
+        self.params = [*self.net.parameters(), *self.__second_net.parameters()]
         return self.params
 
     def forward(self, step):
@@ -348,7 +348,7 @@ class one_optimizer_for_two_models_and_a_loss_of_one(Loop):
 
     def end(self, step):
         super().end(step)
-        self.see("both", [list(self.net.parameters()), list(self.__other.parameters())])
+        self.see("both", [list(self.net.parameters()), list(self.__second_net.parameters())])
 
 
 @habit()
@@ -357,11 +357,11 @@ class two_groups_with_one_optimizer(Loop):
 
     def wrapped(self):
         super().wrapped()
-        self.__other = Net(nn.Linear(6, 6))
-        self.__second = DDP(self.__other, process_group=dist.new_group())
+        self.__second_net = Net(nn.Linear(6, 6))
+        self.__second = DDP(self.__second_net, process_group=dist.new_group())
 
     def parameters(self):
-        self.params = [*self.net.parameters(), *self.__other.parameters()]
+        self.params = [*self.net.parameters(), *self.__second_net.parameters()]
         return self.params
 
     def forward(self, step):
@@ -369,7 +369,7 @@ class two_groups_with_one_optimizer(Loop):
 
     def end(self, step):
         super().end(step)
-        self.see("other", list(self.__other.parameters()))
+        self.see("other", list(self.__second_net.parameters()))
 
 
 @habit()
