@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ovpatch.api import FeatureError, applied, apply, report, revert
     from ovpatch.hookspecs import Feature, Option, OptionError, Package, Registrar, hookimpl
     from ovpatch.patching import PatchError, PatchManager
-    from ovpatch.session.report import Report
+    from ovpatch.session.session_report import Report
     from ovpatch.settings.settings import SettingsError
 
 __all__ = [
@@ -46,7 +46,7 @@ _HOMES = {
     "ovpatch.api": ("FeatureError", "applied", "apply", "report", "revert"),
     "ovpatch.hookspecs": ("Feature", "Option", "OptionError", "Package", "Registrar", "hookimpl"),
     "ovpatch.patching": ("PatchError", "PatchManager"),
-    "ovpatch.session.report": ("Report",),
+    "ovpatch.session.session_report": ("Report",),
     "ovpatch.settings.settings": ("SettingsError",),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -156,6 +156,10 @@ class Feature:
             raises :class:`OptionError` with that text.
         work: Counters of real work, such as ``("steps",)``, without those that count objects taken over. By default all
             but ``stock_…``.
+        gains: Clauses about the work for the end of ``ovpatch run``, with counters as fields:
+            ``"{models:model}"`` becomes "2 models", ``"{saved_bytes:bytes}"`` becomes "7.4 GiB", and
+            ``"{whole-kept:bytes}"`` is the difference of two counters. A clause whose counters are
+            all zero is left out. By default the report shows names and values of counters.
     """
 
     name: str
@@ -170,6 +174,7 @@ class Feature:
     packages: tuple[Package, ...] = ()
     removed_options: tuple[tuple[str, str], ...] = ()
     work: tuple[str, ...] = ()
+    gains: tuple[str, ...] = ()
 
 
 class FeatureCounters:
@@ -275,6 +280,20 @@ class FeatureSpecs:
     @hookspec
     def ovpatch_remarks(self) -> Sequence[str]:
         """Return remarks on the run, for example which model fell back to stock, and why."""
+
+    @hookspec
+    def ovpatch_fits(self, names: Collection[str], counters: Mapping[str, Mapping[str, int]]) -> str:
+        """Return the reason why the feature, which is off, would help this script; "" otherwise.
+
+        Called at the end of a process under ``ovpatch run``. It must not import heavy modules.
+
+        Args:
+            names: Names in the script's code: modules, attributes, names of arguments.
+            counters: Counters of each feature that is on, by name.
+
+        Returns:
+            A clause after "this script", such as ``uses Schedule1F1B``.
+        """
 
     @hookspec
     def ovpatch_plan(self, question: Mapping[str, Any], progress: Callable[[float], None]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from ovpatch import api
 from ovpatch.cli import doctor, main
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import launch
-from ovpatch.session.report import wants_colour
+from ovpatch.session.report_table import wants_colour
 from ovpatch.session.session import Session
 from tests.support import fake_plugins
 from tests.support.environment import clean, forget

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ovpatch.cli import doctor
-from ovpatch.session.plan import FeatureError, find_missing_module
+from ovpatch.session.feature_plan import FeatureError, find_missing_module
 from ovpatch.session.plugins import find_plugins
 from ovpatch.session.session import Session
 from ovpatch.settings.settings import make_variable_name

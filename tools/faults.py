@@ -386,7 +386,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a missing package is not seen",
-        "ovpatch/session/plan.py",
+        "ovpatch/session/feature_plan.py",
         "if missing:\n            top",
         "if False:\n            top",
         ("tests/test_missing_packages.py",),

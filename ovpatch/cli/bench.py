@@ -16,8 +16,8 @@ from ovpatch.insight.bench import analysis, rounds
 from ovpatch.insight.bench.analysis import BenchFigures, UserFigures, compute_figures
 from ovpatch.insight.bench.rounds import PATCHED, STOCK, BenchPlan, BenchRuns, FailedError, StoppedError
 from ovpatch.insight.variants import Outcome
-from ovpatch.session import workers
-from ovpatch.session.report import wants_colour
+from ovpatch.session import worker_reports
+from ovpatch.session.report_table import wants_colour
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
         runs, UserFigures(arguments.samples_per_step, arguments.tokens_per_step, arguments.peak_tflops)
     )
     if arguments.json is not None:
-        workers.save_json(arguments.json, _data(plan, runs, found))
+        worker_reports.save_json(arguments.json, _data(plan, runs, found))
     colour = wants_colour(sys.stdout)
     line = f"ovpatch bench: {analysis.format_verdict(runs, found)}"
     print(f"\033[1m{line}\033[0m" if colour else line)

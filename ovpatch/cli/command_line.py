@@ -16,7 +16,7 @@ from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError
 
 if TYPE_CHECKING:
-    from ovpatch.session.plan import FeaturePlan
+    from ovpatch.session.feature_plan import FeaturePlan
 
 
 def add_features(parser: argparse.ArgumentParser) -> None:

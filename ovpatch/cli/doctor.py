@@ -18,8 +18,9 @@ from typing import Any, Final
 from ovpatch.api import session
 from ovpatch.exit_codes import ExitCode
 from ovpatch.session import plugins
-from ovpatch.session.plan import FeatureRecord
-from ovpatch.session.report import TROUBLE, Report, explain_old_torch, render_table, to_plain_data, wants_colour
+from ovpatch.session.feature_plan import FeatureRecord
+from ovpatch.session.report_table import render_table, wants_colour
+from ovpatch.session.session_report import TROUBLE, Report, explain_old_torch, to_plain_data
 from ovpatch.settings import settings
 from ovpatch.settings.options import list_variables
 

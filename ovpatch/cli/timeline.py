@@ -25,7 +25,7 @@ from ovpatch.exit_codes import ExitCode
 from ovpatch.insight.timeline.output import Output
 from ovpatch.insight.timeline.summary import Recording, make_run, read_recording
 from ovpatch.insight.timeline.trace import TraceError
-from ovpatch.session.report import format_report, wants_colour
+from ovpatch.session.report_table import format_report, wants_colour
 from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError
 

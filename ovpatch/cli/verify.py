@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ovpatch.cli import command_line
-from ovpatch.session import workers
+from ovpatch.session import worker_reports
 
 if TYPE_CHECKING:
     from ovpatch.insight.verify.verification import Verification
@@ -98,7 +98,7 @@ def _conclude(result: Verification, arguments: argparse.Namespace) -> int:
     print_result(result, console, shlex.join(arguments.command))
     if arguments.json is not None:
         wanted = {"command": list(arguments.command), "requested_steps": arguments.steps}
-        workers.save_json(arguments.json, wanted | result.to_json())
+        worker_reports.save_json(arguments.json, wanted | result.to_json())
         console.print(Text(f"written     {arguments.json}"), soft_wrap=True)
     if arguments.out is not None:
         console.print(Text(f"kept        logs and records are in {arguments.out}"), soft_wrap=True)

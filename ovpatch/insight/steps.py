@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ovpatch.session import report, workers
+from ovpatch.session import session_report, worker_exit
 
 Before = Callable[[Optimizer, tuple[Any, ...], Mapping[str, Any]], None]
 After = Callable[[Optimizer], None]
@@ -140,7 +140,7 @@ class StepCounter:
 
 def get_rank() -> int:
     """Return this process's rank in the job; 0 in a job of one process."""
-    return report.get_rank() or 0
+    return session_report.get_rank() or 0
 
 
 def get_world_size() -> int:
@@ -217,7 +217,7 @@ def exit_with_peers(directory: Path) -> None:
         if here == len(node) and left.find_missing() <= unobserved:
             break
         time.sleep(0.02)
-    workers.write_report_now(is_last=True)
+    worker_exit.write_report_now(is_last=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from ovpatch.insight import launch
-from ovpatch.session import workers
-from ovpatch.session.report import IDLE, did_work
-from ovpatch.session.workers import Orders
+from ovpatch.session import worker_orders, worker_reports
+from ovpatch.session.session_report import IDLE, did_work
+from ovpatch.session.worker_orders import Orders
 from ovpatch.settings.settings import SettingsError
 
 STOCK: Final = "0"
 
 #: Variables of the user's environment that a variant does not inherit.
-_OURS: Final = ("OVPATCH_AUTO", workers.REPORT_DIR, workers.VARIABLE)
+_OURS: Final = ("OVPATCH_AUTO", worker_reports.REPORT_DIR, worker_orders.ORDERS_VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Variant:
             environment["OVPATCH"] = self.features
         if self.patched:
             environment["OVPATCH_AUTO"] = "1"
-        environment[workers.REPORT_DIR] = str(folder.absolute())
+        environment[worker_reports.REPORT_DIR] = str(folder.absolute())
         return {**environment, **Orders(worker, folder, self.details).variables(), **self.variables}
 
 
@@ -81,8 +81,8 @@ class Outcome:
     @cached_property
     def report(self) -> dict[str, Any] | None:
         """Ovpatch's report, merged over the processes; None if no process has one."""
-        reports = workers.read_reports(self.folder, "worker")
-        return workers.merge_reports(reports) if reports else None
+        reports = worker_reports.read_reports(self.folder, "worker")
+        return worker_reports.merge_reports(reports) if reports else None
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:
@@ -139,7 +139,7 @@ class Outcome:
     @property
     def failures(self) -> list[dict[str, Any]]:
         """Errors of ovpatch or the tool in a process: pid, rank and error."""
-        return workers.read_reports(self.folder, "failed")
+        return worker_reports.read_reports(self.folder, "failed")
 
     @property
     def waits_in_tool(self) -> str:
@@ -278,7 +278,7 @@ def run_variant(
         with launch.running_command(command, variant.build_environment(worker, folder), log=log) as job:
             code = job.wait_for_exit(lambda: watch.check_job(job))
     finally:
-        launch.end_processes(f"{workers.REPORT_DIR}={folder.absolute()}")
+        launch.end_processes(f"{worker_reports.REPORT_DIR}={folder.absolute()}")
     seconds, interrupted = time.monotonic() - began, job.interrupted is not None
     return Outcome(variant, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder))
 
@@ -314,7 +314,7 @@ class _Watchdog:
         elif time.monotonic() - self._news > self._timeout:
             self.timed_out = True
             for pid in list_processes(self._folder):
-                launch.send_signal(pid, workers.STACKS)
+                launch.send_signal(pid, worker_orders.STACKS_SIGNAL)
             time.sleep(_WRITING)
             self._end(job)
 
@@ -341,12 +341,14 @@ def _read_beats(folder: Path) -> list[int]:
 
 def list_processes(folder: Path) -> list[int]:
     """Return the ids of the processes that signed in and are alive on this host."""
-    return [one["pid"] for one in workers.read_reports(folder, "process") if _is_alive(one["pid"], folder)]
+    return [one["pid"] for one in worker_reports.read_reports(folder, "process") if _is_alive(one["pid"], folder)]
 
 
 def read_ranks(folder: Path) -> dict[int, str]:
     """Return the ranks of the processes that signed in, by process id, where the launcher set one."""
-    return {one["pid"]: one["rank"] for one in workers.read_reports(folder, "process") if one.get("rank") is not None}
+    return {
+        one["pid"]: one["rank"] for one in worker_reports.read_reports(folder, "process") if one.get("rank") is not None
+    }
 
 
 def name_process(pid: int, ranks: Mapping[int, str]) -> str:
@@ -356,7 +358,7 @@ def name_process(pid: int, ranks: Mapping[int, str]) -> str:
 
 def describe_node(folder: Path) -> str:
     """Return the ranks that this node saw of a job on several nodes, in words; "" if it saw all ranks."""
-    reports = workers.read_reports(folder, "process")
+    reports = worker_reports.read_reports(folder, "process")
     launched = [report for report in reports if report.get("world_size") and report["rank"]]
     world = max((int(report["world_size"]) for report in launched), default=0)
     has_more_nodes = any(int(report["local_world_size"] or world) < world for report in launched)

@@ -8,15 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from ovpatch import logs
 from ovpatch.hookspecs import Feature, drop_failures
 from ovpatch.patching import PatchError, PatchManager, PatchStatus
-from ovpatch.session import plan as plans
-from ovpatch.session import plugins, report
-from ovpatch.session.plan import (
+from ovpatch.session import feature_plan, plugins, session_report
+from ovpatch.session.feature_plan import (
     PLANNED,
     FeatureError,
     FeaturePlan,
@@ -25,7 +24,8 @@ from ovpatch.session.plan import (
     sort_by_requirements,
 )
 from ovpatch.session.plugins import PluginError, Plugins
-from ovpatch.session.report import TROUBLE, Report
+from ovpatch.session.script_names import list_script_names
+from ovpatch.session.session_report import TROUBLE, Report
 from ovpatch.settings import options as opts
 from ovpatch.settings import settings
 from ovpatch.settings.settings import FeatureRequest, SettingsError, normalise_name
@@ -218,9 +218,9 @@ class Session:
         *,
         ask_machine: bool = True,
     ) -> FeaturePlan:
-        """Return the plan of an ``apply``; see :func:`ovpatch.session.plan.make_plan`."""
+        """Return the plan of an ``apply``; see :func:`ovpatch.session.feature_plan.make_plan`."""
         with self._lock:
-            return plans.make_plan(
+            return feature_plan.make_plan(
                 settings.read_environment(environ),
                 strict,
                 [_name(name) for name in asked],
@@ -348,16 +348,52 @@ class Session:
             if any(self._features.active.get(name) is not record for name, record in before.items()):
                 self._restore(before)
 
-    def report(self) -> Report:
-        """Return what is on, what is off and why, at this moment."""
+    def report(self, *, with_fits: bool = False) -> Report:
+        """Return which features are on or off at this moment, and why.
+
+        Args:
+            with_fits: Whether to find out which features would help this script, which takes a few
+                milliseconds.
+        """
         with self._lock:
             why = "apply() has not been called in this process"
             found = {} if self._records else plugins.find_plugins()
             known = self._records or {
-                name: FeatureRecord(one, FeatureRequest(None), "disabled", why) for name, one in found.items()
+                name: FeatureRecord(plugin, FeatureRequest(None), "disabled", why) for name, plugin in found.items()
             }
-            records = {name: self._features.active.get(name, record) for name, record in known.items()}
-            return report.make_report(records, self._features.active, self._features.plugins, self._features.statuses())
+            active = self._features.active
+            records = {name: active.get(name, record) for name, record in known.items()}
+            return session_report.make_report(
+                records,
+                active,
+                self._features.plugins,
+                self._features.statuses(),
+                self._find_fits(records) if with_fits else {},
+            )
+
+    def _find_fits(self, records: Mapping[str, FeatureRecord]) -> dict[str, str]:
+        """Return the features that are off and would help this script, with the reasons."""
+        off = {name: record for name, record in records.items() if record.state == "disabled"}
+        candidates = {name for name, record in off.items() if not record.is_switched_off}
+        if not candidates:
+            return {}
+        names, counters = list_script_names(), self._read_counters()
+        fits: dict[str, str] = {}
+        for name in sorted(candidates):
+            # A plugin that fails must not cost the report of the others.
+            with suppress(PluginError):
+                self._features.plugins.load_feature(off[name].found)
+                reason = self._features.plugins.call_hook(name, "ovpatch_fits", names=names, counters=counters)
+                if reason:
+                    fits[name] = str(reason)
+        return fits
+
+    def _read_counters(self) -> dict[str, Mapping[str, int]]:
+        counters: dict[str, Mapping[str, int]] = {}
+        for name in self._features.active:
+            with suppress(PluginError):
+                counters[name] = self._features.plugins.call_hook(name, "ovpatch_counters") or {}
+        return counters
 
 
 def _name(name: object) -> str:

@@ -43,7 +43,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 from ovpatch.insight.timeline import worker
-from ovpatch.session.workers import Orders
+from ovpatch.session.worker_orders import Orders
 import torch.profiler, torch._dynamo, torch._inductor.config  # as the first optimizer will
 for line in sys.stdin:
     one = json.loads(line)

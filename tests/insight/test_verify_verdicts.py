@@ -15,7 +15,7 @@ from ovpatch.insight.verify import verification as verifying
 from ovpatch.insight.verify import verify_report
 from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, EventRecorder, keep_value
 from ovpatch.insight.verify.verification import Conclusion, Request
-from ovpatch.session.report import NEVER_CALLED
+from ovpatch.session.session_report import NEVER_CALLED
 from tests.insight.programs import report_ends
 
 STOCK = 1.0

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Final
 
 from ovpatch.insight.bench.rounds import PATCHED, STOCK, BenchPlan, BenchRuns, Measured
-from ovpatch.session.report import render_table
+from ovpatch.session.report_table import render_table
 
 FASTER: Final = "faster"
 SLOWER: Final = "slower"

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from ovpatch.insight import variants
 from ovpatch.insight.variants import Outcome, Variant
-from ovpatch.session import workers
+from ovpatch.session import worker_reports
 
 WORKER: Final = "ovpatch.insight.bench.worker"
 STOCK: Final = "stock"
@@ -57,7 +57,7 @@ class Measured:
 
 def read_measured(folder: Path) -> Measured:
     """Merge the files of a variant's processes; without files, no step was taken."""
-    ranks = _one_each(workers.read_reports(folder, "bench"))
+    ranks = _one_each(worker_reports.read_reports(folder, "bench"))
     if not ranks:
         return Measured()
     flops, reason = _flops([rank["flops"] for rank in ranks])

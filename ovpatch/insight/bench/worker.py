@@ -26,8 +26,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.insight import steps
 from ovpatch.insight.steps import find_root_modules, list_children
-from ovpatch.session import workers
-from ovpatch.session.workers import Orders, write_at_exit
+from ovpatch.session import worker_reports
+from ovpatch.session.worker_exit import write_at_exit
+from ovpatch.session.worker_orders import Orders
 
 
 class BorderClock:
@@ -173,7 +174,7 @@ class _Worker:
         """Write the file once, if this process has taken steps."""
         if self._pid == os.getpid():
             self._pid = None
-            workers.save_json(self._directory / f"bench-{os.getpid()}.json", self._collect_results())
+            worker_reports.save_json(self._directory / f"bench-{os.getpid()}.json", self._collect_results())
 
     def _collect_results(self) -> dict[str, Any]:
         return {

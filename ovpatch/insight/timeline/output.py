@@ -26,7 +26,7 @@ from ovpatch.insight.timeline.summary import (
 )
 from ovpatch.insight.timeline.trace import MERGED, Intervals, Span, get_time_base, load_trace, to_nanoseconds
 from ovpatch.insight.timeline.tracks import RankTracks, get_step
-from ovpatch.session.workers import save_json
+from ovpatch.session.worker_reports import save_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

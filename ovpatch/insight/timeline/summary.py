@@ -15,7 +15,7 @@ from ovpatch.insight.timeline.pipelines import has_pipeline, list_parts, measure
 from ovpatch.insight.timeline.trace import Intervals, Span, TraceError
 from ovpatch.insight.timeline.tracks import RankTracks, Step, get_step, read_all_ranks
 from ovpatch.insight.variants import describe_node
-from ovpatch.session.report import render_table
+from ovpatch.session.report_table import render_table
 
 MIN_STEPS: Final = 3  # of each run, for a ratio between runs
 

@@ -17,7 +17,9 @@ from ovpatch.insight import steps
 from ovpatch.logs import logger
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.patching import PatchManager
-from ovpatch.session.workers import Orders, save_json, write_at_exit
+from ovpatch.session.worker_exit import write_at_exit
+from ovpatch.session.worker_orders import Orders
+from ovpatch.session.worker_reports import save_json
 
 #: Name of the mark at the end of step n, without its number; it is inside the optimizer's own range.
 BORDER: Final = profiler_label("timeline", "border")

@@ -26,8 +26,8 @@ from ovpatch.insight.verify.recording import EventRecorder, KeptValue, keep_text
 from ovpatch.logs import logger
 from ovpatch.overlap.tensors.lazy_tensor import peek
 from ovpatch.patching import PatchManager
-from ovpatch.session import workers
-from ovpatch.session.workers import Orders
+from ovpatch.session import worker_exit
+from ovpatch.session.worker_orders import Orders
 
 _WRAPPERS: Final = re.compile(r"^(?:module\.|_orig_mod\.|_forward_module\.)+|(?<=\.)_orig_mod\.")
 
@@ -374,7 +374,7 @@ def start_worker(orders: Orders) -> None:
     def at_border(number: int) -> None:
         recorder.flush_events()
         # A rank may be killed in the next step, and its counters must then show the work that it did before.
-        workers.write_report_now(is_last=False)
+        worker_exit.write_report_now(is_last=False)
         if number >= orders.details["steps"]:
             steps.exit_with_peers(orders.directory)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ovpatch.insight import steps
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.session.workers import write_at_exit
+from ovpatch.session.worker_exit import write_at_exit
 
 
 @dataclass(frozen=True)

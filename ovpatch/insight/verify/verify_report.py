@@ -13,7 +13,7 @@ from ovpatch.insight import variants
 from ovpatch.insight.variants import Outcome
 from ovpatch.insight.verify.compare import RULES, Finding, RunComparison
 from ovpatch.insight.verify.verification import Conclusion, Verification
-from ovpatch.session.report import render_table
+from ovpatch.session.report_table import render_table
 
 # The number of rows of the table.
 _MAX_ROWS: Final = 10

@@ -38,6 +38,10 @@ def ovpatch_feature() -> Feature:
         removed_options=REMOVED_OPTIONS,
         distributed=True,
         work=("backwards",),
+        gains=(
+            "{models:model}",
+            "{collectives_in_backward} of {collectives:bucket} reduced during backward",
+        ),
     )
 
 

@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ovpatch_plugins.dist_optimizer.step_patches import NamedClasses, StepPatches
 
 _CLIP: Final = "torch.nn.utils.clip_grad"
+
+# Gradients of this size belong to a model whose optimizer state is worth sharding.
+_LARGE_GRADS_BYTES: Final = 2**30
 
 
 @hookimpl
@@ -29,7 +32,23 @@ def ovpatch_feature() -> Feature:
         requires=("ddp",),
         distributed=True,
         work=("steps",),
+        gains=(
+            "{optimizers:optimizer}",
+            "{gathers_overlapped} of {gathers:gather} hidden under the next forward",
+            "{state_bytes_whole-state_bytes:bytes} less memory a rank",
+        ),
     )
+
+
+@hookimpl
+def ovpatch_fits(names: Collection[str], counters: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the reason if each rank keeps the full optimizer state of a large model."""
+    ddp = counters.get("ddp", {})
+    grad_bytes = ddp.get("bytes_reduced", 0) // max(ddp.get("backwards", 0), 1)
+    if grad_bytes < _LARGE_GRADS_BYTES:
+        return ""
+    size = f"{grad_bytes / 2**30:.1f} GiB"
+    return f"keeps the full optimizer state for {size} of gradients on each rank"
 
 
 # --- registration ---

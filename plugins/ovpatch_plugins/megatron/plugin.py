@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ovpatch.hookspecs import Feature, Package, Registrar, hookimpl, make_counters_hook
@@ -36,7 +36,21 @@ def ovpatch_feature() -> Feature:
         distributed=True,
         packages=(Package("megatron.core", "pip install 'ovpatch[megatron]'"),),
         work=("calls", "reductions", "gathers", "pipeline_steps"),
+        gains=(
+            "{models:model}",
+            "{calls:linear call} with hidden collectives",
+            "{reductions:bucket} reduced during backward",
+            "{gathers:bucket} gathered early",
+            "{early_sends:early send}",
+        ),
     )
+
+
+@hookimpl
+def ovpatch_fits(names: Collection[str], counters: Mapping[str, Mapping[str, int]]) -> str:
+    """Return that the script uses Megatron-Core."""
+    is_used = any(name == "megatron.core" or name.startswith("megatron.core.") for name in names)
+    return "uses megatron.core" if is_used else ""
 
 
 @hookimpl

@@ -23,6 +23,7 @@ def ovpatch_feature() -> Feature:
         distributed=True,
         packages=(Package(_EP, "pip install -U transformers"),),
         work=("calls",),
+        gains=("{calls:expert layer call} in {parts:chunk}",),
     )
 
 

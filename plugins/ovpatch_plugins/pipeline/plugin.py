@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ovpatch.hookspecs import Feature, Package, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.pipeline.options import OPTIONS, ActiveOptions
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
+# Names in a script that runs a pipeline, the most telling first.
+_SCRIPT_NAMES = (
+    "Schedule1F1B",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleLoopedBFS",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+    "get_schedule_class",
+)
 _CLASSES = ("ScheduleGPipe", "Schedule1F1B", "PipelineScheduleMulti", "_PipelineScheduleRuntime")
 
 
@@ -25,7 +36,20 @@ def ovpatch_feature() -> Feature:
         distributed=True,
         packages=(Package("torch.distributed.pipelining", "install a build of torch that has it"),),
         work=("steps",),
+        gains=(
+            "{schedules:schedule}",
+            "{steps:step}",
+            "{early_sends:input gradient} sent early",
+            "{weight_grads:weight gradient} computed in bubbles",
+        ),
     )
+
+
+@hookimpl
+def ovpatch_fits(names: Collection[str], counters: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the schedule of torch.distributed.pipelining that the script uses."""
+    used = [name for name in _SCRIPT_NAMES if name in names]
+    return f"uses {used[0]}" if used else ""
 
 
 @hookimpl

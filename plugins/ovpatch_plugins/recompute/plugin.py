@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ovpatch.hookspecs import Feature, Registrar, hookimpl, make_counters_hook
 from ovpatch_plugins.recompute.options import OPTIONS
+
+# Names in a script that checkpoints activations.
+_CHECKPOINTING = (
+    "torch.utils.checkpoint",
+    "checkpoint_wrapper",
+    "gradient_checkpointing_enable",
+    "gradient_checkpointing",
+)
 
 
 @hookimpl
@@ -20,7 +28,18 @@ def ovpatch_feature() -> Feature:
         options=OPTIONS,
         default=False,
         work=("calls", "compiled_calls"),
+        gains=(
+            "{blocks:block}",
+            "{recomputations:forward} computed again, {launched_ahead} of them under a wait",
+        ),
     )
+
+
+@hookimpl
+def ovpatch_fits(names: Collection[str], counters: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the way in which the script checkpoints activations itself."""
+    used = [name for name in _CHECKPOINTING if name in names]
+    return f"uses {used[0]}" if used else ""
 
 
 @hookimpl

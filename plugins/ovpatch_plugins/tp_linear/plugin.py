@@ -26,6 +26,10 @@ def ovpatch_feature() -> Feature:
         distributed=True,
         packages=(Package("torch.distributed.tensor", "install a build of torch that has it"),),
         work=("calls",),
+        gains=(
+            "{linears:linear}",
+            "{calls:call} with hidden collectives",
+        ),
     )
 
 

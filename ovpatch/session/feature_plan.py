@@ -97,6 +97,8 @@ def _why_missing(name: str, reasons: Mapping[str, str], lost: Mapping[str, str])
 
 
 PLANNED: Final = "planned"
+# The beginning of the reasons of settings that turn a feature off.
+SWITCHED_OFF: Final = "off by OVPATCH"
 _FINE: Final = frozenset({"applied", "pending", "disabled", PLANNED})
 
 
@@ -118,6 +120,11 @@ class FeatureRecord:
     options: dict[str, opts.OptionValue] = field(default_factory=dict)  # resolved options
     remarks: tuple[str, ...] = ()  # remarks of the plugin from its activation
     is_named: bool = False  # whether the settings name it, or those of an earlier call while it was on
+
+    @property
+    def is_switched_off(self) -> bool:
+        """True if the user turned this feature off, rather than left it out."""
+        return self.request.on is False and self.reason.startswith(SWITCHED_OFF)
 
     def stand_down(self, state: str, reason: str) -> None:
         """Set the state of a feature that will not be on."""
