@@ -511,7 +511,7 @@ import torch
 assert not torch.distributed.is_available()
 import ovpatch
 report = ovpatch.apply()
-import ovpatch.cli.doctor, ovpatch.cli.run, ovpatch.cli.timeline
+import ovpatch.cli.doctor_command, ovpatch.cli.run_command, ovpatch.cli.timeline_command
 for name in ("ddp", "dist_optimizer", "megatron", "pipe_experts", "pipeline", "tp_linear"):
     print(name, report[name].state, report[name].reason, sep=": ")
 """

@@ -14,29 +14,63 @@ from ovpatch.session.session_report import IDLE, STATES, did_work
 REPORT_DIR: Final = "OVPATCH_REPORT_DIR"
 
 _Json = Mapping[str, Any]
+# A report with its process or node: pid, rank, whether it is finished, and its name.
+_Owned = tuple[_Json, _Json]
 
 
 def merge_reports(reports: Sequence[_Json]) -> dict[str, Any]:
-    """Merge the reports of the processes of one job: :meth:`ovpatch.Report.to_json` of each, with ``restart`` if known.
+    """Merge the reports of the processes of one job.
 
-    Counters are summed. After an elastic restart only the last generation of each rank counts; the earlier ones stay in
-    ``processes``. The merged report has None as ``pid`` and ``rank``; it has ``processes`` (pid, rank, restart), also
-    for each feature (state, reason and counters of each process). ``unfinished`` names the ranks that left no last
-    report, because they were killed or called ``os._exit``.
+    Counters are summed. After an elastic restart only the last generation of each rank counts; the
+    earlier ones stay in ``processes``.
+
+    Args:
+        reports: :meth:`ovpatch.Report.to_json` of each process, with ``restart`` if known.
+
+    Returns:
+        A report with None as ``pid`` and ``rank``. ``processes`` has pid, rank and restart, and in
+        each feature the state, reason and counters of each process. ``unfinished`` names the ranks
+        that left no last report, because they were killed or called ``os._exit``.
     """
     if not reports:
-        raise ValueError("there are no reports to merge: give that of one process at least")
-    ordered = sorted(reports, key=lambda r: (r["rank"] is None, r["rank"] or 0, r.get("restart", 0), r["pid"]))
-    counted = _last_generation(ordered)
-    names = list(dict.fromkeys(f["name"] for report in counted for f in report["features"]))
+        raise ValueError("there are no reports to merge: give the report of at least one process")
+    ordered = sorted(
+        reports,
+        key=lambda r: (r["rank"] is None, r["rank"] or 0, r.get("restart", 0), r["pid"]),
+    )
+    counted = [(_identify(report), report) for report in _last_generation(ordered)]
+    return _merge(counted) | {
+        "processes": [{"pid": r["pid"], "rank": r["rank"], "restart": r.get("restart", 0)} for r in ordered],
+        "unfinished": [owner["label"] for owner, _ in counted if owner["rank"] is not None and not owner["finished"]],
+    }
+
+
+def join_reports(reports: Mapping[str, _Json]) -> dict[str, Any]:
+    """Join the merged reports of the nodes of one job, by name of the node or its file."""
+    # States and remarks that differ are attributed to nodes, as they are to ranks within a node.
+    owned = [
+        ({"pid": None, "rank": number, "finished": True, "label": label}, report)
+        for number, (label, report) in enumerate(reports.items())
+    ]
+    return _merge(owned) | {
+        "processes": [process for report in reports.values() for process in report["processes"]],
+        "unfinished": [label for report in reports.values() for label in report.get("unfinished", ())],
+    }
+
+
+def _merge(owned: Sequence[_Owned]) -> dict[str, Any]:
+    """Return the parts of a merged report that nodes and processes have in common."""
+    reports = [report for _, report in owned]
+    names = list(dict.fromkeys(part["name"] for report in reports for part in report["features"]))
+    versions = {
+        key: ", ".join(dict.fromkeys(str(report[key]) for report in reports)) for key in ("version", "torch", "python")
+    }
     return {
-        **{key: ", ".join(dict.fromkeys(str(r[key]) for r in counted)) for key in ("version", "torch", "python")},
+        **versions,
         "pid": None,
         "rank": None,
-        "processes": [{"pid": r["pid"], "rank": r["rank"], "restart": r.get("restart", 0)} for r in ordered],
-        "unfinished": [_identify(r)["label"] for r in counted if r["rank"] is not None and not _is_finished(r)],
-        "features": [_merge_feature(name, counted) for name in names],
-        "patches": _merge_patches(counted),
+        "features": [_merge_feature(name, owned) for name in names],
+        "patches": _merge_patches(reports),
     }
 
 
@@ -48,9 +82,9 @@ def _last_generation(reports: Sequence[_Json]) -> list[_Json]:
     return [r for r in reports if r["rank"] is None or r.get("restart", 0) == last[r["rank"]]]
 
 
-def _merge_feature(name: str, reports: Sequence[_Json]) -> dict[str, Any]:
-    parts = [(_identify(report), part) for report in reports for part in report["features"] if part["name"] == name]
-    absent = [_identify(report) for report in reports if all(part["name"] != name for part in report["features"])]
+def _merge_feature(name: str, owned: Sequence[_Owned]) -> dict[str, Any]:
+    parts = [(owner, part) for owner, report in owned for part in report["features"] if part["name"] == name]
+    absent = [owner for owner, report in owned if all(part["name"] != name for part in report["features"])]
     state, reason = _merge_state(parts, absent)
     counters: Counter[str] = Counter()
     for _, part in parts:
@@ -67,13 +101,18 @@ def _merge_feature(name: str, reports: Sequence[_Json]) -> dict[str, Any]:
         "requires": next((part["requires"] for _, part in parts if part["requires"]), []),
         "reorders_products": any(part["reorders_products"] for _, part in parts),
         "work": work,
-        "gains": next((part["gains"] for _, part in parts if part["gains"]), []),
-        "fits": next((part["fits"] for _, part in parts if part["fits"]), ""),
-        "processes": [
-            {"pid": process["pid"], "rank": process["rank"], **{k: part[k] for k in ("state", "reason", "counters")}}
-            for process, part in parts
-        ],
+        "gains": next((part["gains"] for _, part in parts if part.get("gains")), []),
+        "fits": next((part["fits"] for _, part in parts if part.get("fits")), ""),
+        "processes": [process for owner, part in parts for process in _list_processes(owner, part)],
     }
+
+
+def _list_processes(owner: _Json, part: _Json) -> list[_Json]:
+    """Return the state of a feature in each process of an owner, which is a process or a node."""
+    if "processes" in part:
+        return list(part["processes"])
+    state = {key: part[key] for key in ("state", "reason", "counters")}
+    return [{"pid": owner["pid"], "rank": owner["rank"], **state}]
 
 
 def _is_finished(report: _Json) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ovpatch.cli import main
-from ovpatch.cli import timeline as command
+from ovpatch.cli import timeline_command as command
 from ovpatch.insight.timeline import output
 from ovpatch.insight.timeline.trace import read_trace
 from tests.insight.programs import ALONE, ROOT, TORCHRUN

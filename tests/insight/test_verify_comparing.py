@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ovpatch.cli import verify
+from ovpatch.cli import verify_command
 from ovpatch.insight.equality import Verdict
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.compare import ORDER, compare_runs, compare_values
@@ -207,7 +207,7 @@ def test_a_log_is_as_wide_as_it_is_told(record, monkeypatch, capsys, columns):
     stock = [(BACKWARD, {"a loss with a name that wants much room": keep_value(1.0)})]
     result = Verification(Verdicts.DIFFERENT, "why", compare_runs(record("a", stock), record("b", patched)))
     arguments = argparse.Namespace(json=None, out=None, command=["train me"])
-    assert verify._conclude(result, arguments) == Verdicts.DIFFERENT.code
+    assert verify_command._conclude(result, arguments) == Verdicts.DIFFERENT.code
     rows = [line for line in capsys.readouterr().out.splitlines() if line[:1] in "|+"]
     assert max(map(len, rows)) <= columns
     assert any("a loss with a name that wants much room" in row for row in rows) == (columns == 150)
@@ -310,7 +310,10 @@ def test_the_noise_of_a_loss_is_that_of_all_ranks_so_far(record, patched, differ
 
 
 def test_progress_counts_runs_and_says_why_there_are_more():
-    assert verify.describe_run(1, "stock") == "run 1 of 2, stock (if values differ, further runs follow)"
-    assert verify.describe_run(2, "patched") == "run 2 of 2, patched"
-    assert verify.describe_run(3, "rerun") == "run 3, rerun (values differ: by as much as stock PyTorch from itself?)"
-    assert "is this feature to blame?" in verify.describe_run(5, "without-ddp")
+    assert verify_command.describe_run(1, "stock") == "run 1 of 2, stock (if values differ, further runs follow)"
+    assert verify_command.describe_run(2, "patched") == "run 2 of 2, patched"
+    assert (
+        verify_command.describe_run(3, "rerun")
+        == "run 3, rerun (values differ: by as much as stock PyTorch from itself?)"
+    )
+    assert "is this feature to blame?" in verify_command.describe_run(5, "without-ddp")

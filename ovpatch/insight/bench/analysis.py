@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from ovpatch.insight.bench.rounds import PATCHED, STOCK, BenchPlan, BenchRuns, Measured
+from ovpatch.insight.bench.rounds import PATCHED, PEERS, STOCK, BenchPlan, BenchRuns, Measured
 from ovpatch.session.report_table import render_table
 
 FASTER: Final = "faster"
 SLOWER: Final = "slower"
 SAME: Final = "no difference beyond noise"
+UNCLEAR: Final = "cannot tell"
+
+# If a difference has to be larger than this share to count, the machine was too busy to measure.
+_MAX_THRESHOLD: Final = 0.25
 
 _BLOCK: Final = 3  # steps
 _RESAMPLES: Final = 1000
@@ -43,7 +47,7 @@ class Judgement:
     median exceeds the noise: by chance in at most one case of twenty. With one round the 99% interval must exclude one.
     """
 
-    verdict: str  # FASTER, SLOWER or SAME: the second kind against the first
+    verdict: str  # FASTER, SLOWER, SAME or UNCLEAR: the second kind against the first
     ratio: float  # median over pairs of (first kind's time / second kind's time); above one, the second is faster
     pairs: list[float]  # the ratio of each pair
     noise: float | None  # largest difference of the medians of two runs of one kind; None with one round
@@ -75,7 +79,7 @@ def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float
     pairs = [median(a) / median(b) for a, b in zip(first, second, strict=True)]
     if len(pairs) == 1:
         low, high = compute_interval(first, second, 0.99)
-        verdict = _verdict(pairs[0], not low <= 1 <= high)
+        verdict = _choose_verdict(pairs[0], not low <= 1 <= high, (high - low) / 2)
         rule = "how far two runs alike differ is not known: use --rounds 3"
         return Judgement(verdict, pairs[0], pairs, None, (high - low) / 2, rule, (low, high))
     low, high = compute_interval(first, second, 0.95)
@@ -96,16 +100,17 @@ def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float
     rule = f"more than {threshold:.1%} counts, {origin}"
     if not has_agreed and abs(ratio - 1) > threshold:
         rule = "pairs disagree on which is faster"
-    return Judgement(_verdict(ratio, has_agreed and abs(ratio - 1) > threshold), ratio, pairs, noise, threshold, rule)
+    is_claimed = has_agreed and abs(ratio - 1) > threshold
+    return Judgement(_choose_verdict(ratio, is_claimed, threshold), ratio, pairs, noise, threshold, rule)
 
 
 def _times(factor: float) -> str:
     return "" if factor == 1 else f"{factor:g} times "
 
 
-def _verdict(ratio: float, claimed: bool) -> str:
-    if not claimed:
-        return SAME
+def _choose_verdict(ratio: float, is_claimed: bool, threshold: float) -> str:
+    if not is_claimed:
+        return SAME if threshold <= _MAX_THRESHOLD else UNCLEAR
     return FASTER if ratio > 1 else SLOWER
 
 
@@ -211,6 +216,7 @@ class BenchFigures:
     rows: list[ArmRow]  # one for each kind of run
     judgement: Judgement  # patched against stock; above one, patched is faster
     parts: dict[str, Judgement]  # by feature, the run without it against the patched run; above one, it helps
+    against: dict[str, Judgement]  # by peer, its run against the patched run; above one, patched is faster
     samples: float | None  # samples per step over all ranks, None if unknown
     tokens: float | None  # tokens per step over all ranks, None if unknown
     no_tflops: str  # why TFLOP/s are unknown; "" if they are known
@@ -244,6 +250,7 @@ def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
     return BenchFigures(
         rows=rows,
         judgement=_judge(runs, STOCK),
+        against={kind: _judge(runs, kind) for kind in runs.kinds if kind in PEERS},
         parts={kind.removeprefix("without-"): _judge(runs, kind) for kind in runs.kinds if kind.startswith("without-")},
         samples=samples,
         tokens=tokens,
@@ -280,6 +287,8 @@ def format_verdict(runs: BenchRuns, figures: BenchFigures) -> str:
 
 def format_judgement(judgement: Judgement) -> str:
     """Return a judgement as half a sentence, such as ``1.080x faster (pairs 1.071 to 1.090; …)``."""
+    if judgement.verdict == UNCLEAR:
+        return _describe_unclear(judgement)
     # A ratio of 0.8 reads as 1.25 times slower; the pairs are inverted with it.
     slower = judgement.verdict == SLOWER
     ratio, *pairs = [1 / one if slower else one for one in (judgement.ratio, *judgement.pairs)]
@@ -291,6 +300,15 @@ def format_judgement(judgement: Judgement) -> str:
     return f"{said}one pair of runs, {within}; {judgement.rule})"
 
 
+def _describe_unclear(judgement: Judgement) -> str:
+    if judgement.noise is None:
+        spread = f"the interval of the ratio is {judgement.threshold:.0%} wide to each side"
+    else:
+        spread = f"equal runs differ by {judgement.noise:.0%}"
+    remedy = "Stop other programs, or give --steps and --rounds more"
+    return f"{UNCLEAR}: this machine is too busy ({spread}). {remedy}"
+
+
 def format_report(
     plan: BenchPlan, runs: BenchRuns, figures: BenchFigures, *, colour: bool = False, width: int | None = None
 ) -> str:
@@ -299,7 +317,11 @@ def format_report(
     rows = [tuple(cell(row) for _, cell in columns) for row in figures.rows]
     heads = [head for head, _ in columns]
     parts = [render_table("", heads, rows, colour=colour, width=width, right=heads[1:])]
-    parts += [_reasons(runs)] if not runs.exercised else [_pairs(runs, figures), _features(runs, figures)]
+    if runs.exercised:
+        parts += [_pairs(runs, figures), _features(runs, figures)]
+    else:
+        parts.append(_reasons(runs))
+    parts += [f"Against {name}: patched is {format_judgement(one)}" for name, one in figures.against.items()]
     remarks = [_environment(plan, runs), *_remarks(runs, figures), *runs.notes]
     return "\n\n".join([*parts, "\n".join(f"- {remark}" for remark in remarks)])
 
@@ -368,16 +390,25 @@ def _remarks(runs: BenchRuns, figures: BenchFigures) -> Iterator[str]:
     first = runs.done[0].measured
     seen = sorted({clock for run in runs.done for clock in run.measured.clocks_mhz})
     clocks = f" ({' to '.join(map(str, dict.fromkeys((seen[0], seen[-1]))))} MHz at the end of a run)" if seen else ""
-    yield f"times by {first.clock}; of each step the slowest rank counts; device clocks are left as they are{clocks}"
+    # A CPU has no clock that a bench could fix.
+    device = f"; device clocks are left as they are{clocks}" if has_gpu(first) else ""
+    yield f"times by {first.clock}; of each step the slowest rank counts{device}"
     yield _fed(first, figures)
     if figures.no_tflops:
         yield f"TFLOP/s cannot be told: {figures.no_tflops}"
         return
     yield "TFLOP/s of one device: counted in a stock step, recomputation included, kernels unknown to torch not"
+    if figures.no_mfu and not has_gpu(first):
+        return
     if figures.no_mfu:
         yield f"MFU cannot be told: {figures.no_mfu}"
     elif runs.list_measured(STOCK)[0].flops_again:
         yield "MFU is without what activation checkpointing computes again"
+
+
+def has_gpu(measured: Measured) -> bool:
+    """Return whether a run used a device other than CPUs."""
+    return any(device != "cpu" for device in measured.devices)
 
 
 def _fed(first: Measured, figures: BenchFigures) -> str:

@@ -21,6 +21,15 @@ from ovpatch.session import worker_reports
 WORKER: Final = "ovpatch.insight.bench.worker"
 STOCK: Final = "stock"
 PATCHED: Final = "patched"
+# The peers by name, each with the variables by which Trainer and accelerate turn it on. Variables
+# of the user win.
+PEERS: Final = {
+    "fsdp2": {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    }
+}
 MIN_STEPS: Final = 5  # for a median
 MIN_WARMUP: Final = 3  # steps; operations are counted in the last of them
 
@@ -47,6 +56,7 @@ class Measured:
     devices: Sequence[str] = ()  # names of the devices, each once
     clocks_mhz: Sequence[int] = ()  # clocks of the devices at the end, where known
     torch: str = ""  # version of torch
+    has_fsdp2: bool = False  # if FSDP2 sharded a model
     world: int = 0  # number of ranks
     missing: Sequence[int] = ()  # ranks without a file
 
@@ -79,6 +89,7 @@ def read_measured(folder: Path) -> Measured:
         devices=list(dict.fromkeys(rank["device"] for rank in ranks)),
         clocks_mhz=[rank["clock_mhz"] for rank in ranks if rank["clock_mhz"]],
         torch=first["torch"],
+        has_fsdp2=first["has_fsdp2"],
         world=first["world"],
         missing=missing,
     )
@@ -123,6 +134,7 @@ class BenchPlan:
     features: str | None = None  # value of ``OVPATCH`` in patched runs; None for that of the environment
     timeout: float = 600.0  # seconds without a step after which a run has hung
     leave_one_out: bool | None = None  # whether to run without each feature, too; None: if more than one did something
+    against: str | None = None  # a name of PEERS to run as well
 
 
 @dataclass(frozen=True)
@@ -243,12 +255,27 @@ class _Rounds:
     def _first_round(self) -> None:
         self._run_counted()
         outcome = self._run(PATCHED, 1)
+        if self._plan.against is not None:
+            self._run_peer(self._plan.against)
         self._runs.exercised, self._runs.report = outcome.exercised, outcome.report
         if self._plan.leave_one_out is False:
             return
         for variant in variants.leave_one_out(self._kinds[PATCHED], outcome.exercised, outcome.requires).values():
             self._kinds[variant.name] = variant
             self._run(variant.name, 1)
+
+    def _run_peer(self, name: str) -> None:
+        """Run the peer for the first time; raise FailedError if the script has no such switch."""
+        variables = {key: value for key, value in PEERS[name].items() if key not in os.environ}
+        self._kinds[name] = Variant(name, variants.STOCK, self._details, variables)
+        outcome = self._run(name, 1)
+        if not self._runs.done[-1].measured.has_fsdp2:
+            raise FailedError(
+                f"--against {name}: no model was sharded, so this run is stock PyTorch. The switch works "
+                "for HF Trainer and accelerate, on GPUs. Run other scripts with a switch of their own",
+                name,
+                outcome,
+            )
 
     def _run_counted(self) -> None:
         """Run stock and count its operations; if it fails in a counted step, run it once more without counting."""

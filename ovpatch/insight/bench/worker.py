@@ -96,6 +96,15 @@ def choose_device(device: torch.device) -> torch.device:
     return device
 
 
+def has_fsdp2_module() -> bool:
+    """Return whether FSDP2 has sharded a module of this process."""
+    # fully_shard() gives a module a class that derives from FSDPModule.
+    base = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if not isinstance(base, type):
+        return False
+    return any(issubclass(type(part), base) for root in find_root_modules() for part in root.modules())
+
+
 def get_device_name(device: torch.device) -> str:
     """Return the name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -154,6 +163,7 @@ class _Worker:
         if self._pid != os.getpid():  # read now: at the end the script may have destroyed its group and optimizer
             self._pid, self._rank, self._world = os.getpid(), steps.get_rank(), steps.get_world_size()
             self._device = choose_device(self._steps.find_device())
+            self._has_fsdp2 = has_fsdp2_module()
         left = self._warmup - number
         if self._flops and left in (1, 2):
             self._flops[2 - left].stop_counting()
@@ -182,6 +192,7 @@ class _Worker:
             "world": self._world,
             "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
             "torch": torch.__version__,
+            "has_fsdp2": self._has_fsdp2,
             "device": get_device_name(self._device),
             "clock_mhz": read_clock_mhz(self._device),
             "steps": self._steps.count,

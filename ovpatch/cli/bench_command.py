@@ -33,6 +33,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="also run without each feature, to tell its part (default: if more than one did something)",
     )
+    add(
+        "--against",
+        choices=sorted(rounds.PEERS),
+        help="also run a peer on your script, by the own switch of HF Trainer and accelerate",
+    )
     figure = command_line.parse_positive
     add("--samples-per-step", type=figure, metavar="X", help="samples of a step, over all ranks (default: found out)")
     add("--tokens-per-step", type=figure, metavar="X", help="tokens of a step, over all ranks (default: found out)")
@@ -52,7 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run all rounds and print the result."""
     command = command_line.check_comparison(arguments, "bench")
     with command_line.open_folder(arguments.out) as out:
-        names = ("steps", "warmup", "rounds", "features", "timeout", "leave_one_out")
+        names = ("steps", "warmup", "rounds", "features", "timeout", "leave_one_out", "against")
         plan = BenchPlan(command, out, **{name: getattr(arguments, name) for name in names})
         return _measure(plan, arguments)
 
@@ -75,6 +80,8 @@ def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
     line = f"ovpatch bench: {analysis.format_verdict(runs, found)}"
     print(f"\033[1m{line}\033[0m" if colour else line)
     print(analysis.format_report(plan, runs, found, colour=colour))
+    if arguments.json is not None:
+        command_line.say("bench", f"everything that was measured is in {arguments.json}")
     return ExitCode.OK
 
 
@@ -82,7 +89,9 @@ def _data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, An
     return {
         "ovpatch": __version__,
         "command": list(plan.command),
-        "settings": {name: getattr(plan, name) for name in ("steps", "warmup", "rounds", "features", "timeout")},
+        "settings": {
+            name: getattr(plan, name) for name in ("steps", "warmup", "rounds", "features", "timeout", "against")
+        },
         "verdict": analysis.format_verdict(runs, found),
         "exercised": runs.exercised,
         **asdict(found),
@@ -95,7 +104,8 @@ def _data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, An
 def _explain(error: FailedError, out: Path | None) -> ExitCode:
     """Print which run failed and how, and return the exit code."""
     outcome = error.outcome
-    code = ExitCode.UNDECIDED if error.kind == STOCK or outcome.waits_in_tool else ExitCode.PROBLEM
+    is_ours = error.kind not in (STOCK, *rounds.PEERS) and not outcome.waits_in_tool
+    code = ExitCode.PROBLEM if is_ours else ExitCode.UNDECIDED
     if not outcome.code:  # it took too few steps
         return _fail(f"{str(error).rstrip('.')}.", code)
     for pid, stacks in outcome.stacks.items() if outcome.timed_out else ():
@@ -109,7 +119,9 @@ def _whose(kind: str, outcome: Outcome) -> str:
     if outcome.waits_in_tool:
         return ""
     if kind == STOCK:
-        return "This is the stock run: it is not ovpatch's doing."
+        return "This is the stock run, so ovpatch is not the cause."
+    if kind in rounds.PEERS:
+        return "This is the run of the peer, so ovpatch is not the cause."
     return "The stock run did not." if kind == PATCHED else "The stock run and the run with all features did not."
 
 
