@@ -42,6 +42,8 @@ class Option:
         default_unless_named: Value without any setting where the feature is on by default, and nothing names it; None
             if that is ``default``, too.
         verified: Value without any setting in the patched runs of ``ovpatch verify``; None if that is ``default``, too.
+        values: The kind of value for the documentation, such as "a size in MiB, or `none`", unless ``choices`` or a
+            bool as ``default`` show it.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Option:
     aliases: tuple[str, ...] = ()
     default_unless_named: Any = None
     verified: Any = None
+    values: str = ""
 
 
 def make_count_parser(expected: str, least: int = 0) -> Callable[[str], int]:
