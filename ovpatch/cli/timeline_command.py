@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Final
 
 from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
-from ovpatch.insight.timeline.output import Output
 from ovpatch.insight.timeline.summary import Recording, make_run, read_recording
+from ovpatch.insight.timeline.timeline_export import Output
 from ovpatch.insight.timeline.trace import TraceError
 from ovpatch.session.report_table import format_report, wants_colour
 from ovpatch.settings import settings
@@ -98,7 +98,7 @@ def show(trace: Path) -> str:
 if TYPE_CHECKING:
     from ovpatch.insight.variants import Outcome, Variant
 
-_WORKER: Final = "ovpatch.insight.timeline.worker"
+_WORKER: Final = "ovpatch.insight.timeline.timeline_worker"
 _say: Final = partial(command_line.say, "timeline")
 _ENDINGS: Final = (".json", ".json.gz")
 

@@ -18,7 +18,7 @@ from ovpatch.insight import variants
 from ovpatch.insight.variants import Outcome, Variant
 from ovpatch.session import worker_reports
 
-WORKER: Final = "ovpatch.insight.bench.worker"
+WORKER: Final = "ovpatch.insight.bench.bench_worker"
 STOCK: Final = "stock"
 PATCHED: Final = "patched"
 # The peers by name, each with the variables by which Trainer and accelerate turn it on. Variables
