@@ -119,7 +119,8 @@ def check_comparison(arguments: argparse.Namespace, subcommand: str) -> list[str
     if plan.environment.selection.kind == "nothing":
         raise SettingsError("OVPATCH turns everything off, so there is nothing to compare. Unset it.")
     requests = [record.request for record in plan.records.values()]
-    if requests and all(one.enforced and not one.on for one in requests):  # else the script may turn a feature on
+    # Otherwise the script may turn a feature on.
+    if requests and all(one.enforced and not one.on for one in requests):
         reasons = ", ".join(dict.fromkeys(one.reason for one in requests))
         raise SettingsError(f"every feature is turned off ({reasons}), so there is nothing to compare. Unset one.")
     warn_of_near_misses(environment, subcommand)

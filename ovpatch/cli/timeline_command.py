@@ -217,13 +217,15 @@ def _record(
         code = _judge(outcome) or code
         try:
             recordings.append(read_recording(variant.name, outcome.folder, wanted, pattern))
-        except TraceError as error:  # the other variant may have something to show
+        # The second variant may still have something to show.
+        except TraceError as error:
             _say(str(error))
             code = code or ExitCode.UNDECIDED
         failed = failed or bool(outcome.code or outcome.failures or outcome.timed_out)
         if outcome.interrupted:
             break
-    if not recordings and not failed:  # else the log tells why
+    # After a failure the log has the reason, so the folder stays.
+    if not recordings and not failed:
         output.discard_folder()
     return recordings, code
 

@@ -27,7 +27,8 @@ Scalar: TypeAlias = float | int | complex
 class Difference:
     """The outcome of comparing two numbers, or two tensors of one shape and dtype."""
 
-    max_abs: float = 0.0  # largest absolute difference between finite values, 0.0 if there is none
+    # Largest absolute difference between finite values, 0.0 if there is none.
+    max_abs: float = 0.0
     finite: bool = True  # False if one side is NaN or infinite where the other is not, or of the other sign
     first: tuple[int, ...] | None = None  # index of the first difference, if any
     values: tuple[Scalar, Scalar] | None = None  # the two values at that index
@@ -94,7 +95,8 @@ def _same_at_once(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     try:
         return torch.equal(a, b)
-    except (RuntimeError, NotImplementedError):  # no `equal` for this dtype or layout: compared in chunks instead
+    # This dtype or layout has no `equal`, so the tensors are compared in chunks.
+    except (RuntimeError, NotImplementedError):
         return False
 
 
@@ -124,8 +126,10 @@ def _compare_chunk(a: torch.Tensor, b: torch.Tensor) -> Difference:
     # Where both are NaN or the same infinity, the distance is NaN, and the values are equal.
     largest = float(distance.masked_fill_(~(unequal & finite), 0.0).max().item())
     if wide is torch.int64:
-        largest = max(1.0, largest)  # beyond 2**53, float64 can make neighbours equal
-        x, y = a, b  # to show values as they are: True, and not 1
+        # Beyond 2**53, float64 can make neighbors equal.
+        largest = max(1.0, largest)
+        # The note shows values in their own type: True, and not 1.
+        x, y = a, b
     index = int(unequal.to(torch.uint8).argmax().item())
     return Difference(largest, all_finite, (index,), (x[index].item(), y[index].item()))
 
@@ -154,7 +158,8 @@ class Row:
     # Largest absolute difference; infinite if a side is not finite where the other is; None if the values are no
     # numbers or cannot be subtracted.
     max_abs_diff: float | None = None
-    allowed: float | None = None  # largest difference within noise; None if none is tolerated or nothing differs
+    # Largest difference within noise; None if none is tolerated or nothing differs.
+    allowed: float | None = None
     first_index: tuple[int, ...] | None = None  # index of the first value that differs
     note: str = ""  # what differs, in words
     # Name of the rule that decided; "" if the verdict follows from the equality rule alone.

@@ -16,7 +16,8 @@ from typing import IO, Final
 
 from ovpatch.exit_codes import ExitCode
 
-_PATIENCE: Final = 1.5  # seconds to end without a signal, and again after SIGTERM
+# Seconds to end without a signal, and again after SIGTERM.
+_PATIENCE: Final = 1.5
 
 
 def end_processes(entry: str) -> None:
@@ -30,7 +31,8 @@ def end_processes(entry: str) -> None:
             return
         for pid in find_processes(entry):
             send_signal(pid, number)
-    _wait(lambda: not find_processes(entry), _PATIENCE)  # a killed process exists until the system has reaped it
+    # A killed process exists until the system has reaped it.
+    _wait(lambda: not find_processes(entry), _PATIENCE)
 
 
 def find_processes(entry: str) -> list[int]:
@@ -64,8 +66,10 @@ def _wait(done: Callable[[], bool], patience: float) -> bool:
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED: Final = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _POLL: Final = 0.5  # seconds between ticks
-_DYING: Final = 5.0  # seconds for the system to end killed processes
-GRACE: Final = 40.0  # seconds; torchrun gives its workers 30 before it kills them
+# Seconds for the system to end killed processes.
+_DYING: Final = 5.0
+# Seconds; torchrun gives its workers 30 before it kills them.
+GRACE: Final = 40.0
 
 
 class NotStartedError(Exception):
@@ -101,7 +105,8 @@ class Command:
         self._own_session = own_session
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []  # signals that arrived before the start
-        self.interrupted: signal.Signals | None = None  # the forwarded signal that asked the command to end, if any
+        # The forwarded signal that should end the command, if any.
+        self.interrupted: signal.Signals | None = None
         self.asked = 0  # number of such signals
 
     def start_process(self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None) -> None:
@@ -117,7 +122,8 @@ class Command:
             )
         except FileNotFoundError:
             raise NotStartedError(f"{command[0]}: command not found", ExitCode.NOT_FOUND) from None
-        except OSError as error:  # no permission, a folder, or a script without its first line
+        # There is no permission, or it is a folder or a script without its first line.
+        except OSError as error:
             raise NotStartedError(f"{command[0]}: not executable ({error.strerror})", ExitCode.NOT_EXECUTABLE) from None
         for number in self._early:
             self._send(number)

@@ -40,7 +40,8 @@ class StepHooks:
 
     def __init__(self, *, after: After, before: Before | None = None) -> None:
         self._before, self._after = before, after
-        self._in_progress: WeakSet[Optimizer] = WeakSet()  # also after a step that raised, until the next one
+        # A step that raised stays in the set until the next step.
+        self._in_progress: WeakSet[Optimizer] = WeakSet()
         self._handles = register_optimizer_step_pre_hook(self._pre), register_optimizer_step_post_hook(self._post)
 
     def remove(self) -> None:
@@ -121,7 +122,8 @@ class StepCounter:
         return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        joined = max(0, self.count - 1)  # a later optimizer, as after unfreezing, joins the current step
+        # A later optimizer, as after unfreezing, joins the current step.
+        joined = max(0, self.count - 1)
         mine = self._counts[optimizer] = self._counts.get(optimizer, joined) + 1
         if mine > self.count:
             self.count, self._latest = mine, ref(optimizer)

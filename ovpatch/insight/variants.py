@@ -29,9 +29,12 @@ _OURS: Final = ("OVPATCH_AUTO", worker_reports.REPORT_DIR, worker_orders.ORDERS_
 class Variant:
     """One way to run the command."""
 
-    name: str  # unique in one call of a tool; names the folder
-    features: str | None = None  # value of ``OVPATCH``: ``0`` for stock, None for that of the user's environment
-    details: Mapping[str, Any] = field(default_factory=dict)  # orders for the tool's worker, as JSON types
+    # Unique in one call of a tool; names the folder.
+    name: str
+    # Value of ``OVPATCH``: ``0`` for stock, None for that of the user's environment.
+    features: str | None = None
+    # Orders for the tool's worker, as JSON types.
+    details: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)  # more environment variables
 
     @property
@@ -74,7 +77,8 @@ class Outcome:
     log: Path  # file with the command's output
     code: int  # exit code of the command, as in a shell
     seconds: float  # duration
-    timed_out: bool = False  # whether the variant was ended because no process took a step in time
+    # Whether the variant was ended because no process took a step in time.
+    timed_out: bool = False
     interrupted: bool = False  # whether a signal ended the variant
     stacks: Mapping[int, str] = field(default_factory=dict)  # of each process by its id, if the variant timed out
 
@@ -283,7 +287,8 @@ def run_variant(
     return Outcome(variant, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder))
 
 
-_WRITING: Final = 2.0  # seconds for processes to write their stacks
+# Seconds for processes to write their stacks.
+_WRITING: Final = 2.0
 
 
 class _Watchdog:
@@ -321,7 +326,8 @@ class _Watchdog:
     def _end(self, job: launch.Command, grace: float = launch.GRACE) -> None:
         self._ended = True
         job.stop_process(grace)
-        for pid in list_processes(self._folder):  # torchrun's workers have sessions of their own
+        # Each of torchrun's workers has its own session.
+        for pid in list_processes(self._folder):
             launch.send_signal(pid, signal.SIGKILL)
 
 

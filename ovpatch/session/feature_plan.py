@@ -113,13 +113,19 @@ class FeatureRecord:
     """One feature and its state."""
 
     found: FoundPlugin
-    request: FeatureRequest  # whether the settings turn it on, and which setting does
-    state: str = "disabled"  # a state of the report, or ``planned`` during the call
-    reason: str = ""  # why it is in this state
-    feature: Feature | None = None  # its description; None if the plugin is not imported
+    # Whether the settings turn it on, and which setting does.
+    request: FeatureRequest
+    # A state of the report, or ``planned`` during the call.
+    state: str = "disabled"
+    # The reason for this state.
+    reason: str = ""
+    # Its description; None if the plugin is not imported.
+    feature: Feature | None = None
     options: dict[str, opts.OptionValue] = field(default_factory=dict)  # resolved options
-    remarks: tuple[str, ...] = ()  # remarks of the plugin from its activation
-    is_named: bool = False  # whether the settings name it, or those of an earlier call while it was on
+    # Remarks of the plugin from its activation.
+    remarks: tuple[str, ...] = ()
+    # Whether the settings name it, or those of an earlier call while it was on.
+    is_named: bool = False
 
     @property
     def is_switched_off(self) -> bool:

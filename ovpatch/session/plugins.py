@@ -28,12 +28,14 @@ class FoundPlugin:
     """An entry point of the group ``ovpatch``, not imported yet."""
 
     name: str  # the feature
-    target: str  # module, or ``module:attribute``, of the plugin
+    # Module, or ``module:attribute``, of the plugin.
+    target: str
     distribution: str  # distribution that contains it
     version: str  # version of the distribution
     path: str  # directory of the distribution's metadata
     problem: str = ""  # why it is not loaded, or an empty string
-    duplicate: bool = False  # whether the problem is that several distributions announce it
+    # Whether the problem is that several distributions announce it.
+    duplicate: bool = False
     remark: str = ""  # remark for the report
     entry_point: EntryPoint | None = field(default=None, repr=False, compare=False)  # the entry point itself
 
@@ -65,9 +67,11 @@ def _announced(installed: Iterable[Distribution]) -> Iterable[FoundPlugin]:
     seen: set[str] = set()
     for distribution in installed:
         text = distribution.read_text("entry_points.txt") or ""
-        if f"[{GROUP}]" not in text.replace(" ", ""):  # all metadata files are scanned, few are parsed
+        # All metadata files are scanned, and few are parsed.
+        if f"[{GROUP}]" not in text.replace(" ", ""):
             continue
-        metadata = distribution.metadata  # parsed at each access, which takes as long as importing a module
+        # Each access parses the metadata, which takes as long as importing a module.
+        metadata = distribution.metadata
         name = normalise_name(metadata["Name"] or "unknown").replace("_", "-").replace(".", "-")
         if name in seen:
             continue
@@ -151,7 +155,8 @@ class Plugins:
             try:
                 self._check_hooks(found.name, plugin)
                 self._features[found.name] = self._describe(found)
-            except Exception:  # raised again after the plugin is unregistered
+            # A plugin that fails must not stay registered.
+            except Exception:
                 self._manager.unregister(name=found.name)
                 raise
         return self._features[found.name]
@@ -161,7 +166,8 @@ class Plugins:
             raise PluginError(f"{found.origin} has no entry point. Install the distribution again")
         try:
             return found.entry_point.load()
-        except (Exception, SystemExit) as error:  # a plugin may raise any exception at import
+        # A plugin may raise any exception at import.
+        except (Exception, SystemExit) as error:
             raise PluginError(
                 f"importing {found.target} of {found.distribution} raised {describe_error(error)}. Correct the plugin, "
                 f"or turn it off by OVPATCH=-{found.name}"
@@ -223,7 +229,8 @@ class Plugins:
             return (found,)
         try:
             return tuple(str(text) for text in found or ())
-        except Exception as error:  # a plugin's objects may raise any exception
+        # A plugin's objects may raise any exception.
+        except Exception as error:
             raise PluginError(f"{hook} returned {type(found).__name__}, not a list of texts. Return a list") from error
 
 

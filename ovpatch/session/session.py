@@ -36,7 +36,9 @@ class _Registrar:
 
     def __init__(self, manager: PatchManager, feature: str) -> None:
         self._manager, self._feature = manager, feature
-        self.is_open = True  # until the feature is turned off, perhaps by another thread
+        # Whether patches may be registered: until the feature is off, which another thread may
+        # cause.
+        self.is_open = True
 
     def register_patch(self, target: str, replacement: Any = None, **details: Any) -> None:
         self._manager.register_patch(target, replacement, feature=self._feature, **details)
@@ -57,7 +59,8 @@ class ActiveFeatures:
 
     def __init__(self) -> None:
         self.plugins: Final = Plugins()  # the plugins in memory
-        self.active: Final[dict[str, FeatureRecord]] = {}  # features that are on, in the order of their activation
+        # The features that are on, in the order of their activation.
+        self.active: Final[dict[str, FeatureRecord]] = {}
         self._manager: Final = PatchManager()
         self._registrars: Final[dict[str, _Registrar]] = {}
 
@@ -170,7 +173,8 @@ class ActiveFeatures:
             self._registrars[name].is_open = False
         try:
             self._manager.revert(name)
-        except PatchError as error:  # from a hook's handle; everything else is reverted
+        # A hook's handle failed, and everything else was reverted.
+        except PatchError as error:
             return [str(error)]
         return []
 
@@ -193,7 +197,8 @@ class Session:
 
         The lock is not acquired before the fork, as the patch manager's is: plugin code runs under it.
         """
-        if self._lock.acquire(blocking=False):  # it is free, or held by the thread that forked
+        # The lock is free, or the thread that forked holds it.
+        if self._lock.acquire(blocking=False):
             self._lock.release()
         else:
             self._lock, self._busy = threading.RLock(), False
@@ -336,7 +341,8 @@ class Session:
         except BaseException:  # also Ctrl-C
             try:
                 self._go_back(before, arguments)
-            except FeatureError as error:  # perhaps for the same cause, which the block's own exception tells
+            # The block's own exception may have the same cause, so it is raised.
+            except FeatureError as error:
                 logs.logger.error("at the end of an applied() block, which raised: %s", error)
             raise
         self._go_back(before, arguments)

@@ -78,7 +78,8 @@ class _Reporter:
 
     def __init__(self, directory: Path, make_report: MakeReport) -> None:
         self._directory, self._make_report = directory, make_report
-        self._born: Final = {os.getpid(): time.time_ns()}  # by pid; two processes may have one, in turn
+        # Birth by process id: two processes may have the same id, one after another.
+        self._born: Final = {os.getpid(): time.time_ns()}
         self._base: dict[str, Any] = {}
         self._base_of_children: dict[str, Any] = {}
 
@@ -96,7 +97,8 @@ class _Reporter:
         data["restart"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
         data["finished"] = is_last
         worked = any(count for feature in data["features"] for count in feature["counters"].values())
-        if current_process().daemon and not worked:  # of a pool or data loader
+        # Workers of a pool or data loader train nothing.
+        if current_process().daemon and not worked:
             self.get_path().unlink(missing_ok=True)
         else:
             worker_reports.save_json(self.get_path(), data)

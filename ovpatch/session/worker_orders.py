@@ -31,8 +31,11 @@ STACKS_SIGNAL: Final = signal.SIGRTMIN + 5
 class Orders:
     """The orders to the processes of one variant."""
 
-    worker: str  # module with a function ``start_worker(orders)``, which is called at the end of ``import torch``
-    directory: Path  # directory of their results, visible to all hosts of the job
+    # Module with a function ``start_worker(orders)``, which is called at the end of ``import
+    # torch``.
+    worker: str
+    # Directory of their results, visible to all hosts of the job.
+    directory: Path
     details: Mapping[str, Any] = field(default_factory=dict)  # settings of the tool, in JSON types
 
     def variables(self) -> dict[str, str]:
@@ -62,7 +65,8 @@ def follow_orders() -> None:
 
 def _sign_in_again(directory: Path) -> None:
     """Register a forked child, which may be a rank, so that it does not write into its parent's file."""
-    with suppress(OSError):  # the directory may be gone, and a fork must go on
+    # The directory may have been removed, and a fork must continue.
+    with suppress(OSError):
         register_process(directory)
 
 

@@ -48,12 +48,18 @@ class Judgement:
     """
 
     verdict: str  # FASTER, SLOWER, SAME or UNCLEAR: the second kind against the first
-    ratio: float  # median over pairs of (first kind's time / second kind's time); above one, the second is faster
+    # Median over pairs of (first kind's time / second kind's time); above one, the second is
+    # faster.
+    ratio: float
     pairs: list[float]  # the ratio of each pair
-    noise: float | None  # largest difference of the medians of two runs of one kind; None with one round
-    threshold: float  # least distance of the ratio from one for a claim
-    rule: str  # the origin of the threshold, in words, or the objection of pairs that disagree
-    interval: tuple[float, float] | None = None  # with one round, the 99% interval within the runs, else None
+    # Largest difference of the medians of two runs of one kind; None with one round.
+    noise: float | None
+    # Least distance of the ratio from one for a claim.
+    threshold: float
+    # The origin of the threshold, in words, or the objection of pairs that disagree.
+    rule: str
+    # With one round, the 99% interval within the runs, else None.
+    interval: tuple[float, float] | None = None
 
 
 def compute_spread(times: Sequence[float]) -> Spread:
@@ -202,11 +208,14 @@ class ArmRow:
 
     kind: str  # ``stock``, ``patched`` or ``without-<feature>``
     ms: Spread  # distribution of its steps' times
-    samples_per_second: float | None  # over all ranks; None if unknown, as with the next three
+    # Over all ranks; None if unknown, as with the next three.
+    samples_per_second: float | None
     tokens_per_second: float | None  # over all ranks
     tflops: float | None  # of one device
-    mfu: float | None  # share of the device's peak, 0 to 1, without recomputation
-    memory: dict[str, int]  # bytes by kind of peak, of the rank with most; the median over rounds
+    # Share of the device's peak, 0 to 1, without recomputation.
+    mfu: float | None
+    # Bytes by kind of peak, of the rank with most; the median over rounds.
+    memory: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -214,11 +223,14 @@ class BenchFigures:
     """All figures of a bench."""
 
     rows: list[ArmRow]  # one for each kind of run
-    judgement: Judgement  # patched against stock; above one, patched is faster
+    # Patched against stock; above one, patched is faster.
+    judgement: Judgement
     parts: dict[str, Judgement]  # by feature, the run without it against the patched run; above one, it helps
     against: dict[str, Judgement]  # by peer, its run against the patched run; above one, patched is faster
-    samples: float | None  # samples per step over all ranks, None if unknown
-    tokens: float | None  # tokens per step over all ranks, None if unknown
+    # Samples per step over all ranks, None if unknown.
+    samples: float | None
+    # Tokens per step over all ranks, None if unknown.
+    tokens: float | None
     no_tflops: str  # why TFLOP/s are unknown; "" if they are known
     no_mfu: str  # why MFU is unknown; "" if it is known
 

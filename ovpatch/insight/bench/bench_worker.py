@@ -61,7 +61,8 @@ class BorderClock:
         used = self._events[: len(self._host)]
         if not used:
             return self.read_host_times()
-        for event in used:  # all of them: the script may have changed streams
+        # Wait for all of them, because the script may have changed streams.
+        for event in used:
             event.synchronize()
         return [before.elapsed_time(after) for before, after in pairwise(used)]
 
@@ -144,7 +145,8 @@ class _Worker:
         self._flops = [FlopCount(), FlopCount()] if count_flops else []
         self._clock: BorderClock | None = None
         self._memory: PeakMemory | None = None
-        self._pid: int | None = None  # of the stepping process; a data loader's child inherits this object
+        # The stepping process: a data loader's child inherits this object.
+        self._pid: int | None = None
 
     def start(self) -> None:
         self._steps = steps.StepCounter(self._directory, self._at_border)
@@ -160,7 +162,8 @@ class _Worker:
             steps.exit_with_peers(self._directory)
 
     def _warm(self, number: int) -> None:
-        if self._pid != os.getpid():  # read now: at the end the script may have destroyed its group and optimizer
+        # At the end the script may have destroyed its group and optimizer.
+        if self._pid != os.getpid():
             self._pid, self._rank, self._world = os.getpid(), steps.get_rank(), steps.get_world_size()
             self._device = choose_device(self._steps.find_device())
             self._has_fsdp2 = has_fsdp2_module()
@@ -218,8 +221,10 @@ class FlopCount:
 
     def __init__(self) -> None:
         self.by_dtype: Counter[str] = Counter()  # operations by the name of their dtype
-        self.again: Counter[str] = Counter()  # those of them that :mod:`torch.utils.checkpoint` recomputed
-        self.reason = "the script ended before a step was counted"  # why they are unknown; "" if they are known
+        # Operations among these that :mod:`torch.utils.checkpoint` recomputed.
+        self.again: Counter[str] = Counter()
+        # The reason for which they are unknown; "" if they are known.
+        self.reason = "the script ended before a step was counted"
         self._mode: _Counting | None = None
         self._thread = 0
 
@@ -289,9 +294,11 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, FakeTensor) for kind in types):  # a shape is worked out, nothing is computed
+        # Fake tensors only work out a shape, and compute nothing.
+        if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **(kwargs or {}))
-        if any(map(_dispatches, types)):  # a DTensor has the shape of the whole; it comes again, as local tensors
+        # A DTensor has the full shape. Its operation is dispatched again, with local tensors.
+        if any(map(_dispatches, types)):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
@@ -351,7 +358,8 @@ class BatchCounter:
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
-        self._first: int | None = None  # id of the module that this step called first
+        # The id of the module that this step called first.
+        self._first: int | None = None
         self._now = [0, 0, 0]  # samples, tokens and calls of this step
         self._seen: list[list[int]] = []
         self._name = ""
@@ -366,7 +374,8 @@ class BatchCounter:
         """Close a step, at its border."""
         if self._first is not None:
             self._seen.append(self._now)
-        elif not is_compiling():  # a hook inside of compiled code would be traced into it
+        # The compiler would trace a hook into compiled code.
+        elif not is_compiling():
             self._install_hooks(
                 [child for module in self._modules for child in module.children() if _has_trainable(child)]
             )

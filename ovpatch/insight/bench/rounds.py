@@ -31,7 +31,8 @@ PEERS: Final = {
     }
 }
 MIN_STEPS: Final = 5  # for a median
-MIN_WARMUP: Final = 3  # steps; operations are counted in the last of them
+# Steps; operations are counted in the last of them.
+MIN_WARMUP: Final = 3
 
 
 def max_over_ranks(ranks: Sequence[Sequence[float]]) -> list[float]:
@@ -43,18 +44,27 @@ def max_over_ranks(ranks: Sequence[Sequence[float]]) -> list[float]:
 class Measured:
     """The measurements of one run, merged over the ranks."""
 
-    times: list[float] = field(default_factory=list)  # time of each measured step in ms, of the slowest rank
-    taken: int = 0  # steps that all ranks have taken, warm-up included
+    # Time of each measured step in ms, of the slowest rank.
+    times: list[float] = field(default_factory=list)
+    # Steps that all ranks have taken, warm-up included.
+    taken: int = 0
     clock: str = ""  # kind of clock
-    memory: Mapping[str, int] = field(default_factory=dict)  # bytes of each kind of peak, of the rank with most
-    samples: float | None = None  # samples per step over all ranks, None if unknown
-    tokens: float | None = None  # tokens per step over all ranks, None if unknown
-    batches: tuple[float, str] = (0, "")  # calls of the model per step, and the class of the model
-    flops: Mapping[str, float] = field(default_factory=dict)  # operations per step and rank by dtype, if counted
-    flops_again: float = 0  # those of them that activation checkpointing recomputed
+    # Bytes of each kind of peak, of the rank with most.
+    memory: Mapping[str, int] = field(default_factory=dict)
+    # Samples per step over all ranks, None if unknown.
+    samples: float | None = None
+    # Tokens per step over all ranks, None if unknown.
+    tokens: float | None = None
+    # Calls of the model per step, and the class of the model.
+    batches: tuple[float, str] = (0, "")
+    # Operations per step and rank by dtype, if counted.
+    flops: Mapping[str, float] = field(default_factory=dict)
+    # Those of them that activation checkpointing recomputed.
+    flops_again: float = 0
     flops_reason: str = ""  # why they were not counted
     devices: Sequence[str] = ()  # names of the devices, each once
-    clocks_mhz: Sequence[int] = ()  # clocks of the devices at the end, where known
+    # Clocks of the devices at the end, where known.
+    clocks_mhz: Sequence[int] = ()
     torch: str = ""  # version of torch
     has_fsdp2: bool = False  # if FSDP2 sharded a model
     world: int = 0  # number of ranks
@@ -72,7 +82,8 @@ def read_measured(folder: Path) -> Measured:
         return Measured()
     flops, reason = _flops([rank["flops"] for rank in ranks])
     clocks = {rank["clock"] for rank in ranks if rank["clock"]}
-    column = "ms" if len(clocks) == 1 else "host_ms"  # clocks of different kinds are not compared
+    # Clocks of different kinds cannot be compared.
+    column = "ms" if len(clocks) == 1 else "host_ms"
     first = ranks[0]
     missing = sorted(set(range(first["world"])) - {rank["rank"] for rank in ranks})
     return Measured(
@@ -127,13 +138,17 @@ class BenchPlan:
     """What to run."""
 
     command: Sequence[str]  # program and arguments
-    out: Path  # folder for logs and what the processes leave; has to be empty
+    # Folder for logs and what the processes leave; has to be empty.
+    out: Path
     steps: int = 30  # steps to measure
     warmup: int = 10  # steps before that, at least MIN_WARMUP
     rounds: int = 3  # how often to run each kind
-    features: str | None = None  # value of ``OVPATCH`` in patched runs; None for that of the environment
-    timeout: float = 600.0  # seconds without a step after which a run has hung
-    leave_one_out: bool | None = None  # whether to run without each feature, too; None: if more than one did something
+    # Value of ``OVPATCH`` in patched runs; None for that of the environment.
+    features: str | None = None
+    # Seconds without a step after which a run has hung.
+    timeout: float = 600.0
+    # Whether to run without each feature, too; None: if more than one did something.
+    leave_one_out: bool | None = None
     against: str | None = None  # a name of PEERS to run as well
 
 
@@ -152,8 +167,10 @@ class BenchRuns:
     """All runs of a bench; only the first round if no feature was exercised."""
 
     done: list[BenchRun] = field(default_factory=list)  # the runs in order
-    exercised: list[str] = field(default_factory=list)  # features that were exercised in the first patched run
-    report: dict[str, Any] | None = None  # ovpatch's report of that run, merged over its processes, if any reported
+    # Features that were exercised in the first patched run.
+    exercised: list[str] = field(default_factory=list)
+    # Ovpatch's report of that run, merged over its processes, if any reported.
+    report: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)  # further remarks for the reader
 
     def list_measured(self, kind: str) -> list[Measured]:

@@ -21,10 +21,11 @@ COLOURS: Final = {"F": "#5b8fc9", "B": "#efa13c", "W": "#6aa84f"}
 OTHER: Final = "#c3cfe0"
 WAIT: Final = "#e0121f"
 
-#: Labels of feature ``pipeline``, and of ``timeline.worker`` around the methods of stock's stages.
+#: Labels of feature ``pipeline``, and of ``timeline_worker`` around the methods of stock's stages.
 _LABEL: Final = re.compile(r"^ovpatch::pipeline::([FBW]) \((\d+)[FBW]+(\d+)\)$")
 _HEIGHT: Final = 0.82  # of a row; rows are 1 apart
-_WIDE: Final = 45  # bars wider than the width divided by this have room for a microbatch's number
+# Bars wider than the width divided by this have room for a microbatch's number.
+_WIDE: Final = 45
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class PipelineParts:
     F: int
     B: int
     W: int
-    other: int  # computes something else, such as the optimizer
+    # Computes something else, such as the optimizer.
+    other: int
     wait: int
 
     @property

@@ -182,8 +182,10 @@ class Efficiency(NamedTuple):
     """Overlap efficiency, 1 - exposed, patched / exposed, stock: 1 is all hidden, 0 is as stock, less is worse."""
 
     median: float  # of the medians
-    low: float  # lowest over the counted steps of both runs
-    high: float  # highest over the counted steps of both runs
+    # Lowest over the counted steps of both runs.
+    low: float
+    # Highest over the counted steps of both runs.
+    high: float
 
 
 def compute_efficiency(stock: TimelineRun, patched: TimelineRun) -> Efficiency | None:
@@ -344,7 +346,8 @@ class Cost:
     recorded: float  # of the recorded steps
     beside: float  # of the steps before and after them
     counts: tuple[int, int]  # numbers of steps of the two
-    spread: tuple[float, float]  # shortest and longest of those beside, on a GPU of blocks; less means nothing
+    # Shortest and longest of those beside, on a GPU of blocks; less means nothing.
+    spread: tuple[float, float]
 
     @property
     def notable(self) -> bool:
@@ -368,8 +371,10 @@ class Recording:
     """One recorded variant."""
 
     run: TimelineRun  # its tracks
-    cost: Cost | None = None  # cost of recording; None without steps beside the recorded ones
-    remarks: tuple[str, ...] = ()  # missing steps and ranks, and other remarks
+    # Cost of recording; None without steps beside the recorded ones.
+    cost: Cost | None = None
+    # Missing steps and ranks, and other remarks.
+    remarks: tuple[str, ...] = ()
 
 
 def read_recording(name: str, folder: Path, wanted: range, also: re.Pattern[str] | None = None) -> Recording:

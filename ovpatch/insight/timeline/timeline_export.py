@@ -44,8 +44,10 @@ HATCH: Final = "#b0b0b0"
 INK: Final = "#202020"
 
 _HEIGHT: Final = 0.82  # of a row; rows are 1 apart
-_FINEST: Final = 4000  # gaps narrower than the width divided by this are invisible and not drawn
-_WIDE: Final = 25  # blocks wider than the width divided by this have room for a number
+# Gaps narrower than the width divided by this are invisible and not drawn.
+_FINEST: Final = 4000
+# Blocks wider than the width divided by this have room for a number.
+_WIDE: Final = 25
 
 
 class OutputError(ValueError):
@@ -221,7 +223,8 @@ def _legend(figure: Figure, runs: Sequence[TimelineRun]) -> None:
 
 
 _Json = dict[str, Any]
-_Ids = defaultdict[tuple[object, ...], int]  # numbers of processes, threads and ids, unique in the merged trace
+# Numbers of processes, threads and ids, unique in the merged trace.
+_Ids = defaultdict[tuple[object, ...], int]
 #: Phases of events with an id, which is unique in one trace only.
 _WITH_ID: Final = frozenset("stfbenOND")
 

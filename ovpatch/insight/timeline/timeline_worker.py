@@ -34,12 +34,14 @@ class ProfilerSession:
     """
 
     def __init__(self, *, operators: bool) -> None:
-        self.yielded = ""  # why there is no recording, "" without a reason
+        # The reason for a missing recording, "" without a reason.
+        self.yielded = ""
         self._operators = operators
         self._profile: profile | None = None
         self._starting = self._running = self._ended = False
         self._foreign: set[int] = set()
-        self.patches = PatchManager()  # patches that detect the script's profilers; active from construction
+        # Patches that detect the script's profilers, active from construction.
+        self.patches = PatchManager()
         self._patch_profilers()
 
     @property
@@ -89,7 +91,8 @@ class ProfilerSession:
             return
         self._ended = True
         if not self._running:
-            self._profile.start_trace()  # a prepared profiler can be stopped only after a start
+            # A prepared profiler can be stopped only after a start.
+            self._profile.start_trace()
         self._running = False
         self._profile.stop_trace()
 
@@ -188,11 +191,13 @@ class _Session:
         self._stop = bool(orders.details["stop"])
         self._recorder = ProfilerSession(operators=bool(orders.details["operators"]))
         _label_stages(self._recorder.patches)
-        self._arrived: dict[int, int] = {}  # nanoseconds at each border, before the work here
+        # The time in ns at each step boundary, before the work of this class.
+        self._arrived: dict[int, int] = {}
         self._left: dict[int, int] = {}  # and after it
         self._recorded: list[int] = []
         self._finished = False
-        self._pid: int | None = None  # of the stepping process; a data loader's forked child inherits this object
+        # The stepping process: a data loader's forked child inherits this object.
+        self._pid: int | None = None
         self._rank, self._world = 0, 1
         self.steps = steps.StepCounter(orders.directory, self.at_border)
 
@@ -200,10 +205,12 @@ class _Session:
         """Act at the end of a step."""
         if number > self._end:
             return
-        if self._pid != os.getpid():  # read now: at the end the script may have destroyed its process group
+        # At the end the script may have destroyed its process group.
+        if self._pid != os.getpid():
             self._pid, self._rank, self._world = os.getpid(), steps.get_rank(), steps.get_world_size()
         if number in self._timed and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # blocks of steps are timed, with their device work
+            # The times of blocks of steps include their device work.
+            torch.cuda.synchronize()
         self._arrived[number] = time.perf_counter_ns()
         self._recorder.mark_border(number)
         if number == self._first - 2:

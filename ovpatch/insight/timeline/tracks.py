@@ -35,7 +35,9 @@ class Communication:
     """One kernel, copy or collective that communicates with other ranks."""
 
     collective: str  # for example ``nccl all_reduce``
-    label: str  # label of its launch, ``ovpatch::<feature>::<phase> (<name>)``; "" outside of ovpatch's features
+    # Label of its launch, ``ovpatch::<feature>::<phase> (<name>)``; "" outside of ovpatch's
+    # features.
+    label: str
     start: int  # nanoseconds since the epoch
     end: int  # nanoseconds since the epoch
 
@@ -64,11 +66,14 @@ class RankTracks:
     path: Path  # file of the trace
     compute: Intervals  # compute time of the device
     copies: Intervals  # time of copies from and to the host
-    communications: tuple[Communication, ...]  # communications with other ranks, by start
+    # Communications with other ranks, by start.
+    communications: tuple[Communication, ...]
     steps: tuple[Step, ...]  # the complete steps of the trace
-    first: int  # start of the first event of the trace, nanoseconds since the epoch
+    # Start of the first event of the trace, nanoseconds since the epoch.
+    first: int
     remarks: tuple[str, ...] = ()  # remarks about how the trace was read
-    moved: int = 0  # nanoseconds by which these times are later than those in the trace
+    # Nanoseconds by which these times are later than those in the trace.
+    moved: int = 0
     actions: tuple[PipelineAction, ...] = ()  # computations of a pipeline, by start
 
     @property
@@ -111,7 +116,7 @@ def get_step(tracks: RankTracks, number: int) -> Step:
     return next(step for step in tracks.steps if step.number == number)
 
 
-#: ovpatch's mark of the end of a step, ``timeline.worker.BORDER``; that module needs torch and is not imported here.
+#: ovpatch's mark of the end of a step, ``timeline_worker.BORDER``; that module needs torch and is not imported here.
 _MARK: Final = re.compile(r"^ovpatch::timeline::border \((\d+)\)$")
 _PROFILER_STEP: Final = re.compile(r"^ProfilerStep#?\s*(\d+)$")
 _BEFORE: Final = -1  # earlier than every time of a trace

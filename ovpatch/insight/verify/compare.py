@@ -18,7 +18,8 @@ from ovpatch.insight.equality import Row, Verdict, judge_difference, make_differ
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.recording import UNREAD, KeptValue, RecordedEvent, RecordedRun
 
-_Key = tuple[Hashable, str, str]  # the event, the value's name without numbers, and its form
+# The event, the value's name without numbers, and its form.
+_Key = tuple[Hashable, str, str]
 
 _NUMBERS: Final = re.compile(r"\d+")
 
@@ -238,7 +239,8 @@ class Finding:
     row: Row  # name, verdict and difference
     process: str  # for example ``rank 1``
     step: int  # from 1
-    order: int  # position of its event among those of the process
+    # Position of its event among those of the process.
+    order: int
     event: str  # the event in words
 
     @property
@@ -251,13 +253,15 @@ class Finding:
 class RunComparison:
     """The outcome of :func:`compare_runs`."""
 
-    findings: list[Finding] = field(default_factory=list)  # values that are not bitwise equal, by process and in order
+    # Values that are not bitwise equal, by process and in order.
+    findings: list[Finding] = field(default_factory=list)
     processes: list[str] = field(default_factory=list)  # processes that were compared
     values: int = 0  # number of compared values
     steps: int = 0  # last compared step, 0 for none
     events: dict[str, int] = field(default_factory=dict)  # number of compared events of each kind
     unread: dict[str, str] = field(default_factory=dict)  # unreadable values, with their classes
-    finite: int = 0  # number of losses that are finite in stock
+    # Number of losses that are finite in stock.
+    finite: int = 0
     parameters: int = 0  # number of compared parameter values
     finite_parameters: int = 0  # number of those that are finite in stock
 
@@ -342,7 +346,8 @@ def _compare_process(
     cut: bool,
     compared: RunComparison,
 ) -> None:
-    latest: dict[str, tuple[str, str]] = {}  # digests of both at the last steps, by name
+    # Digests of both at the last steps, by name.
+    latest: dict[str, tuple[str, str]] = {}
     for order, (expected, actual) in enumerate(zip_longest(stock, patched)):
         beside = {name: next(events, None) for name, events in others.items()}
         if expected is None or actual is None or expected.signature != actual.signature:
@@ -420,7 +425,8 @@ def compare_values(
             floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
             row = judge_value(name, value, other, comparable, floor=floor, noise=noise_of(name), moving=moving)
             rows.append(_of_sums(row) if value.folded else row)
-    changing = any(values.keys() - stock.keys() for values in noise_runs.values())  # as do names that contain the time
+    # Names that contain the time change in each run.
+    changing = any(values.keys() - stock.keys() for values in noise_runs.values())
     extra = _unrepeated if changing else make_different
     rows += [extra(name, "stock has no such value") for name in patched if name not in stock]
     return [row for row in rows if row.verdict is not Verdict.BITWISE]
@@ -458,7 +464,8 @@ def _of_sums(row: Row) -> Row:
 def _exact(name: str, stock: KeptValue, patched: KeptValue, noise_runs: Sequence[KeptValue | None]) -> Row:
     if stock.form != patched.form:
         return make_different(name, f"{stock.form} became {patched.form}")
-    if stock.not_finite != patched.not_finite:  # no noise run allows that, as in the equality rule
+    # As in the equality rule, no noise run allows that.
+    if stock.not_finite != patched.not_finite:
         return make_different(name, f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}")
     if any(value is not None and value.digest != stock.digest for value in noise_runs):
         return Row(name, Verdict.WITHIN_NOISE, note="stock does not repeat it either", rule=BY_CHANCE)

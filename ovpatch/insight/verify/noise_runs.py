@@ -96,7 +96,8 @@ def _wrap_init(original: Callable[..., None], turn: int) -> Callable[..., None]:
     def init(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         ddp, module = bound.arguments["self"], bound.arguments["module"]
-        several = bound.arguments.pop("bucket_cap_mb_list", None)  # torch 2.13; it takes precedence over bucket_cap_mb
+        # In torch 2.13 it takes precedence over bucket_cap_mb.
+        several = bound.arguments.pop("bucket_cap_mb_list", None)
         given = max(several) if several else bound.arguments.get("bucket_cap_mb")
         bound.arguments["bucket_cap_mb"] = cap = compute_cap_mb(module, given, turn)
         # The constructor asks for one first bucket of any size. Without a PatchManager: the patch lasts for one
@@ -157,7 +158,8 @@ def split_products(pieces: int) -> None:
         result = result if alpha == 1 else result * alpha
         return result if beta == 0 else result.add_(bias, alpha=beta)
 
-    with warnings.catch_warnings():  # about kernels that were registered before
+    # torch warns of kernels that were registered before.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for key in ("CPU", "CUDA"):
             for name, kernel in (("mm", product), ("addmm", with_bias)):

@@ -76,7 +76,8 @@ class ParameterNames:
         for place, parameter in places:
             if self._known(parameter) is None:
                 name = owned.get(id(parameter), f"optimizer{index}.{place}")
-                if name in self._taken:  # by a parameter that may be gone
+                # The parameter that took the name may have been freed.
+                if name in self._taken:
                     name = _primed(f"optimizer{index}:{name}", self._taken)
                 self._taken[name] = ref(parameter)
                 self._names[id(parameter)] = ref(parameter), name
@@ -256,7 +257,8 @@ class ScriptRecorder:
         @torch._disable_dynamo
         @wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:  # a reentrant checkpoint's backward is part of the outer one
+            # The backward of a reentrant checkpoint is a part of the outer backward.
+            if torch._C._current_graph_task_id() == -1:
                 self._record_backward(args[0] if args else kwargs.get("tensors"))
             original(*args, **kwargs)
 
@@ -289,7 +291,8 @@ class ScriptRecorder:
         values |= {f"buffer {name}": keep_value(found) for name, found in self._names.list_buffers(index)}
         values |= {f"frozen {name}": keep_value(parameter) for name, parameter in self._names.list_frozen(index)}
         values |= noise_runs.digest_generators()
-        step = max(self._steps.count, taken + 1)  # of the turn that the most frequent optimizer started
+        # The step is the turn that the most frequent optimizer started.
+        step = max(self._steps.count, taken + 1)
         label = type(optimizer).__name__
         self._recorder.record_event(recording.STEP, values, step=step, index=index, label=label)
 
@@ -329,7 +332,8 @@ class ScriptRecorder:
     def _saved(self, file: str, contents: Values) -> None:
         values = {f"saved {name}": kept for name, kept in contents.items()}
         self._recorder.record_event(recording.CHECKPOINT, values, step=max(1, self._steps.count), label=file)
-        self._recorder.flush_events()  # some scripts leave by os._exit after their last checkpoint
+        # Some scripts call os._exit after their last checkpoint.
+        self._recorder.flush_events()
 
 
 def _norm(gradients: list[Tensor]) -> float | None:
@@ -385,5 +389,6 @@ def start_worker(orders: Orders) -> None:
     if orders.details.get("pieces"):
         noise_runs.split_products(orders.details["pieces"])
     watch.start_recording()
-    counter.start_counting()  # after the recorder's: a step is recorded before it can be the last
+    # The counter comes after the recorder, which must record a step before it ends the process.
+    counter.start_counting()
     recorder.flush_at_exit()

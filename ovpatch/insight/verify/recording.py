@@ -25,9 +25,12 @@ from ovpatch.session.worker_exit import write_at_exit
 class RecordedEvent:
     """An event of a process."""
 
-    kind: str  # one of BACKWARD, STEP, SCALE and CHECKPOINT
-    index: int  # number of the optimizer, in the order of their first steps
-    label: str  # class of the optimizer, or file of the checkpoint
+    # One of BACKWARD, STEP, SCALE and CHECKPOINT.
+    kind: str
+    # Number of the optimizer, in the order of their first steps.
+    index: int
+    # Class of the optimizer, or file of the checkpoint.
+    label: str
     step: int  # its step, from 1
     values: Mapping[str, KeptValue]  # its values by name
 
@@ -55,8 +58,10 @@ class RecordedEvent:
 class RecordedRun:
     """The record of one variant."""
 
-    processes: Mapping[str, Sequence[Path]]  # files of each process, in order, by its name, such as ``rank 1``
-    cut: bool = False  # whether the variant failed or was ended, so that its events may stop anywhere
+    # Files of each process, in order, by its name, such as ``rank 1``.
+    processes: Mapping[str, Sequence[Path]]
+    # Whether the variant failed or was ended, so that its events may stop anywhere.
+    cut: bool = False
 
     def events(self, process: str) -> Iterator[RecordedEvent]:
         """Yield the events of a process, file by file."""
@@ -113,7 +118,8 @@ class EventRecorder:
         if not self._events or not self._directory.is_dir() or self._pid != os.getpid():
             return
         name = f"events-{_identity()}-{self._born}-{self._pid}-{self._know_rank()}-{self._files:06d}.pt"
-        save = inspect.unwrap(torch.save)  # unpatched: this is not a checkpoint of the script
+        # The function without patches, because this is no checkpoint of the script.
+        save = inspect.unwrap(torch.save)
         save(self._events, self._directory / f".{name}")
         os.replace(self._directory / f".{name}", self._directory / name)
         self._files += 1
@@ -247,11 +253,14 @@ _SCALARS: Final = (bool, int, float, complex)
 class KeptValue(NamedTuple):
     """One value, as stored."""
 
-    form: str  # its kind, for example ``float32 [3, 4]``, ``float``, ``text`` or ``none``
+    # Its kind, for example ``float32 [3, 4]``, ``float``, ``text`` or ``none``.
+    form: str
     digest: str  # digest of all its bits
-    values: Any = None  # the value itself, or the sketch of a large tensor; None if the digest suffices
+    # The value itself, or the sketch of a large tensor; None if the digest suffices.
+    values: Any = None
     folded: bool = False  # whether ``values`` is a sketch
-    not_finite: str = ""  # for a sketch, the number and positions of NaNs and infinities
+    # For a sketch, the number and positions of NaNs and infinities.
+    not_finite: str = ""
 
 
 def keep_text(value: str) -> KeptValue:
