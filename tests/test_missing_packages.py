@@ -102,7 +102,7 @@ def test_doctor_calls_it_a_problem(session, monkeypatch):
     remove(monkeypatch, "megatron")
     monkeypatch.setenv("OVPATCH", "megatron")
     monkeypatch.setattr(doctor_command, "session", session)
-    records, report = doctor_command._try()
+    records, report = doctor_command._apply()
     problems = doctor_command.collect_findings(records, report)["problems"]
     assert report["megatron"].state == "skipped"
     reason = "is skipped: there is no package 'megatron': pip install 'ovpatch[megatron]'"

@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--leave-one-out",
         action=argparse.BooleanOptionalAction,
-        help="also run without each feature, to tell its part (default: if more than one did something)",
+        help="also run without each feature, to measure its part (default: if several did something)",
     )
     add(
         "--against",
@@ -111,7 +111,7 @@ def _explain(error: FailedError, out: Path | None) -> ExitCode:
     for pid, stacks in outcome.stacks.items() if outcome.timed_out else ():
         print(f"--- stacks of process {pid}\n{stacks.rstrip()}", file=sys.stderr)
     print(f"--- how it ended\n{outcome.read_failure()}\n---", file=sys.stderr)
-    where = f"The whole log: {outcome.log}" if out is not None else "Keep whole logs with --out DIR."
+    where = f"The whole log: {outcome.log}" if out is not None else "Keep full logs with --out DIR."
     return _fail(" ".join(filter(None, (f"{str(error).rstrip('.')}.", _whose(error.kind, outcome), where))), code)
 
 

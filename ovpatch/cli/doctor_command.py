@@ -162,12 +162,12 @@ def _find_versions(report: Report) -> dict[str, str]:
 
 
 def _explain_no_autoload() -> str:
-    """Return why ``OVPATCH_AUTO`` and ``ovpatch run`` cannot work here, or an empty string."""
+    """Return the reason why ``OVPATCH_AUTO`` and ``ovpatch run`` cannot work here, or ""."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return "TORCH_DEVICE_BACKEND_AUTOLOAD is set to something other than 1; unset it"
     if not hasattr(sys.modules["torch"], "_import_device_backends"):
         return "this torch does not load entry points of the group torch.backends; call ovpatch.apply() instead"
-    if all(not one.value.startswith("ovpatch.autoload") for one in entry_points(group="torch.backends")):
+    if all(not point.value.startswith("ovpatch.autoload") for point in entry_points(group="torch.backends")):
         return "the entry point torch.backends is not installed; install the package instead of using PYTHONPATH"
     return ""
 
@@ -219,11 +219,16 @@ def _list_settings(records: Mapping[str, FeatureRecord]) -> list[dict[str, str]]
 
 
 def _list_problems(records: Mapping[str, FeatureRecord], report: Report, autoload: str) -> list[str]:
-    problems = [f"{one.name} is {one.state}: {one.reason}" for one in report.features if one.state in TROUBLE]
+    problems = [
+        f"{feature.name} is {feature.state}: {feature.reason}"
+        for feature in report.features
+        if feature.state in TROUBLE
+    ]
     problems += [
-        f"{one.name} was asked for by name ({records[one.name].request.reason}) and is skipped: {one.reason}"
-        for one in report.features
-        if one.state == "skipped" and records[one.name].request.by_name
+        f"{feature.name} was asked for by name ({records[feature.name].request.reason}) "
+        f"and is skipped: {feature.reason}"
+        for feature in report.features
+        if feature.state == "skipped" and records[feature.name].request.by_name
     ]
     problems += [f"{name}: {record.found.remark}" for name, record in records.items() if record.found.remark]
     if not records:
@@ -248,7 +253,7 @@ def _list_parts(data: Mapping[str, Any], report: Report, *, full: bool) -> Itera
         rows = _list_rows(data["settings"], _SETTING_KEYS)
         yield render_table("settings", _SETTING_KEYS, rows, colour=colour)
     if not full:
-        states = [(one.name, one.state, _explain_state(one)) for one in report.features]
+        states = [(feature.name, feature.state, _explain_state(feature)) for feature in report.features]
         yield render_table("", ("feature", "state", "why"), states, colour=colour)
         return
     yield report.table(colour=colour)

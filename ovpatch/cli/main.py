@@ -1,6 +1,6 @@
 """The command line: ``ovpatch list | doctor | run | report | verify | bench | timeline | pipeline``.
 
-``python -m ovpatch`` is the same. Exit codes are those of :class:`ovpatch.exit_codes.ExitCode`.
+``python -m ovpatch`` is the same. :class:`ovpatch.exit_codes.ExitCode` has the exit codes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ COMMANDS: Final = {
     "doctor": _Command(
         "doctor_command",
         "this machine on one screen: versions, GPUs, features, problems",
-        "Turn all features on in a process of its own, and show the machine, the features and each "
+        "Turn all features on in a separate process, and show the machine, the features and each "
         "problem. Paste it into a bug report.",
         ("doctor", "doctor --full", "doctor --json"),
         _MACHINE | _USAGE,
@@ -235,7 +235,7 @@ def _make_parser(chosen: str) -> argparse.ArgumentParser:
     """Return the parser; only the chosen subcommand declares arguments and imports its module."""
     parser = _Parser(
         prog="ovpatch",
-        description="Patches PyTorch training so that communication hides behind compute: same "
+        description="Patches PyTorch training so that communication hides under compute: same "
         "results, less memory, faster steps.",
         epilog=_write_epilog(
             (

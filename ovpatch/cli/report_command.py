@@ -40,13 +40,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the report in a file; SettingsError if there is none."""
-    remedy = "Name a file that `ovpatch run --report FILE` wrote."
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{path} cannot be read as a report: {error}. {remedy}") from error
+        raise SettingsError(
+            f"{path} cannot be read as a report ({error}). Name a file of `ovpatch run --report FILE`."
+        ) from error
     if not isinstance(data, dict) or not {"features", "patches"} <= data.keys():
-        raise SettingsError(f"{path} is no report. {remedy}")
+        raise SettingsError(f"{path} is no report. Name a file of `ovpatch run --report FILE`.")
     if not data.get("processes"):
         raise SettingsError(f"{path} has no process: nothing was patched there. Leave the file out.")
     return data

@@ -1,8 +1,9 @@
 """The one equality rule of the project, used by the tests and by ``ovpatch verify``.
 
 A value is bitwise equal, where NaN equals NaN and 0.0 equals -0.0, or equal within noise: the largest absolute
-difference is at most ``max(1e-6, 2 * noise)``. The noise is the difference of stock from itself with its reductions in
-another order. ``verify`` sees every value of every step and has a stricter rule (``verify/compare.py``).
+difference is at most ``max(1e-6, 2 * noise)``. The noise is the difference between runs of stock
+PyTorch with reductions in another order. ``verify`` sees every value of every step and has a stricter
+rule (``verify/compare.py``).
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
 
 
 def _same_at_once(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether ``torch.equal`` finds two tensors equal, without widening. False proves nothing, as with NaNs."""
+    """Return whether ``torch.equal`` finds two tensors equal; False proves nothing, as with NaNs."""
     if a.device != b.device:
         return False
     try:
@@ -142,7 +143,7 @@ FACTOR: Final = 2.0
 
 
 class Verdict(str, Enum):
-    """How two values compare, from best to worst."""
+    """The result of comparing two values, from best to worst."""
 
     BITWISE = "bitwise"
     WITHIN_NOISE = "within noise"
@@ -154,14 +155,14 @@ class Row:
     """One value of the comparison."""
 
     name: str  # dotted name
-    verdict: Verdict  # how it compares
+    verdict: Verdict
     # Largest absolute difference; infinite if a side is not finite where the other is; None if the values are no
     # numbers or cannot be subtracted.
     max_abs_diff: float | None = None
     # Largest difference within noise; None if none is tolerated or nothing differs.
     allowed: float | None = None
     first_index: tuple[int, ...] | None = None  # index of the first value that differs
-    note: str = ""  # what differs, in words
+    note: str = ""  # the difference in words
     # Name of the rule that decided; "" if the verdict follows from the equality rule alone.
     rule: str = ""
 
@@ -176,7 +177,7 @@ class Row:
 
     @property
     def excess(self) -> float:
-        """How many times the allowed difference it is, to sort the worst first."""
+        """The multiple of the allowed difference, to sort the worst first."""
         if self.verdict is Verdict.BITWISE:
             return -1.0
         if self.max_abs_diff is None or not self.allowed:

@@ -17,7 +17,7 @@ from typing import IO, Final
 from ovpatch.exit_codes import ExitCode
 
 # Seconds to end without a signal, and again after SIGTERM.
-_PATIENCE: Final = 1.5
+_END_TIMEOUT_S: Final = 1.5
 
 
 def end_processes(entry: str) -> None:
@@ -27,12 +27,12 @@ def end_processes(entry: str) -> None:
     All of them inherit the command's environment, in whatever session they are.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if _wait(lambda: not find_processes(entry), _PATIENCE):
+        if _wait(lambda: not find_processes(entry), _END_TIMEOUT_S):
             return
         for pid in find_processes(entry):
             send_signal(pid, number)
     # A killed process exists until the system has reaped it.
-    _wait(lambda: not find_processes(entry), _PATIENCE)
+    _wait(lambda: not find_processes(entry), _END_TIMEOUT_S)
 
 
 def find_processes(entry: str) -> list[int]:
@@ -54,8 +54,8 @@ def _environment(pid: int) -> list[bytes]:
         return []
 
 
-def _wait(done: Callable[[], bool], patience: float) -> bool:
-    deadline = time.monotonic() + patience
+def _wait(done: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() > deadline:
             return False
@@ -141,11 +141,11 @@ class Command:
                 tick()
 
     def terminate(self) -> None:
-        """Ask the command to end."""
+        """Send the command SIGTERM."""
         self._send(signal.SIGTERM)
 
     def stop_process(self, grace: float = GRACE) -> None:
-        """Ask the command to end, and kill the rest of its process group after ``grace`` seconds."""
+        """Send SIGTERM, and kill the rest of the process group after ``grace`` seconds."""
         if not self._lives():
             return
         self.terminate()
@@ -155,7 +155,7 @@ class Command:
         self._running.wait()
 
     def _lives(self) -> bool:
-        """Whether the command, or with its own session any process of its group, still runs."""
+        """Return whether the command, or any process of its own session, still runs."""
         running = self._running.poll() is None
         return running or (self._own_session and _group_lives(self._running.pid))
 
@@ -186,7 +186,7 @@ class Command:
 
 
 def _group_lives(group: int) -> bool:
-    """Whether a process of the group runs; zombies do not count."""
+    """Return whether a process of the group runs; zombies do not count."""
     try:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):
@@ -210,7 +210,7 @@ def running_command(
 ) -> Iterator[Command]:
     """Run a command for the duration of the block, and forward signals to it; raise NotStartedError if it cannot start.
 
-    ``environment`` is its whole environment. With a log, to which stdout and stderr are appended, the command runs in
+    ``environment`` is its full environment. With a log, to which stdout and stderr are appended, the command runs in
     its own session without stdin; without one it shares this process's streams.
     """
     job = Command(own_session=log is not None)
@@ -235,7 +235,10 @@ def _forwarding(job: Command) -> Iterator[None]:
 
 
 def _terminal_sends_it() -> bool:
-    """Whether this process is in the foreground of a terminal, which sends Ctrl-C to the command as well."""
+    """Return whether this process is in the foreground of a terminal.
+
+    The terminal then sends Ctrl-C to the command as well.
+    """
     try:
         with open("/dev/tty", "rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

@@ -39,7 +39,7 @@ class Variant:
 
     @property
     def patched(self) -> bool:
-        """Whether any feature may run."""
+        """True if any feature may run."""
         return self.features != STOCK
 
     def build_environment(self, worker: str, folder: Path) -> dict[str, str]:
@@ -60,10 +60,11 @@ def leave_one_out(
     found = {}
     for feature in features:
         off = {feature}
-        while more := {one for one in features if off.intersection(requires.get(one, ()))} - off:
+        while more := {name for name in features if off.intersection(requires.get(name, ()))} - off:
             off |= more
         if not off.issuperset(features):
-            variables = {f"OVPATCH_{one.upper()}": "0" for one in features if one in off}  # off always wins
+            # Such a variable always wins.
+            variables = {f"OVPATCH_{name.upper()}": "0" for name in features if name in off}
             found[feature] = replace(variant, name=f"without-{feature}", variables={**variant.variables, **variables})
     return found
 
@@ -80,7 +81,8 @@ class Outcome:
     # Whether the variant was ended because no process took a step in time.
     timed_out: bool = False
     interrupted: bool = False  # whether a signal ended the variant
-    stacks: Mapping[int, str] = field(default_factory=dict)  # of each process by its id, if the variant timed out
+    # The stacks of each process by its id, if the variant timed out.
+    stacks: Mapping[int, str] = field(default_factory=dict)
 
     @cached_property
     def report(self) -> dict[str, Any] | None:
@@ -91,7 +93,7 @@ class Outcome:
     @property
     def counters(self) -> dict[str, dict[str, int]]:
         """Counters of each feature that was on in every process, summed over the processes."""
-        return {one["name"]: one["counters"] for one in self._features if one["state"] == "applied"}
+        return {row["name"]: row["counters"] for row in self._features if row["state"] == "applied"}
 
     @property
     def applied(self) -> list[str]:
@@ -101,17 +103,17 @@ class Outcome:
     @property
     def requires(self) -> dict[str, Sequence[str]]:
         """Features that each feature requires."""
-        return {one["name"]: one["requires"] for one in self._features}
+        return {row["name"]: row["requires"] for row in self._features}
 
     @property
     def reorders_products(self) -> bool:
-        """Whether an exercised feature sums matrix products in another order than stock."""
-        return any(one["reorders_products"] for one in self._features if one["name"] in self.exercised)
+        """True if an exercised feature splits GEMMs, which changes the order of sums."""
+        return any(row["reorders_products"] for row in self._features if row["name"] in self.exercised)
 
     @property
     def exercised(self) -> list[str]:
         """Features that did work, by their counters."""
-        return [one["name"] for one in self._features if did_work(one["counters"], one["work"])]
+        return [row["name"] for row in self._features if did_work(row["counters"], row["work"])]
 
     @property
     def idle(self) -> dict[str, str]:
@@ -120,7 +122,7 @@ class Outcome:
 
     @property
     def left_to_stock(self) -> list[str]:
-        """Exercised features that left some work to stock."""
+        """Exercised features with some work that fell back to torch."""
         counted = [(name, what) for name, counters in self.counters.items() for what in counters if counters[what]]
         left = dict.fromkeys(name for name, what in counted if what.startswith("stock_"))
         return [name for name in left if name in self.exercised]
@@ -129,11 +131,11 @@ class Outcome:
     def remarks(self) -> dict[str, list[str]]:
         """Remarks of each feature; a remark about idleness only if there is no other."""
         patches = self.report["patches"] if self.report is not None else ()
-        waiting = tuple(f"{one['target']} is pending" for one in patches if one["state"] == "pending")  # for an import
+        waiting = tuple(f"{row['target']} is pending" for row in patches if row["state"] == "pending")  # for an import
         found = {}
-        for one in self._features:
-            every = [remark for remark in one["remarks"] if not remark.startswith(waiting)]
-            found[one["name"]] = [remark for remark in every if not remark.startswith(tuple(IDLE))] or every
+        for row in self._features:
+            every = [remark for remark in row["remarks"] if not remark.startswith(waiting)]
+            found[row["name"]] = [remark for remark in every if not remark.startswith(tuple(IDLE))] or every
         return found
 
     @property
@@ -174,7 +176,7 @@ class Outcome:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def read_failure(self) -> str:
-        """Return what the log says about how the command ended, as :func:`find_failure` finds it."""
+        """Return the part of the log about the end of the command; see :func:`find_failure`."""
         return find_failure(self.read_log())
 
 
@@ -192,7 +194,7 @@ def find_failure(log: str, lines: int = 20) -> str:
     """Return a log's first traceback that is not a launcher's, shortened, or else its last lines.
 
     The first is the cause: other ranks fail later, in a collective that the failed rank does not enter. Without one,
-    the last lines before a launcher's traceback tell more, with what that calls the root cause, such as a signal.
+    the last lines before a launcher's traceback count, with its "root cause", such as a signal.
     """
     every = log.splitlines()
     end = len(every)
@@ -376,7 +378,7 @@ def describe_node(folder: Path) -> str:
 
 
 def _is_alive(pid: int, folder: Path) -> bool:
-    """Whether a process is alive, and not a later one with the same id."""
+    """Return whether a process is alive, and not a later one with the same id."""
     try:
         return str(folder.absolute()).encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

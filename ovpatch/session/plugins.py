@@ -33,7 +33,8 @@ class FoundPlugin:
     distribution: str  # distribution that contains it
     version: str  # version of the distribution
     path: str  # directory of the distribution's metadata
-    problem: str = ""  # why it is not loaded, or an empty string
+    # The reason for not loading it, or an empty string.
+    problem: str = ""
     # Whether the problem is that several distributions announce it.
     duplicate: bool = False
     remark: str = ""  # remark for the report
@@ -41,7 +42,7 @@ class FoundPlugin:
 
     @property
     def first_party(self) -> bool:
-        """Whether ovpatch ships the plugin."""
+        """True if ovpatch ships the plugin."""
         return self.distribution == FIRST_PARTY
 
     @property
@@ -60,7 +61,7 @@ def find_plugins(path: list[str] | None = None) -> dict[str, FoundPlugin]:
     for found in _announced(distributions() if path is None else distributions(path=path)):
         by_name.setdefault(found.name, []).append(found)
     chosen = [_choose(candidates) for candidates in by_name.values()]
-    return {found.name: found for found in sorted(chosen, key=lambda one: (not one.first_party, one.name))}
+    return {found.name: found for found in sorted(chosen, key=lambda plugin: (not plugin.first_party, plugin.name))}
 
 
 def _announced(installed: Iterable[Distribution]) -> Iterable[FoundPlugin]:
@@ -104,8 +105,10 @@ def _choose(candidates: list[FoundPlugin]) -> FoundPlugin:
     both = " and ".join(found.origin for found in candidates)
     own = [found for found in candidates if found.first_party]
     if len(own) == 1:
-        others = ", ".join(found.origin for found in candidates if not found.first_party)
-        return replace(own[0], remark=f"the plugin of the same name from {others} was left out; uninstall or rename it")
+        left_out = ", ".join(found.origin for found in candidates if not found.first_party)
+        return replace(
+            own[0], remark=f"the plugin of the same name from {left_out} was left out; uninstall or rename it"
+        )
     problem = f"announced by {both}; none is loaded. Uninstall or rename one of them"
     return replace(candidates[0], problem=problem, duplicate=True)
 
@@ -208,22 +211,22 @@ class Plugins:
         return feature
 
     def implements(self, name: str, hook: str) -> bool:
-        """Whether a loaded plugin implements a hook."""
+        """Return whether a loaded plugin implements a hook."""
         callers = self._manager.get_hookcallers(self._manager.get_plugin(name)) or []
         return any(caller.name == hook for caller in callers)
 
     def call_hook(self, name: str, hook: str, /, **arguments: Any) -> Any:
         """Return the result of one hook of a plugin, None if it is not implemented; PluginError if the hook raises."""
         plugin = self._manager.get_plugin(name)
-        others = [one for one in self._manager.get_plugins() if one is not plugin]
+        rest = [member for member in self._manager.get_plugins() if member is not plugin]
         try:
-            results = self._manager.subset_hook_caller(hook, others)(**arguments)
+            results = self._manager.subset_hook_caller(hook, rest)(**arguments)
         except (Exception, SystemExit) as error:  # a plugin may raise any exception
             raise PluginError(f"{hook} raised {describe_error(error)}") from error
         return results[0] if results else None
 
     def call_for_texts(self, name: str, hook: str, /, **arguments: Any) -> tuple[str, ...]:
-        """Call a hook that returns reasons or remarks: texts, one text, or None; PluginError for anything else."""
+        """Call a hook that returns strings, one string, or None; PluginError for anything else."""
         found = self.call_hook(name, hook, **arguments)
         if isinstance(found, str):
             return (found,)

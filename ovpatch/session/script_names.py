@@ -10,7 +10,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Final
 
-# More modules than a script has beside it; a limit, because compiling them takes time at exit.
+# Few scripts have more modules. The limit exists because compiling them takes time at exit.
 _MAX_MODULES: Final = 100
 _OURS: Final = ("ovpatch", "ovpatch_plugins")
 # The path is read at import, because Python deletes ``__file__`` of the program before it calls the

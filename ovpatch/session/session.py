@@ -160,7 +160,7 @@ class ActiveFeatures:
     def _withdraw(self, name: str) -> None:
         """Revert and unregister a feature that did not become active.
 
-        If another library patched on top meanwhile, its declarations stay, so that the report says *shadowed*.
+        If another library has patched on top, its declarations stay, so that the report says *shadowed*.
         """
         for problem in self._take_back(name):
             logs.logger.error("%s", problem)
@@ -320,8 +320,10 @@ class Session:
     def _revert_only(self, names: Collection[str]) -> None:
         features = self._described()
         named = [name for name in names if name in self._features.active]
-        along = {one: name for name in named for one in find_dependents(name, features)}
-        reasons = {one: f"reverted together with {name!r}, which it requires" for one, name in along.items()}
+        along = {dependent: name for name in named for dependent in find_dependents(name, features)}
+        reasons = {
+            dependent: f"reverted together with {name!r}, which it requires" for dependent, name in along.items()
+        }
         reasons |= dict.fromkeys(named, "reverted")
         found = {name: self._features.active[name].found for name in reasons}
         try:
@@ -386,7 +388,7 @@ class Session:
         names, counters = list_script_names(), self._read_counters()
         fits: dict[str, str] = {}
         for name in sorted(candidates):
-            # A plugin that fails must not cost the report of the others.
+            # A plugin that fails must not cost the report of all features.
             with suppress(PluginError):
                 self._features.plugins.load_feature(off[name].found)
                 reason = self._features.plugins.call_hook(name, "ovpatch_fits", names=names, counters=counters)

@@ -150,7 +150,7 @@ def start_reporting(make_report: MakeReport) -> None:
 
 
 def may_train() -> bool:
-    """Whether this process may train: it is a worker, or the child of a fork server."""
+    """Return whether this process may train: it is a worker, or the child of a fork server."""
     return get_process_role() == "worker" or parent_process() is not None
 
 
@@ -164,9 +164,9 @@ _exit_actions: list[Callable[[], None]] = []
 
 
 def write_at_exit(write: Callable[[], None]) -> None:
-    """Call what writes results when this process, or a forked child of multiprocessing, ends by itself.
+    """Call a writer of results when this process, or a forked child of multiprocessing, exits.
 
-    An observed child has results of its own. What ranks do at their exit, by ``register_at_exit`` of ``overlap``,
+    An observed child has its own results. The exit functions of ranks, by ``register_at_exit`` of ``overlap``,
     leaves forks out, which are no ranks. Children of :mod:`multiprocessing` drop inherited finalizers, and until Python
     3.12 skip :mod:`atexit`, so each registers its own finalizer.
     """

@@ -23,7 +23,7 @@ from ovpatch.session.worker_reports import save_json
 
 ORDERS_VARIABLE: Final = "OVPATCH_INSIGHT"
 
-#: Signal that makes a process dump its stacks. Scripts and launchers use the others.
+#: Signal that makes a process dump its stacks. Scripts and launchers use the common signals.
 STACKS_SIGNAL: Final = signal.SIGRTMIN + 5
 
 

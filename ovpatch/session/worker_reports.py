@@ -163,7 +163,7 @@ def _merge_remarks(parts: Sequence[tuple[_Json, _Json]], *, worked: bool) -> lis
                 owners.setdefault(remark, []).append(process)
     total = len(parts)
     return [
-        remark if len(processes) == total else f"{remark} ({', '.join(one['label'] for one in processes)})"
+        remark if len(processes) == total else f"{remark} ({', '.join(process['label'] for process in processes)})"
         for remark, processes in owners.items()
     ]
 

@@ -40,11 +40,12 @@ class Spread:
 class Judgement:
     """The second kind of run against the first.
 
-    [Note: when a difference is one] A pair is one run of each kind, back to back, in alternating order; its ratio is
-    that of the medians. The noise is the largest ratio, less one, between runs of one kind, or the range of the pairs'
-    ratios if that is less (as where a machine drifts); with few rounds either counts more than once. It is at least
-    half the 95% bootstrap interval within the runs. A difference is claimed if all pairs agree on its sign and their
-    median exceeds the noise: by chance in at most one case of twenty. With one round the 99% interval must exclude one.
+    [Note: when a difference is one] A pair is one run of each kind, back to back, in alternating order. Its ratio is
+    the ratio of the medians. The noise is the largest ratio, less one, between runs of one kind. If the range of the
+    pairs' ratios is less, as on a machine that drifts, it counts. With few rounds, either counts several times. It is
+    at least half the 95% bootstrap interval within the runs. A difference is claimed if all pairs agree on its sign and
+    their median exceeds the noise: by chance in at most one case of twenty. With one round the 99% interval must
+    exclude one.
     """
 
     verdict: str  # FASTER, SLOWER, SAME or UNCLEAR: the second kind against the first
@@ -65,12 +66,12 @@ class Judgement:
 def compute_spread(times: Sequence[float]) -> Spread:
     """Return the distribution of one or more times."""
     if not times:
-        raise ValueError("no times to tell the spread of: give one or more")
+        raise ValueError("no times have no spread: give one or more")
     return Spread(median(times), compute_quantile(times, 0.1), compute_quantile(times, 0.9), max(times))
 
 
 def compute_quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the values lies, interpolated between neighbours."""
+    """Return the quantile of a share of the values, interpolated between neighbors."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -168,11 +169,17 @@ PEAKS: Final = {
 }
 
 HALF: Final = ("bfloat16", "float16")
-_MOSTLY: Final = 0.9  # of a step's operations: loss and norms of a bf16 model are in float32
+# The share of low-precision operations in a step; loss and norms of a bf16 model are in float32.
+_MOSTLY: Final = 0.9
 
 
 def find_peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, str]:
-    """Return the device's peak in FLOP/s for a step in half precision, by its operations by dtype, or None and why."""
+    """Return the device's peak in FLOP/s for a bf16 or fp16 step, or None and the reason.
+
+    Args:
+        device: Name of the device.
+        flops: Operations of the step by dtype.
+    """
     total = sum(flops.values())
     half = sum(flops.get(dtype, 0) for dtype in HALF)
     if not total:
@@ -189,7 +196,7 @@ def find_peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, st
 
 
 def _has_words(words: str, device: str) -> bool:
-    """Whether the name contains the words as whole words: L4 does not match L40."""
+    """Return whether the name contains exactly these words: L4 does not match L40."""
     return f" {words} " in f" {device.replace('-', ' ')} "
 
 
@@ -211,7 +218,8 @@ class ArmRow:
     # Over all ranks; None if unknown, as with the next three.
     samples_per_second: float | None
     tokens_per_second: float | None  # over all ranks
-    tflops: float | None  # of one device
+    # The rate of one device.
+    tflops: float | None
     # Share of the device's peak, 0 to 1, without recomputation.
     mfu: float | None
     # Bytes by kind of peak, of the rank with most; the median over rounds.
@@ -225,14 +233,18 @@ class BenchFigures:
     rows: list[ArmRow]  # one for each kind of run
     # Patched against stock; above one, patched is faster.
     judgement: Judgement
-    parts: dict[str, Judgement]  # by feature, the run without it against the patched run; above one, it helps
-    against: dict[str, Judgement]  # by peer, its run against the patched run; above one, patched is faster
+    # By feature, the run without it against the patched run. Above one, the feature helps.
+    parts: dict[str, Judgement]
+    # By peer, its run against the patched run. Above one, patched is faster.
+    against: dict[str, Judgement]
     # Samples per step over all ranks, None if unknown.
     samples: float | None
     # Tokens per step over all ranks, None if unknown.
     tokens: float | None
-    no_tflops: str  # why TFLOP/s are unknown; "" if they are known
-    no_mfu: str  # why MFU is unknown; "" if it is known
+    # The reason for unknown TFLOP/s; "" if they are known.
+    no_tflops: str
+    # The reason for unknown MFU; "" if it is known.
+    no_mfu: str
 
 
 def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
@@ -246,7 +258,7 @@ def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
     rows = []
     for kind in runs.kinds:
         measured = runs.list_measured(kind)
-        ms = compute_spread([time for one in measured for time in one.times])
+        ms = compute_spread([time for run in measured for time in run.times])
         rate = flops / ms.median * 1e3 if flops else None
         rows.append(
             ArmRow(
@@ -256,7 +268,7 @@ def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
                 tokens_per_second=_per_second(tokens, ms),
                 tflops=rate / 1e12 if rate else None,
                 mfu=rate * useful / peak if rate and useful and peak else None,
-                memory={name: int(median(one.memory[name] for one in measured)) for name in measured[0].memory},
+                memory={name: int(median(run.memory[name] for run in measured)) for name in measured[0].memory},
             )
         )
     return BenchFigures(
@@ -273,7 +285,7 @@ def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
 
 def _judge(runs: BenchRuns, kind: str) -> Judgement:
     return judge_runs(
-        [one.times for one in runs.list_measured(kind)], [one.times for one in runs.list_measured(PATCHED)]
+        [run.times for run in runs.list_measured(kind)], [run.times for run in runs.list_measured(PATCHED)]
     )
 
 
@@ -303,7 +315,7 @@ def format_judgement(judgement: Judgement) -> str:
         return _describe_unclear(judgement)
     # A ratio of 0.8 reads as 1.25 times slower; the pairs are inverted with it.
     slower = judgement.verdict == SLOWER
-    ratio, *pairs = [1 / one if slower else one for one in (judgement.ratio, *judgement.pairs)]
+    ratio, *pairs = [1 / value if slower else value for value in (judgement.ratio, *judgement.pairs)]
     said = f"{SAME} (ratio {ratio:.3f}, " if judgement.verdict == SAME else f"{ratio:.3f}x {judgement.verdict} ("
     if judgement.noise is not None:
         return f"{said}pairs {min(pairs):.3f} to {max(pairs):.3f}; {judgement.rule})"
@@ -333,7 +345,7 @@ def format_report(
         parts += [_pairs(runs, figures), _features(runs, figures)]
     else:
         parts.append(_reasons(runs))
-    parts += [f"Against {name}: patched is {format_judgement(one)}" for name, one in figures.against.items()]
+    parts += [f"Against {name}: patched is {format_judgement(found)}" for name, found in figures.against.items()]
     remarks = [_environment(plan, runs), *_remarks(runs, figures), *runs.notes]
     return "\n\n".join([*parts, "\n".join(f"- {remark}" for remark in remarks)])
 
@@ -430,5 +442,5 @@ def _fed(first: Measured, figures: BenchFigures) -> str:
         return "samples and tokens per second cannot be told: give --samples-per-step or --tokens-per-step"
     calls, module = first.batches
     times = f": {calls:g} call{'' if calls == 1 else 's'} of {module} per step"
-    each = " and rank, each rank with a batch of its own" if first.world > 1 else ""
-    return f"per step {fed}{times}{each}" if module else f"per step {fed}"
+    per_rank = " and rank, each rank with a batch of its own" if first.world > 1 else ""
+    return f"per step {fed}{times}{per_rank}" if module else f"per step {fed}"

@@ -34,9 +34,9 @@ from ovpatch.session.worker_orders import Orders
 class BorderClock:
     """Times at most ``steps`` measured steps without waiting for the device of the parameters.
 
-    On CUDA a border records an event, made beforehand, on the optimizer's stream and reads the host's clock; times are
-    read after the last border. A step that the host only enqueues is timed on the device, and one that the host delays
-    includes that delay.
+    On CUDA a boundary records an event, made beforehand, on the optimizer's stream and reads the
+    host's clock. Times are read after the last boundary. A step that the host only enqueues is timed
+    on the device, and one that the host delays includes that delay.
     """
 
     def __init__(self, device: torch.device, steps: int) -> None:
@@ -47,7 +47,7 @@ class BorderClock:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
 
     def mark_border(self) -> None:
-        """Mark a border."""
+        """Mark a step boundary."""
         if self._events:
             self._events[len(self._host)].record(torch.cuda.current_stream(self._device))
         self._host.append(time.perf_counter_ns())
@@ -57,7 +57,7 @@ class BorderClock:
         return [(after - before) / 1e6 for before, after in pairwise(self._host)]
 
     def read_times(self) -> list[float]:
-        """Return the steps' times in ms, on the device if there is one; waits until it has reached the last border."""
+        """Return the steps' times in ms, on the device if there is one; waits for the last event."""
         used = self._events[: len(self._host)]
         if not used:
             return self.read_host_times()
@@ -129,12 +129,12 @@ def start_worker(orders: Orders) -> None:
 
 
 class _Worker:
-    """Acts at the borders of W warm-up steps and N measured steps.
+    """The actions at the boundaries of W warm-up steps and N measured steps.
 
     - 1 to W-1: counts batches.
     - W-3 to W-1: counts operations of two steps, if ordered; the cheaper counts, since the other may hold an
       evaluation.
-    - W to W+N: marks the clock; the last border writes the file and ends the process.
+    - W to W+N: marks the clock; the last boundary writes the file and ends the process.
 
     A script that ends before W+N leaves the file with the measurements so far.
     """
@@ -212,7 +212,7 @@ COMPILED = "the script compiles; compiled code does not come by the counter"
 
 
 class FlopCount:
-    """Counts the floating-point operations between two borders, by a dispatch mode and torch's formulas.
+    """A count of the floating-point operations of a step, by a dispatch mode and torch's formulas.
 
     Matrix products, convolutions and attention count, forward and backward. Recomputation by activation checkpointing
     counts, and separately, since MFU excludes it. Kernels that bypass torch's dispatcher do not count. No error here
@@ -229,17 +229,17 @@ class FlopCount:
         self._thread = 0
 
     def start_counting(self) -> None:
-        """Start, at a border."""
+        """Start, at a step boundary."""
         objection = _objection()
         if objection:
             self.reason = objection
         else:
             self._mode, self._thread = _Counting(self.by_dtype, self.again), threading.get_ident()
-            # Entered by hand: the step lies between two calls.
+            # No with statement: two calls enter and leave the mode.
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # mypy excuses torch's names, no inherited ones
 
     def stop_counting(self) -> None:
-        """Stop, at the next border; a mode that is no longer on top of the stack stays."""
+        """Stop, at the next step boundary; a mode that is no longer on top of the stack stays."""
         mode, self._mode = self._mode, None
         if mode is None:
             return
@@ -261,12 +261,12 @@ class FlopCount:
 def choose_cheaper(counts: Sequence[FlopCount]) -> dict[str, Any]:
     """Return, as plain data, the count with the fewest operations, or why there is none."""
     found = [count.to_json() for count in counts]
-    known = [one for one in found if not one["reason"]]
-    return min(known, key=lambda one: sum(one["by_dtype"].values())) if known else found[-1]
+    known = [count for count in found if not count["reason"]]
+    return min(known, key=lambda count: sum(count["by_dtype"].values())) if known else found[-1]
 
 
 def is_compiling() -> bool:
-    """Whether Dynamo has captured a graph in this process."""
+    """Return whether Dynamo has captured a graph in this process."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
 
@@ -324,7 +324,7 @@ _RECOMPUTING: Final = ("torch.utils.checkpoint", "ovpatch_plugins.recompute.reco
 
 
 def _recomputes() -> bool:
-    """Whether this is a forward that torch's checkpointing, or feature ``recompute``, runs again within backward."""
+    """Return whether torch's checkpointing, or ``recompute``, runs this forward again in backward."""
     if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe()
@@ -365,13 +365,13 @@ class BatchCounter:
         self._name = ""
 
     def start_counting(self) -> None:
-        """Install the hooks, at a border."""
+        """Install the hooks, at a step boundary."""
         global _watching
         _watching = self
         self._install_hooks(find_outermost_modules())
 
     def close_step(self) -> None:
-        """Close a step, at its border."""
+        """Close a step, at its boundary."""
         if self._first is not None:
             self._seen.append(self._now)
         # The compiler would trace a hook into compiled code.
@@ -426,7 +426,7 @@ def _has_trainable(module: nn.Module) -> bool:
 
 
 def _is_hookable(module: nn.Module) -> bool:
-    """Whether a hook on a module runs, and runs outside of compiled code."""
+    """Return whether a hook on a module runs, and runs outside of compiled code."""
     compiled_in_place = module.__dict__.get("_compiled_call_impl") is not None
     return not compiled_in_place and not isinstance(module, torch.jit.ScriptModule)
 
@@ -434,21 +434,21 @@ def _is_hookable(module: nn.Module) -> bool:
 def measure_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
     """Return the samples and tokens of one batch of a model's arguments, 0 if unknown.
 
-    The argument ``input_ids``, or else the first tensor, has one sample per row; if it holds integers and has two
+    The argument ``input_ids``, otherwise the first tensor, has one sample per row; if it holds integers and has two
     dimensions, they are tokens.
     """
     tensors = list(_named_tensors("", (args, kwargs)))
     first = next((tensor for name, tensor in tensors if name == "input_ids"), tensors[0][1] if tensors else None)
     if first is None or first.dim() == 0:
         return 0, 0
-    whole = not first.dtype.is_floating_point and not first.dtype.is_complex and first.dtype is not torch.bool
-    return first.shape[0], first.numel() if whole and first.dim() == 2 else 0
+    is_integer = not first.dtype.is_floating_point and not first.dtype.is_complex and first.dtype is not torch.bool
+    return first.shape[0], first.numel() if is_integer and first.dim() == 2 else 0
 
 
-def _named_tensors(name: Any, thing: Any, depth: int = 5) -> Iterator[tuple[Any, Tensor]]:
+def _named_tensors(name: Any, value: Any, depth: int = 5) -> Iterator[tuple[Any, Tensor]]:
     """Yield the tensors in nested mappings and sequences, each with its key or index."""
-    if isinstance(thing, Tensor):
-        yield name, thing
+    if isinstance(value, Tensor):
+        yield name, value
     elif depth:
-        for key, part in list_children(thing) or ():
+        for key, part in list_children(value) or ():
             yield from _named_tensors(key, part, depth - 1)

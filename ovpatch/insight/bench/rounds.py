@@ -59,9 +59,10 @@ class Measured:
     batches: tuple[float, str] = (0, "")
     # Operations per step and rank by dtype, if counted.
     flops: Mapping[str, float] = field(default_factory=dict)
-    # Those of them that activation checkpointing recomputed.
+    # Operations among these that activation checkpointing recomputed.
     flops_again: float = 0
-    flops_reason: str = ""  # why they were not counted
+    # The reason for missing counts.
+    flops_reason: str = ""
     devices: Sequence[str] = ()  # names of the devices, each once
     # Clocks of the devices at the end, where known.
     clocks_mhz: Sequence[int] = ()
@@ -135,14 +136,14 @@ def _flops(ranks: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, float],
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What to run."""
+    """The runs that the user wants."""
 
     command: Sequence[str]  # program and arguments
     # Folder for logs and what the processes leave; has to be empty.
     out: Path
     steps: int = 30  # steps to measure
     warmup: int = 10  # steps before that, at least MIN_WARMUP
-    rounds: int = 3  # how often to run each kind
+    rounds: int = 3  # runs of each kind
     # Value of ``OVPATCH`` in patched runs; None for that of the environment.
     features: str | None = None
     # Seconds without a step after which a run has hung.
@@ -200,9 +201,9 @@ class StoppedError(Exception):
 
 
 class Progress:
-    """Shows on stderr how a bench goes on.
+    """Progress of a bench on stderr.
 
-    On a terminal that is a bar, ``round 2/3, patched: step 12/40``, below the results of earlier runs; in a log it is a
+    On a terminal that is a bar, ``round 2/3, patched: step 12/40``, below the results of earlier runs. In a log it is a
     line at the start of a run, and one with its result.
     """
 
@@ -239,9 +240,10 @@ class Progress:
 def run_rounds(plan: BenchPlan, progress: Progress) -> BenchRuns:
     """Run all rounds.
 
-    A round runs every kind once. Odd rounds run stock first, even rounds last (A B, B A, A B), so that steady changes,
-    such as a machine that warms up, affect both alike. The features to leave out are known after the first patched run;
-    the runs without them follow it, and precede it in even rounds. Raises FailedError if a run failed, hung or took too
+    A round runs every kind once. Odd rounds run stock first, even rounds last (A B, B A, A B), so
+    that steady changes, such as a machine that warms up, affect both equally. The features to leave
+    out are known after the first patched run; the runs without them follow it, and precede it in
+    even rounds. Raises FailedError if a run failed, hung or took too
     few steps, StoppedError if a signal ended it, and NotStartedError if the command cannot be started.
     """
     return _Rounds(plan, progress).run_all()
@@ -289,7 +291,7 @@ class _Rounds:
         if not self._runs.done[-1].measured.has_fsdp2:
             raise FailedError(
                 f"--against {name}: no model was sharded, so this run is stock PyTorch. The switch works "
-                "for HF Trainer and accelerate, on GPUs. Run other scripts with a switch of their own",
+                "for HF Trainer and accelerate, on GPUs. Give --against only for such scripts",
                 name,
                 outcome,
             )

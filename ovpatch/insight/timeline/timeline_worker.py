@@ -46,7 +46,7 @@ class ProfilerSession:
 
     @property
     def running(self) -> bool:
-        """Whether events are being recorded now."""
+        """True while events are being recorded."""
         return self._running
 
     def prepare_profiler(self) -> None:
@@ -141,13 +141,13 @@ class ProfilerSession:
 
 
 def _label_stages(patches: PatchManager) -> None:
-    """Have stock's stages of a pipeline label their computations as feature ``pipeline`` does."""
+    """Label the computations of torch's pipeline stages as feature ``pipeline`` does."""
     methods = {"F": "forward_one_chunk", "B": "backward_one_chunk", "W": "backward_weight_one_chunk"}
     for kind, name in methods.items():
         patches.register_patch(
             f"torch.distributed.pipelining.stage._PipelineStageBase.{name}",
             wrap=partial(_wrap_stage, kind=kind),
-            why="stock's labels have no stage, and those of a schedule with one stage per rank span its waits",
+            why="torch's labels have no stage, and those of a schedule with one stage per rank span its waits",
         )
     patches.apply()
 
@@ -176,10 +176,11 @@ def start_worker(orders: Orders) -> None:
 class _Session:
     """The recording of this process.
 
-    Step n lies between the borders n-1 and n. Recording starts at the border before the first wanted step; the profiler
-    is set up one step earlier. As many steps as were recorded follow unrecorded: with as many before the set-up they
-    give the cost of recording. More distant steps do not: a warming device gets slower. Each block starts and ends with
-    an empty queue of the device, and has no synchronisation inside.
+    Step n is between the boundaries n-1 and n. Recording starts at the boundary before the first
+    wanted step; the profiler is set up one step earlier. The same number of steps follows unrecorded:
+    with as many before the set-up they give the cost of recording. More distant steps do not: a
+    warming device gets slower. Each block starts and ends with an empty queue of the device, and has
+    no synchronisation inside.
     """
 
     def __init__(self, orders: Orders) -> None:
@@ -238,9 +239,9 @@ class _Session:
             logger.debug("the trace was not written: %r", error)
 
     def _save(self) -> None:
-        whole = [number for number in self._arrived if self._first <= number <= self._last]
-        if whole and self._recorder.save_trace(self._directory / f"trace-rank{self._rank}.json.gz"):
-            self._recorded = whole
+        steps_done = [number for number in self._arrived if self._first <= number <= self._last]
+        if steps_done and self._recorder.save_trace(self._directory / f"trace-rank{self._rank}.json.gz"):
+            self._recorded = steps_done
 
     def _write(self) -> None:
         if self._finished:

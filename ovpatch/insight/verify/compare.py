@@ -30,9 +30,9 @@ class Size(NamedTuple):
     largest: float = 0.0  # largest absolute number
     mean: float = 0.0  # root mean square
 
-    def max_with(self, other: Size) -> Size:
+    def max_with(self, size: Size) -> Size:
         """Return the larger of each."""
-        return Size(max(self.largest, other.largest), max(self.mean, other.mean))
+        return Size(max(self.largest, size.largest), max(self.mean, size.mean))
 
 
 class _Moved(NamedTuple):
@@ -43,7 +43,7 @@ class _Moved(NamedTuple):
 
 
 class Noise:
-    """The noise of values: the difference of stock from itself, in further runs as far as they have the same events.
+    """The noise of values: differences between stock runs, while these have the same events.
 
     One or two further runs may move a value little by chance, so values share their noise: those of one kind, dtype and
     shape whose names differ in numbers only, as a model's layers do, on all processes and in all steps so far. The
@@ -85,26 +85,26 @@ def _key(event: RecordedEvent, name: str) -> _Key:
     return event.signature, _NUMBERS.sub("*", name), event.values[name].form
 
 
-def measure_distance(one: KeptValue, other: KeptValue | None) -> Size:
+def measure_distance(value: KeptValue, reference: KeptValue | None) -> Size:
     """Return the distance of two values; 0 unless they are numbers of one form. NaNs and infinities count as 0."""
-    if other is None or one[:2] == other[:2] or one.form != other.form or one.values is None:
+    if reference is None or value[:2] == reference[:2] or value.form != reference.form or value.values is None:
         return Size()
-    return _apart(one.values, other.values)
+    return _measure_apart(value.values, reference.values)
 
 
 def measure_size(value: KeptValue) -> Size:
     """Return the size of a value's numbers."""
-    return _apart(value.values, None if isinstance(value.values, Tensor) else 0)
+    return _measure_apart(value.values, None if isinstance(value.values, Tensor) else 0)
 
 
-def _apart(one: Any, other: Any) -> Size:
+def _measure_apart(value: Any, reference: Any) -> Size:
     """Return the distance of numbers from others, or of a tensor from zero."""
-    if not isinstance(one, Tensor):
-        found = measure_difference(one, other)
+    if not isinstance(value, Tensor):
+        found = measure_difference(value, reference)
         return Size(found.max_abs, found.max_abs)
-    if not one.numel():
+    if not value.numel():
         return Size()
-    distances = _real(one) if other is None else _real(one) - _real(other)
+    distances = _real(value) if reference is None else _real(value) - _real(reference)
     largest = float(torch.linalg.vector_norm(distances, math.inf))
     if not math.isfinite(largest):
         distances = distances.nan_to_num(0.0, 0.0, 0.0)
@@ -133,13 +133,14 @@ RULES: Final = {
     BY_LAST_STEP: "the parameters that they were saved from",
 }
 
-_SHARE: Final = 1 / 8  # of a tensor's elements that may be a unit in the last place off, whatever the mean
+# The share of a tensor's elements that may be a unit in the last place off, whatever the mean.
+_SHARE: Final = 1 / 8
 
 # Allowed multiples of the noise. A single element goes far by chance: AdamW makes a full step of a gradient near zero,
 # whose sign is chance; hence four times. The mean, which many elements decide, catches a parameter that is a step late.
-_OF_MANY: Final = Size(2 * equality.FACTOR, equality.FACTOR)
+_FACTORS_TENSOR: Final = Size(2 * equality.FACTOR, equality.FACTOR)
 # A loss or a norm is one number, whose difference in a noise run may by chance be next to nothing.
-_OF_ONE: Final = Size(3.0, 3.0)
+_FACTORS_NUMBER: Final = Size(3.0, 3.0)
 
 
 def judge_value(
@@ -154,13 +155,14 @@ def judge_value(
 ) -> Row:
     """Compare two numeric values of one form.
 
-    A half-precision number moves by a unit in the last place or not at all, so a noise run that moved by no unit, or by
-    one and not two, says little. Where a noise run moved anything of the event (``moving``), the largest difference may
-    be one unit of the largest element more, and few elements may each be a unit off. ``floor`` is always allowed.
+    A bf16 or fp16 number moves by a unit in the last place or not at all. So a noise run that moved
+    it by no unit, or by one and not two, proves little. If a noise run moved anything of the event
+    (``moving``), the largest difference may be one unit of the largest element more. Few elements
+    may each be a unit off. ``floor`` is always allowed.
     """
     far = reduce(Size.max_with, (measure_distance(stock, other) for other in noise_runs), noise)
     single = not isinstance(stock.values, Tensor) or stock.values.numel() == 1
-    factors = _OF_ONE if single else _OF_MANY
+    factors = _FACTORS_NUMBER if single else _FACTORS_TENSOR
     by_noise = Size(*(factor * size for factor, size in zip(factors, far, strict=True)))
     allowed = by_noise.max_with(Size(floor, floor))
     rounded = moving and not stock.folded
@@ -199,7 +201,7 @@ def _judged(name: str, stock: KeptValue, patched: KeptValue, allowed: Size) -> R
 
 
 def _without_single_units(stock: Any, patched: Any) -> Tensor | None:
-    """Return the patched value with elements one unit off set to stock's; None if there are none, or too many."""
+    """Return the patched value without differences of one unit; None if there are none, or too many."""
     if not isinstance(stock, Tensor) or not stock.is_floating_point():
         return None
     expected, actual = stock.to(torch.float64), patched.to(torch.float64)
@@ -225,7 +227,7 @@ def _units(sizes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 ORDER: Final = "order of events"
-_OF_PARAMETERS: Final = ("gradient ", "parameter ", "state ", "buffer ", "frozen ")
+_PARAMETER_PREFIXES: Final = ("gradient ", "parameter ", "state ", "buffer ", "frozen ")
 _EXACT: Final = ("text", "none", UNREAD)
 # The always allowed 1e-6 is meant for numbers around 1. It is at most this share of the largest number of its family,
 # or small gradients could be anything.
@@ -245,7 +247,7 @@ class Finding:
 
     @property
     def different(self) -> bool:
-        """Whether the difference is more than noise."""
+        """True if the difference is more than noise."""
         return self.row.verdict is Verdict.DIFFERENT
 
 
@@ -282,14 +284,14 @@ class RunComparison:
         found = self.different
         if not found:
             return None
-        together = [one for one in found if (one.step, one.order) == (found[0].step, found[0].order)]
-        return next((one for one in together if one.row.name.startswith(_OF_PARAMETERS)), found[0])
+        together = [finding for finding in found if (finding.step, finding.order) == (found[0].step, found[0].order)]
+        return next((finding for finding in together if finding.row.name.startswith(_PARAMETER_PREFIXES)), found[0])
 
     def worst(self, count: int) -> list[Finding]:
         """Return the findings with the largest excess, differences first."""
 
-        def key(one: Finding) -> tuple[bool, float, int, int]:
-            return not one.different, -one.row.excess, one.step, one.order
+        def key(finding: Finding) -> tuple[bool, float, int, int]:
+            return not finding.different, -finding.row.excess, finding.step, finding.order
 
         return sorted(self.findings, key=key)[:count]
 
@@ -356,7 +358,8 @@ def _compare_process(
             return
         for name, event in beside.items():
             if event is None or event.signature != expected.signature:
-                del others[name]  # out of step: no noise run any more
+                # The run is out of step, so it no longer measures noise.
+                del others[name]
         compared.count_event(expected)
         noise_runs = {name: event.values for name, event in beside.items() if event is not None and name in others}
         rows = compare_values(expected.values, actual.values, noise_runs, partial(noise.get_noise, expected))
@@ -424,7 +427,7 @@ def compare_values(
             comparable = [one for one in others if one is not None and one.form == value.form]
             floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
             row = judge_value(name, value, other, comparable, floor=floor, noise=noise_of(name), moving=moving)
-            rows.append(_of_sums(row) if value.folded else row)
+            rows.append(_make_row_of_sums(row) if value.folded else row)
     # Names that contain the time change in each run.
     changing = any(values.keys() - stock.keys() for values in noise_runs.values())
     extra = _unrepeated if changing else make_different
@@ -451,8 +454,8 @@ def _family(name: str) -> str:
     return kind if kind in ("gradient", "parameter", "buffer", "frozen") else name
 
 
-def _of_sums(row: Row) -> Row:
-    """Return the row of a large tensor with different digests; its values are those of a sketch's sum."""
+def _make_row_of_sums(row: Row) -> Row:
+    """Return the row of a large tensor with different digests; its values are sums of a sketch."""
     _, mark, more = row.note.partition("; ")
     note = f"a large tensor: of sums over parts of it{mark}{more}"
     if row.verdict is not Verdict.BITWISE:

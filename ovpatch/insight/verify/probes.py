@@ -118,7 +118,7 @@ def _owners(positions: Mapping[int, int]) -> list[nn.Module]:
         owned = [positions[id(parameter)] for parameter in root.parameters() if id(parameter) in positions]
         if owned:
             found.append((min(owned), -len(owned), root))
-    return [root for *_, root in sorted(found, key=lambda one: one[:2])]
+    return [root for *_, root in sorted(found, key=lambda item: item[:2])]
 
 
 Values = dict[str, KeptValue]
@@ -153,12 +153,12 @@ def _keep(value: Any) -> KeptValue:
     return keep_text(recording.describe_form(value)) if kept.form == recording.UNREAD else kept
 
 
-def _of_torch(path: str) -> Values:
+def _read_torch_file(path: str) -> Values:
     mapped = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
     return list_contents(torch.load(path, map_location="cpu", mmap=mapped, weights_only=True))
 
 
-def _of_safetensors(path: str) -> Values:
+def _read_safetensors(path: str) -> Values:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -167,9 +167,9 @@ def _of_safetensors(path: str) -> Values:
 
 #: Functions that save, with the name of their first argument and the reader of their files.
 _SAVING: Final[dict[str, tuple[str, Read | None]]] = {
-    "torch.save": ("obj", _of_torch),
+    "torch.save": ("obj", _read_torch_file),
     "torch.distributed.checkpoint.save": ("state_dict", None),
-    "safetensors.torch.save_file": ("tensors", _of_safetensors),
+    "safetensors.torch.save_file": ("tensors", _read_safetensors),
 }
 
 
@@ -200,7 +200,7 @@ def _stored(handed: Any, file: Any, read: Read | None) -> Values:
     other ranks, are not read back; the source is recorded, so that it makes a difference between runs.
     """
     try:
-        if read is not None and isinstance(file, (str, os.PathLike)) and not _of_several_ranks(handed):
+        if read is not None and isinstance(file, (str, os.PathLike)) and not _is_sharded(handed):
             return {SOURCE: keep_text("the file"), **read(os.fspath(file))}
     except Exception as error:  # noqa: BLE001  # no error may reach the script
         logger.debug("%s is not read back: %r", file, error)
@@ -210,11 +210,11 @@ def _stored(handed: Any, file: Any, read: Read | None) -> Values:
         return {SOURCE: keep_text(f"nothing: {type(error).__name__}")}
 
 
-def _of_several_ranks(value: Any) -> bool:
+def _is_sharded(value: Any) -> bool:
     if isinstance(value, Tensor):
         return any(base.__name__ in ("DTensor", "ShardedTensor") for base in type(value).__mro__)
     children = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return any(map(_of_several_ranks, children))
+    return any(map(_is_sharded, children))
 
 
 def _file(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -342,8 +342,8 @@ def _norm(gradients: list[Tensor]) -> float | None:
     dense = [part.to_dense() if part.layout is not torch.strided else part for part in parts]
     try:
         wide = [torch.complex128 if part.is_complex() else torch.float64 for part in dense]
-        each = zip(dense, wide, strict=True)
-        norms = [float(torch.linalg.vector_norm(part.detach(), dtype=dtype)) for part, dtype in each]
+        pairs = zip(dense, wide, strict=True)
+        norms = [float(torch.linalg.vector_norm(part.detach(), dtype=dtype)) for part, dtype in pairs]
     except (RuntimeError, NotImplementedError):  # a dtype or tensor class without norms
         return None
     return math.sqrt(sum(norm * norm for norm in norms))
@@ -359,7 +359,7 @@ def _collect(name: str, value: Any, into: Values) -> None:
 
 
 def _capturing() -> bool:
-    """Whether a CUDA graph is being captured, during which nothing can be read."""
+    """Return whether a CUDA graph is being captured, during which nothing can be read."""
     return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

@@ -70,7 +70,7 @@ class RecordedRun:
 
 
 def read_recorded(folder: Path, *, cut: bool = False) -> RecordedRun:
-    """Return the record in the folder of a variant; ``cut`` tells whether the variant failed or was ended."""
+    """Return the record in the folder of a variant; ``cut``: the variant failed or was ended."""
     files: dict[tuple[tuple[int, ...], int, int], list[Path]] = defaultdict(list)
     for path in sorted(folder.glob("events-*.pt"), key=lambda path: path.stem.rpartition("-")[2]):
         _, identity, born, pid, _, _ = path.stem.split("-")
@@ -114,7 +114,7 @@ class EventRecorder:
         self._events.append({"kind": kind, "index": index, "label": label, "step": step, "values": kept})
 
     def flush_events(self) -> None:
-        """Write the events since the last flush. A directory that is gone is no error."""
+        """Write the events since the last flush. A missing directory is no error."""
         if not self._events or not self._directory.is_dir() or self._pid != os.getpid():
             return
         name = f"events-{_identity()}-{self._born}-{self._pid}-{self._know_rank()}-{self._files:06d}.pt"
@@ -154,7 +154,7 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 @torch.no_grad()
 def compute_digest(tensor: Tensor) -> str:
-    """Return a text that two strided tensors of one dtype and shape share if and only if all their bits are equal.
+    """Return a string that two strided tensors of one dtype and shape share if and only if all their bits are equal.
 
     The bits of element ``i`` are an integer ``x[i]``; a digest is two sums of ``w[i] * x[i]`` modulo ``2**64`` with
     fixed pseudo-random weights. The weights are odd and so have an inverse: a change of one element changes both sums,
@@ -170,7 +170,7 @@ def compute_digest(tensor: Tensor) -> str:
 
 
 def view_bits(tensor: Tensor) -> Tensor:
-    """Return a flat view, or copy, of a tensor as integers of its own width; a complex element is two."""
+    """Return a flat view, or copy, of a tensor as integers of its width; a complex element is two."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -264,7 +264,7 @@ class KeptValue(NamedTuple):
 
 
 def keep_text(value: str) -> KeptValue:
-    """Record a text, such as a digest."""
+    """Record a string, such as a digest."""
     return KeptValue("text", value)
 
 

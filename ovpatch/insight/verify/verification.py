@@ -88,12 +88,12 @@ class Verification:
     Attributes:
         verdict: The conclusion.
         why: Its reason, in a sentence.
-        compared: The comparison of stock and patched.
+        compared: The comparison of both runs.
         outcomes: Every variant that ran, by name.
         blamed: The features that cause the difference: without any one of them there is none.
         notes: Further remarks for the user.
         noise: The difference of each noise run from stock, in words.
-        is_noise_known: Whether noise was measured, so that it can be told from a difference.
+        is_noise_known: Whether noise was measured, so that it can be distinguished from a difference.
     """
 
     verdict: Conclusion
@@ -522,7 +522,7 @@ class _Verifier:
             if not found.different and not failure:
                 self._blamed.append(feature)
         if not self._blamed:
-            # A feature that all features require has no variant: without it, all would be stock.
+            # A feature that all features require has no variant: without it, nothing would be patched.
             self._blamed = [feature for feature in patched.applied if feature not in reduced]
         if not self._blamed:
             self.notes.append("No single feature is to blame: without any one of them, the difference remains.")
