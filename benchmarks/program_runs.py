@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ovpatch.insight.launch import end_processes
-from ovpatch.session.report import did_work
+from ovpatch.session.session_report import did_work
 
 # Programs import nothing of this package, so programs/step_times.py repeats these two.
 _PREFIX: Final = "step_times: "

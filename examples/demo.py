@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ovpatch.session.report import summarise_report
+from ovpatch.session.report_table import summarise_report
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(runs) > 1:
         problems += check_report(report, nproc, by_parts=by_parts)
         if report.get("processes"):
-            console.out(summarise_report(report, len(report["processes"])), highlight=False)
+            console.out(summarise_report(report), highlight=False)
             if by_parts and not problems:
                 show_state(console, report, nproc)
     for problem in problems:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         make_feature_hooks,
     )
     from ovpatch.patching import PatchError, PatchManager
-    from ovpatch.session.report import Report
+    from ovpatch.session.session_report import Report
     from ovpatch.settings.settings import SettingsError
 
 __all__ = [
@@ -66,7 +66,7 @@ _HOMES = {
         "make_feature_hooks",
     ),
     "ovpatch.patching": ("PatchError", "PatchManager"),
-    "ovpatch.session.report": ("Report",),
+    "ovpatch.session.session_report": ("Report",),
     "ovpatch.settings.settings": ("SettingsError",),
 }
 

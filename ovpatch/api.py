@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ovpatch.session import workers
-from ovpatch.session.plan import FeatureError
-from ovpatch.session.report import Report, explain_old_torch
+from ovpatch.session import worker_exit
+from ovpatch.session.feature_plan import FeatureError
 from ovpatch.session.session import Session
+from ovpatch.session.session_report import Report, explain_old_torch
 
 __all__ = ["FeatureError", "applied", "apply", "report", "revert", "session"]
 
@@ -46,7 +46,7 @@ def apply(*features: str, options: Mapping[str, Mapping[str, Any]] | None = None
     _import_torch()
     report = session.apply(features, options, strict)
     _warn_of_old_torch(report)
-    workers.start_reporting(session.report)
+    worker_exit.start_reporting(session.report)
     return report
 
 
@@ -67,7 +67,7 @@ def applied(
     _import_torch()
     with session.applied(features, options, strict) as report:
         _warn_of_old_torch(report)
-        workers.start_reporting(session.report)
+        worker_exit.start_reporting(session.report)
         yield report
 
 

@@ -50,29 +50,29 @@ def _guard(act: Callable[[], None], problem: str) -> None:
 
 
 def _apply() -> None:
-    from ovpatch.session import workers
+    from ovpatch.session import worker_exit
     from ovpatch.settings import settings
 
-    if settings.read_environment().auto and workers.get_process_role() != "launcher":
+    if settings.read_environment().auto and worker_exit.get_process_role() != "launcher":
         from ovpatch import api
 
         api.apply()
 
 
 def _observe() -> None:
-    from ovpatch.session import workers
+    from ovpatch.session import worker_orders
 
-    workers.follow_orders()
+    worker_orders.follow_orders()
 
 
 def _complain(message: str, *, record: bool = False) -> None:
     """Log a problem on stderr; never raises, for the same reason."""
     try:
         from ovpatch import logs
-        from ovpatch.session import workers
+        from ovpatch.session import worker_exit
 
         logs.log_visibly(message)
         if record:
-            workers.write_failure(message)
+            worker_exit.write_failure(message)
     except Exception:  # noqa: BLE001  # there is no other channel to report it
         pass

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -46,6 +46,8 @@ class Option:
             if that is ``default``, too.
         verified: Value without any setting in the patched runs of ``ovpatch verify``; None if that is ``default``, too.
         experimental: Values without a measured gain in ``benchmarks/value.toml``.
+        values: The kind of value for the documentation, such as "a size in MiB, or `none`", unless ``choices`` or a
+            bool as ``default`` show it.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Option:
     aliases: tuple[str, ...] = ()
     default_unless_named: Any = None
     verified: Any = None
+    values: str = ""
     experimental: tuple[Any, ...] = ()
 
     @property
@@ -182,6 +185,10 @@ class Feature:
             raises :class:`OptionError` with that text.
         work: Counters of real work, such as ``("steps",)``, without those that count objects taken over. By default all
             but ``stock_…``.
+        gains: Clauses about the work for the end of ``ovpatch run``, with counters as fields:
+            ``"{models:model}"`` becomes "2 models", ``"{saved_bytes:bytes}"`` becomes "7.4 GiB", and
+            ``"{whole-kept:bytes}"`` is the difference of two counters. A clause whose counters are
+            all zero is left out. By default the report shows names and values of counters.
     """
 
     name: str
@@ -196,6 +203,7 @@ class Feature:
     packages: tuple[Package, ...] = ()
     removed_options: tuple[tuple[str, str], ...] = ()
     work: tuple[str, ...] = ()
+    gains: tuple[str, ...] = ()
 
 
 class FeatureCounters:
@@ -298,6 +306,21 @@ class FeatureSpecs:
     def ovpatch_remarks(self) -> Sequence[str]:
         """Return remarks on the run, for example which model fell back to stock, and why."""
 
+    @hookspec
+    def ovpatch_fits(self, names: Collection[str], counters: Mapping[str, Mapping[str, int]]) -> str:
+        """Return the reason why the feature, which is off, would help this script; "" otherwise.
+
+        Called at the end of a process under ``ovpatch run``. It must not import heavy modules.
+
+        Args:
+            names: Names in the script's code: modules, attributes, names of arguments.
+            counters: Counters of each feature that is on, by name.
+
+        Returns:
+            A clause after "this script", such as ``uses Schedule1F1B``.
+        """
+
+
 
 class FeatureHooks:
     """The hooks of one feature, by name. Hashable, because pluggy keeps plugins in sets."""
@@ -315,6 +338,7 @@ def make_feature_hooks(
     activate: Callable[..., Sequence[str] | None] | str | None = None,
     deactivate: Callable[[], None] | str | None = None,
     remarks: Callable[[], Sequence[str]] | str | None = None,
+    fits: Callable[..., str] | None = None,
 ) -> FeatureHooks:
     """Return the plugin object of a feature, which its entry point names.
 
@@ -331,10 +355,13 @@ def make_feature_hooks(
             because otherwise no live object has changed. Default: none.
         remarks: The hook ``ovpatch_remarks``. A text is called only if something has imported its module. Default:
             none.
+        fits: The hook ``ovpatch_fits``. Default: none.
     """
     hooks: dict[str, Callable[..., Any]] = {"ovpatch_feature": lambda: feature, "ovpatch_register": register}
     if reasons_against is not None:
         hooks["ovpatch_reasons_against"] = reasons_against
+    if fits is not None:
+        hooks["ovpatch_fits"] = fits
     if counters is not None:
         hooks["ovpatch_counters"] = lambda: _find_named(counters).as_dict()
     if activate is not None:

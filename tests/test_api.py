@@ -9,8 +9,8 @@ import pytest
 
 import ovpatch
 from ovpatch.patching import PatchError, PatchManager
-from ovpatch.session.plan import FeatureError
-from ovpatch.session.report import NEVER_CALLED, NO_WORK, SPAWNED
+from ovpatch.session.feature_plan import FeatureError
+from ovpatch.session.session_report import NEVER_CALLED, NO_WORK, SPAWNED
 from tests.support import fake_plugins
 from tests.support.fake_plugins import ADD, ADD_N, OPTION, REASON, states
 

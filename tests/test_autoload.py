@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from ovpatch import api, autoload, logs
-from ovpatch.session import workers
+from ovpatch.session import worker_reports
 from tests.support.environment import clean, forget
 
 STATE = """
@@ -64,7 +64,7 @@ def test_wrong_settings_break_neither_the_import_nor_the_silence_of_stdout(start
     assert "runs WITHOUT ovpatch" in auto
     assert auto.count("did you mean 'ddp'") == 1
     assert "SettingsError" in script
-    (found,) = workers.read_reports(tmp_path, "failed")
+    (found,) = worker_reports.read_reports(tmp_path, "failed")
     assert "did you mean 'ddp'" in found["error"]
 
 
@@ -111,7 +111,7 @@ def test_it_never_raises(calls, monkeypatch, caplog, error, tmp_path):
     monkeypatch.setenv("OVPATCH_REPORT_DIR", str(tmp_path))
     autoload.on_torch_import()
     assert repr(error).partition("(")[0] in caplog.text or str(error) in caplog.text
-    assert len(workers.read_reports(tmp_path, "failed")) == 1
+    assert len(worker_reports.read_reports(tmp_path, "failed")) == 1
 
 
 def test_it_never_raises_even_if_complaining_fails(calls, monkeypatch):

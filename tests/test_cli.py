@@ -5,23 +5,28 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import ovpatch
 from ovpatch import api
-from ovpatch.cli import doctor, main
+from ovpatch.cli import doctor_command, main
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import launch
-from ovpatch.session.report import wants_colour
+from ovpatch.session.report_table import wants_colour
 from ovpatch.session.session import Session
+from ovpatch.session.session_report import FeatureReport, Report
+from ovpatch.session.worker_reports import merge_reports
 from tests.support import fake_plugins
 from tests.support.environment import clean, forget
+from tests.support.golden import check_golden
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "examples" / "plugin_template"
 
@@ -32,7 +37,7 @@ def command(monkeypatch, capsys):
     forget(monkeypatch)
 
     session = Session()
-    monkeypatch.setattr(doctor, "session", session)
+    monkeypatch.setattr(doctor_command, "session", session)
 
     def command(*line):
         code = main.main(line)
@@ -65,13 +70,27 @@ def test_list_as_a_table(command, site, monkeypatch):
     site.plugin("a")
     monkeypatch.setenv("OVPATCH", "-a")
     code, out, _ = command("list")
-    lines = out.splitlines()
-    shipped = list(TEMPLATE.parents[1].glob("plugins/ovpatch_plugins/*/*_feature.py"))
-    assert (code, len(lines)) == (0, len(shipped) + 1), "a line for each feature"
-    assert ["a", "?", "disabled", "(not", "imported)", "dist-a", "1.0"] in [line.split() for line in lines]
-    assert not any("bucket_cap_mb" in line or len(line) > 120 for line in lines)
+    rows = {row[0]: row for row in table_rows(out)}
+    shipped = {path.parent.name for path in TEMPLATE.parents[1].glob("plugins/ovpatch_plugins/*/*_feature.py")}
+    assert (code, shipped | {"a"} | {"feature"}) == (0, set(rows) - {""})
+    assert rows["feature"] == ["feature", "default", "state", "why", "summary"]
+    assert rows["a"][1:4] == ["?", "disabled", "off by OVPATCH=-a"]
+    assert rows["megatron"][1:3] == ["off", "disabled"]
+    assert rows["megatron"][3].startswith("off by default")
+    assert not any("bucket_cap_mb" in line or len(line) > 120 for line in out.splitlines())
     assert "off by OVPATCH=-a" in command("list", "a")[1]
     assert "fake_a" not in sys.modules
+
+
+def test_list_gives_the_reason_also_with_everything_off(command, monkeypatch):
+    monkeypatch.setenv("OVPATCH", "0")
+    rows = table_rows(command("list")[1])[1:]
+    assert {row[3] for row in rows if row[0]} == {"off by OVPATCH=0"}
+
+
+def table_rows(out):
+    """Return the cells of each line of the tables in an output."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("| ")]
 
 
 def test_list_of_one_feature_has_its_options(command, monkeypatch):
@@ -90,10 +109,9 @@ def test_list_of_one_feature_has_its_options(command, monkeypatch):
 @pytest.mark.parametrize("columns", [40, 70, 200])
 def test_the_terminal_is_as_wide_as_it_is(command, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    for line in ("list", "doctor"):
-        out = command(line)[1]
+    for line in (("list",), ("doctor", "--full")):
+        out = command(*line)[1]
         assert all(len(row) <= columns for row in out.splitlines() if row[:1] in ("|", "+"))
-    assert all(len(row) <= columns for row in command("list")[1].splitlines())
 
 
 # --- mistakes ---
@@ -184,11 +202,12 @@ def test_help_has_examples_and_the_exit_codes(capsys, monkeypatch, subcommand):
     with pytest.raises(SystemExit):
         main.main([*filter(None, [subcommand]), "--help"])
     out = capsys.readouterr().out
-    for code in ExitCode:
-        assert f"\n  {code.value:<4} {code.meaning[:40]}" in out
+    codes = main.COMMANDS[subcommand].codes if subcommand else {}
+    listed = {int(line.split()[0]) for line in out.splitlines() if re.match(r"  \d+ +\w", line)}
+    assert listed == set(codes), "a page has the exit codes of its command, and no other"
     for example in main.COMMANDS[subcommand].examples if subcommand else ("list",):
         assert f"\n  ovpatch {example}\n" in out
-        main._parser(example.split()[0]).parse_args(example.split())
+        main._make_parser(example.split()[0]).parse_args(example.split())
 
 
 def test_the_documented_exit_codes_are_those_there_are():
@@ -260,6 +279,37 @@ def test_doctor_as_json(command, site, monkeypatch):
     assert features["a"]["options"]["n"] == {"value": 5, "source": "environment OVPATCH_A_N"}
 
 
+GPU = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * 2**30)
+
+
+def test_doctor_is_one_screen_for_a_bug_report(command, monkeypatch):
+    """Two GPUs that reach each other; what differs between machines is left out of the golden file."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: GPU)
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(doctor_command, "_find_versions", lambda report: VERSIONS)
+    monkeypatch.setattr(doctor_command, "_explain_state", lambda feature: "")
+    machine = doctor_command.find_machine() | {"cpus": 16, "memory_bytes": 2**37, "backends": ["gloo", "nccl"]}
+    monkeypatch.setattr(doctor_command, "find_machine", lambda: machine)
+    monkeypatch.setenv("OVPATCH_CACHE_DIR", os.devnull)
+    out = command("doctor")[1]
+    assert len(out.splitlines()) <= 40
+    check_golden("doctor", re.sub(r"\| (applied, idle|applied|pending|skipped) *\|", "| state |", out))
+    assert "gather_bucket_mb" not in out, "options are in --full"
+    full = command("doctor", "--full")[1]
+    assert "dist_optimizer.gather_bucket_mb" in full
+    assert "collectives_in_backward 0" in full
+
+
+VERSIONS = {"ovpatch": "1.0", "python": "3.11.7", "platform": "Linux-6.1", "torch": "2.13.0"}
+VERSIONS |= dict.fromkeys(doctor_command._LIBRARIES, "1.2.3") | {"lightning": "not installed"}
+
+
 def test_doctor_says_where_measurements_are_kept(command, site, monkeypatch, tmp_path):
     for path, kept in ((tmp_path / "new" / "er", True), (Path(os.devnull) / "none", False)):
         monkeypatch.setenv("OVPATCH_CACHE_DIR", str(path))
@@ -290,15 +340,16 @@ def test_doctor_says_why_autoload_cannot_work(command, monkeypatch):
 
 def test_a_torch_that_is_too_old_is_a_problem_and_a_warning(command, monkeypatch):
     problem = "torch 2.9 is older than 2.11"
-    monkeypatch.setattr(doctor, "explain_old_torch", lambda: problem)
+    monkeypatch.setattr(doctor_command, "explain_old_torch", lambda: problem)
     code, out, _ = command("doctor")
-    assert (code, out.splitlines()[-1]) == (1, f"PROBLEM: {problem}")
+    assert (code, out.splitlines()[0]) == (1, f"ovpatch {ovpatch.__version__}: 1 problem found")
+    assert out.splitlines()[2] == f"PROBLEM: {problem}"
     monkeypatch.setattr(api, "explain_old_torch", lambda: problem)
-    monkeypatch.setattr(api, "session", doctor.session)
+    monkeypatch.setattr(api, "session", doctor_command.session)
     with pytest.warns(UserWarning, match=problem):
         ovpatch.apply()
     monkeypatch.setenv("OVPATCH", "0")
-    doctor.session.revert(())
+    doctor_command.session.revert(())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ovpatch.apply()
@@ -320,6 +371,44 @@ def test_doctor_names_a_duplicate_that_was_left_out(command, site):
     assert data["report"]["features"][0]["state"] == "applied"
 
 
+# --- report ---
+
+
+def test_reports_of_nodes_are_merged(command, tmp_path):
+    nodes = []
+    for node in (0, 1):
+        made = FeatureReport("ddp", "applied", counters={"models": 1, "steps": 4}, gains=("{models:model}",))
+        process = Report("1", "2", "3", 7, node, (made,)).to_json()
+        nodes.append(tmp_path / f"node{node}.json")
+        nodes[node].write_text(json.dumps(merge_reports([process])))
+    written = tmp_path / "all.json"
+    code, out, err = command("report", *map(str, nodes), "--json", str(written))
+    assert (code, out) == (0, "ovpatch:     ddp: 1 model (each of 2 ranks)\n")
+    assert err == f"ovpatch report: the merged report is in {written}\n"
+    merged = json.loads(written.read_text())
+    assert merged["features"][0]["counters"] == {"models": 2, "steps": 8}
+    assert [process["rank"] for process in merged["processes"]] == [0, 1]
+    assert [process["rank"] for process in merged["features"][0]["processes"]] == [0, 1]
+    assert "models 2, steps 8" in command("report", "--full", str(written))[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read as a report"),
+        ("{", "cannot be read as a report"),
+        ("[]", "is no report"),
+        ('{"features": [], "patches": [], "processes": []}', "nothing was patched there. Leave the file out."),
+    ],
+)
+def test_a_file_that_is_no_report_is_a_mistake(command, tmp_path, text, said):
+    if text is not None:
+        (tmp_path / "r.json").write_text(text)
+    code, out, err = command("report", str(tmp_path / "r.json"))
+    assert (code, out) == (2, "")
+    assert said in err
+
+
 # --- usage ---
 
 
@@ -330,7 +419,14 @@ def test_wrong_settings_are_exit_code_2(command, monkeypatch):
     assert "did you mean 'ddp'" in err
 
 
-@pytest.mark.parametrize("line", [[], ["nonsense"], ["list", "--nonsense"]])
+def test_the_name_alone_prints_help(capsys):
+    assert main.main([]) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert out.startswith("usage: ovpatch")
+    assert "ovpatch verify -- torchrun" in out
+
+
+@pytest.mark.parametrize("line", [["nonsense"], ["list", "--nonsense"]])
 def test_wrong_usage_is_exit_code_2(line, capsys):
     with pytest.raises(SystemExit) as error:
         main.main(line)

@@ -596,3 +596,13 @@ def test_imports_in_docstrings_are_there():
     assert len(statements) >= 3
     for _, statement in statements:
         exec(statement, {})
+
+
+def test_settings_name_the_kind_of_value_of_every_option():
+    plan = Session().plan(environ={"OVPATCH": "all"}, ask_machine=False)
+    features = [record.feature for record in plan.records.values() if record.found.first_party]
+    options = [option for feature in features for option in feature.options]
+    unnamed = [
+        option.name for option in options if not (option.choices or isinstance(option.default, bool) or option.values)
+    ]
+    assert (len(options) > 40, unnamed) == (True, [])

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ovpatch.session.plan import FeatureError
+from ovpatch.session.feature_plan import FeatureError
 from tests.support import fake_plugins
 from tests.support.fake_plugins import ADD, ADD_N, OPTION, REASON, states
 

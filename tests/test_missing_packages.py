@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ovpatch.cli import doctor
-from ovpatch.session.plan import FeatureError, find_missing_module
+from ovpatch.cli import doctor_command
+from ovpatch.session.feature_plan import FeatureError, find_missing_module
 from ovpatch.session.plugins import find_plugins
 from ovpatch.session.session import Session
 from ovpatch.settings.settings import make_variable_name
@@ -101,9 +101,9 @@ def test_by_name_or_strict_it_is_an_error_with_the_remedy(session, monkeypatch, 
 def test_doctor_calls_it_a_problem(session, monkeypatch):
     remove(monkeypatch, "megatron")
     monkeypatch.setenv("OVPATCH", "megatron")
-    monkeypatch.setattr(doctor, "session", session)
-    records, report = doctor._try()
-    problems = doctor.collect_findings(records, report)["problems"]
+    monkeypatch.setattr(doctor_command, "session", session)
+    records, report = doctor_command._apply()
+    problems = doctor_command.collect_findings(records, report)["problems"]
     assert report["megatron"].state == "skipped"
     reason = "is skipped: there is no package 'megatron': pip install 'ovpatch[megatron]'"
     assert any(problem.startswith("megatron ") and problem.endswith(reason) for problem in problems)

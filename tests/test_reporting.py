@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from ovpatch.patching import PatchState, PatchStatus
-from ovpatch.session.report import (
+from ovpatch.session import script_names
+from ovpatch.session.gains import describe_gains
+from ovpatch.session.report_table import format_report, summarise_report
+from ovpatch.session.session import Session
+from ovpatch.session.session_report import (
     NEVER_CALLED,
     NO_WORK,
     STATES,
@@ -18,12 +23,11 @@ from ovpatch.session.report import (
     Report,
     did_work,
     explain_old_torch,
-    format_report,
-    summarise_report,
     to_plain_data,
 )
-from ovpatch.session.workers import merge_reports
+from ovpatch.session.worker_reports import merge_reports
 from ovpatch.settings.options import OptionValue
+from tests.support.golden import check_golden
 
 
 def patch(target="m.f", state=PatchState.APPLIED, calls=1):
@@ -60,6 +64,8 @@ def test_json_has_the_agreed_keys():
             "requires": [],
             "reorders_products": False,
             "work": [],
+            "gains": [],
+            "fits": "",
         }
     ]
     assert data["patches"] == [patch().to_json()]
@@ -135,35 +141,120 @@ def test_a_notebook_shows_the_report_as_html():
     assert "a &lt; b<br>then<br>n 3" in text
 
 
-def test_the_end_of_a_run_has_six_lines_at_most():
-    counters = {"stock_models": 1, "models": 2, "recovered": 0}
-    features = [feature(name, counters=counters, remarks=("M keeps the stock reducer: why",)) for name in "abcde"]
-    features += [
-        feature("f", "failed", "boom"),
-        feature("g", "skipped", "no GPU"),
-        feature("h", remarks=(NEVER_CALLED,)),
+GAINS = ("{models:model}", "{early} of {all:bucket} early", "{whole-kept:bytes} less memory a rank")
+
+
+def test_gains_are_words_and_units():
+    counters = {"models": 1, "early": 60, "all": 64, "whole": 9 * 2**30, "kept": 2**30}
+    assert describe_gains(GAINS, counters) == "1 model, 60 of 64 buckets early, 8.0 GiB less memory a rank"
+    assert describe_gains(GAINS, {"models": 2000}) == "2,000 models", "a clause of zeros is left out"
+    assert describe_gains((), {"n": 3, "stock_n": 2, "m": 0}) == "n 3"
+
+
+def test_every_shipped_feature_says_its_gains_by_counters_that_exist():
+    found = Session().report(with_fits=False)
+    plan = Session().plan(environ={"OVPATCH": "all"}, ask_machine=False)
+    loaded = [record.feature for record in plan.records.values() if record.found.first_party]
+    assert len(loaded) == len(found.features) >= 7
+    for feature in loaded:
+        assert feature.gains
+        counters = FakeCounters()
+        describe_gains(feature.gains, counters)
+        module = importlib.import_module(f"ovpatch_plugins.{feature.name}.report")
+        assert counters.read <= set(module.COUNTERS.as_dict()), feature.name
+
+
+class FakeCounters(dict):
+    """Counters that are all 1, and know which of them were read."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = set()
+
+    def get(self, name, default=0):
+        if name:
+            self.read.add(name)
+        return 1 if name else default
+
+
+SCRIPT = """
+import helper
+def main():
+    from torch.distributed.pipelining import Schedule1F1B as Schedule
+    Trainer(gradient_checkpointing=True)
+    helper.run(torch.utils.data)
+"""
+
+
+def test_a_script_is_known_by_the_names_in_its_code_and_on_its_command_line(monkeypatch, tmp_path):
+    """Also in files beside it, but not in libraries: those name much that the script does not use."""
+    library = tmp_path / "site-packages"
+    library.mkdir()
+    for path in (tmp_path / "train.py", tmp_path / "helper.py", library / "library.py"):
+        path.write_text(SCRIPT if path.stem == "train" else f"def {path.stem}_name(): use(megatron.core)\n")
+        monkeypatch.setitem(sys.modules, path.stem, SimpleNamespace(__file__=str(path)))
+    monkeypatch.setattr(script_names, "_PROGRAM", str(tmp_path / "train.py"))
+    monkeypatch.setattr(script_names, "_PROGRAM_PATH", tmp_path / "train.py")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--sequence-parallel=1", "data"])
+    names = script_names.list_script_names()
+    assert {"torch.distributed.pipelining", "Schedule1F1B", "gradient_checkpointing", "sequence_parallel"} <= names
+    assert "helper_name" in names
+    assert "library_name" not in names
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "counters", "reason"),
+    [
+        ("pipeline", {"ScheduleGPipe"}, {}, "uses ScheduleGPipe"),
+        ("pipeline", {"Schedule"}, {}, ""),
+        ("recompute", {"torch.utils.checkpoint"}, {}, "uses torch.utils.checkpoint"),
+        ("recompute", {"torch.utils.data"}, {}, ""),
+        ("megatron", {"megatron.core.transformer"}, {}, "uses megatron.core"),
+        ("megatron", {"megatron.corelib"}, {}, ""),
+        (
+            "dist_optimizer",
+            set(),
+            {"ddp": {"bytes_reduced": 6 * GIB, "backwards": 2}},
+            "keeps the full optimizer state for 3.0 GiB of gradients on each rank",
+        ),
+        ("dist_optimizer", set(), {"ddp": {"bytes_reduced": 6 * GIB, "backwards": 200}}, ""),
+    ],
+)
+def test_a_feature_knows_whether_it_fits_a_script(name, names, counters, reason):
+    plugin = importlib.import_module(f"ovpatch_plugins.{name}.plugin")
+    assert plugin.ovpatch_fits(names, counters) == reason
+
+
+def test_the_end_of_a_run_on_ranks_is_as_in_its_golden_file():
+    counters = {"models": 1, "early": 60, "all": 64, "stock_models": 1}
+    remarks = ("Tail keeps the stock reducer: it has a communication hook", "untested with torch 9")
+    ddp = feature(counters=counters, gains=GAINS, work=("all",), remarks=remarks)
+    features = [
+        ddp,
+        feature("sharder", requires=("ddp",), remarks=("Net: off: too small", "m.f is pending: m", NEVER_CALLED)),
+        feature("broken", "failed", "boom"),
+        feature("other", remarks=("no layer of it was found", NEVER_CALLED)),
+        feature("pipes", "disabled", "off by default", fits="uses Schedule1F1B"),
+        feature("off", "disabled", "off by OVPATCH=-off"),
     ]
-    lines = summarise_report(report(*features), 2, width=2000).splitlines()
-    assert [line.split()[0] for line in lines] == ["ovpatch", "a", "b", "others", "stock", "not"]
-    assert lines[0] == "ovpatch 0.1, torch 2.13: 2 processes reported"
-    assert lines[1].split(maxsplit=1)[1] == "models 2", "what is 0, or was left to stock, is no work"
-    assert lines[3].endswith("c, d, e")
-    assert "a: M keeps the stock reducer: why" in lines[4]
-    assert "f is failed: boom" in lines[4]
-    assert lines[5].endswith(f"g (no GPU), h ({NEVER_CALLED})")
-    assert all(len(line) <= 60 for line in summarise_report(report(*features), 2, width=60).splitlines())
+    merged = merge_reports([report(*features, rank=rank) for rank in (0, 1)])
+    check_golden("run-two-ranks", summarise_report(merged, "torchrun train.py", width=100))
+    lines = summarise_report(merged, "torchrun train.py", width=60).splitlines()
+    assert all(len(line) <= 60 for line in lines[:-1])
 
 
-def test_the_end_of_a_run_uses_the_lines_that_are_left_for_reasons():
-    off = [feature(name, "disabled", f"off by default; on by OVPATCH=+{name}") for name in ("a", "b")]
-    features = [*off, feature("c", "disabled", "OVPATCH=-c"), feature("d", "skipped", "why " * 30)]
-    text = summarise_report(report(*features), 1, width=100)
-    assert [len(line) <= 100 for line in text.splitlines()] == [True] * 3
-    assert text.splitlines()[1].startswith("  not active      c (OVPATCH=-c), d (why why")
-    assert text.endswith("why ), a, b (off by default)")
-    short = summarise_report(report(*features), 1, width=30).splitlines()
-    assert len(short) == 6
-    assert short[5].endswith("...")
+def test_the_end_of_a_run_that_gained_nothing_gives_the_next_command():
+    merged = merge_reports([report(feature(remarks=(NEVER_CALLED,)), rank=rank) for rank in (0, 1)])
+    text = summarise_report(merged, "torchrun train.py", width=200)
+    assert text.startswith("ovpatch:     nothing was accelerated: the script used nothing that a feature patches")
+    assert text.endswith("  next       ovpatch run --full -- torchrun train.py")
+    merged = merge_reports([report(feature("pipes", "disabled", fits="uses Schedule1F1B"))])
+    text = summarise_report(merged, "python train.py", width=200)
+    assert text.startswith("ovpatch:     nothing to overlap on one process.")
+    assert text.endswith("  next       ovpatch run --features=+pipes -- python train.py")
 
 
 @pytest.mark.parametrize(

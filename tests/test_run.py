@@ -82,6 +82,8 @@ def test_torchrun_workers_of_an_unmodified_script_over_a_restart(run, site):
             victim.f(1)
             sys.exit(3 if os.environ["RANK"] == "0" else 0)
         assert victim.f(1) == 11
+        def later():
+            from torch.distributed.pipelining import Schedule1F1B
         sys.stdout.write("rank %s\\n" % os.environ["RANK"])
         """,
     )
@@ -95,6 +97,10 @@ def test_torchrun_workers_of_an_unmodified_script_over_a_restart(run, site):
     seen = {(process["rank"], process["restart"]) for process in report["processes"]}
     assert {(0, 0), (0, 1), (1, 1)} <= seen
     assert all(rank is not None for rank, _ in seen), "the launcher is no worker"
+    assert features["pipeline"]["fits"] == "uses Schedule1F1B"
+    assert "--features=+pipeline, because this script uses Schedule1F1B" in done.stderr
+    assert "ovpatch:     a: calls 1 (each of 2 ranks)" in done.stderr
+    assert f"the report is in {site.folder}/report.json" in done.stderr
 
 
 CHILDREN = """
@@ -148,6 +154,7 @@ def test_off_is_no_failure(run, site):
     done, report = run(sys.executable, train, OVPATCH="0")
     assert done.returncode == 0, done.stderr
     assert {feature["state"] for feature in report["features"]} == {"disabled"}
+    assert not any(feature["fits"] for feature in report["features"]), "what is off on purpose is no advice"
 
 
 @pytest.mark.slow

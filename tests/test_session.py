@@ -109,7 +109,7 @@ heavy = [n for n in new if n.partition(".")[0] in ("rich", "torch", "numpy", "so
 with ovpatch.applied():
     pass
 ovpatch.revert()
-import ovpatch.session.report, ovpatch.session.session
+import ovpatch.session.session_report, ovpatch.session.session
 assert callable(ovpatch.report) and callable(ovpatch.apply)
 try:
     ovpatch.nonsense

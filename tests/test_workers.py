@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from ovpatch.session import workers
-from ovpatch.session.report import FeatureReport, Report
+from ovpatch.session import worker_exit, worker_reports
+from ovpatch.session.session_report import FeatureReport, Report
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ from ovpatch.session.report import FeatureReport, Report
     ],
 )
 def test_roles(line, role):
-    assert workers.get_process_role(line.split()) == role
+    assert worker_exit.get_process_role(line.split()) == role
 
 
 def test_a_report_without_what_the_parent_had_counted():
@@ -48,22 +48,22 @@ def test_a_report_without_what_the_parent_had_counted():
             "patches": [{"feature": "a", "target": "m.f", "calls": calls, "traces": 0}],
         }
 
-    left = workers.subtract_report(data(5, 7), data(2, 3))
+    left = worker_exit.subtract_report(data(5, 7), data(2, 3))
     assert left == data(3, 4)
-    assert workers.subtract_report(data(5, 7), {}) == data(5, 7)
+    assert worker_exit.subtract_report(data(5, 7), {}) == data(5, 7)
 
 
 @pytest.fixture
 def reporter(tmp_path):
     made = Report("0.1", "2.13", "3.11", os.getpid(), None, (FeatureReport("a", "applied", counters={"n": 1}),))
-    return workers._Reporter(tmp_path, lambda: made)
+    return worker_exit._Reporter(tmp_path, lambda with_fits=False: made)
 
 
 def test_one_file_per_process_rewritten_in_place(reporter, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     reporter.write()
     reporter.write()
-    (found,) = workers.read_reports(tmp_path, "worker")
+    (found,) = worker_reports.read_reports(tmp_path, "worker")
     assert found["restart"] == 2
     assert found["features"][0]["counters"] == {"n": 1}
     assert [path.name for path in tmp_path.iterdir()] == [reporter.get_path().name], "no temporary file stays"
@@ -76,26 +76,26 @@ def test_a_directory_that_is_gone_is_no_error(reporter, tmp_path):
 
 
 def test_nothing_goes_wrong_at_exit(reporter, tmp_path):
-    reporter._make_report = lambda: 1 / 0
+    reporter._make_report = lambda with_fits=False: 1 / 0
     reporter.write_at_exit()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_failure_is_recorded_only_under_ovpatch_run(tmp_path, monkeypatch):
-    monkeypatch.delenv(workers.REPORT_DIR, raising=False)
-    workers.write_failure("x")
-    monkeypatch.setenv(workers.REPORT_DIR, str(tmp_path / "gone"))
-    workers.write_failure("x")
-    monkeypatch.setenv(workers.REPORT_DIR, str(tmp_path))
+    monkeypatch.delenv(worker_reports.REPORT_DIR, raising=False)
+    worker_exit.write_failure("x")
+    monkeypatch.setenv(worker_reports.REPORT_DIR, str(tmp_path / "gone"))
+    worker_exit.write_failure("x")
+    monkeypatch.setenv(worker_reports.REPORT_DIR, str(tmp_path))
     monkeypatch.setenv("RANK", "3")
-    workers.write_failure("why")
-    (found,) = workers.read_reports(tmp_path, "failed")
+    worker_exit.write_failure("why")
+    (found,) = worker_reports.read_reports(tmp_path, "failed")
     assert found == {"pid": os.getpid(), "rank": "3", "error": "why"}
 
 
 def test_json_is_written_whole(tmp_path):
     path = tmp_path / "x.json"
-    workers.save_json(path, {"a": 1})
-    workers.save_json(path, {"a": 2})
+    worker_reports.save_json(path, {"a": 1})
+    worker_reports.save_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 2}
     assert list(tmp_path.iterdir()) == [path]

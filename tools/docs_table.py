@@ -50,9 +50,10 @@ def _shipped() -> list[Feature]:
 
 
 def _option_row(feature: str, option: Option) -> tuple[str, str, str, str]:
-    values = " ".join(f"`{choice}`" for choice in option.choices) or _VALUES.get(type(option.default), "a text")
+    values = " ".join(f"`{choice}`" for choice in option.choices) or option.values
+    values = values or _VALUES.get(type(option.default), "a string")
     default = {True: "`1`", False: "`0`"}.get(option.default) if isinstance(option.default, bool) else None
-    shown = default or ("unset" if option.default is None else f"`{option.default}`")
+    shown = default or ("unset" if option.default in (None, "") else f"`{option.default}`")
     also = [make_variable_name(feature, alias) for alias in option.aliases]
     shown += _unless_named(option)
     return f"`{make_variable_name(feature, option.name)}`", values, shown, _explain(option, also)

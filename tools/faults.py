@@ -338,9 +338,9 @@ FAULTS: Final = (
     ),
     Fault(
         "a script that fails is called equal",
-        "ovpatch/insight/verify/verify.py",
-        '        if self.outcomes["stock"].code:\n            return Conclusion.FAILS_LATER',
-        "        if False:\n            return Conclusion.FAILS_LATER",
+        "ovpatch/insight/verify/verification.py",
+        '        if self._outcomes["stock"].code:\n            return _Answer(Conclusion.FAILS_LATER',
+        "        if False:\n            return _Answer(Conclusion.FAILS_LATER",
         ("tests/insight/test_verify_verdicts.py",),
     ),
     Fault(
@@ -409,7 +409,7 @@ FAULTS: Final = (
     ),
     Fault(
         "a missing package is not seen",
-        "ovpatch/session/plan.py",
+        "ovpatch/session/feature_plan.py",
         "if missing:\n            top",
         "if False:\n            top",
         ("tests/test_missing_packages.py",),

@@ -16,7 +16,7 @@ from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError
 
 if TYPE_CHECKING:
-    from ovpatch.session.plan import FeaturePlan
+    from ovpatch.session.feature_plan import FeaturePlan
 
 
 def add_features(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
         type=parse_positive,
         default=600.0,
         metavar="S",
-        help="end a run as hung after so many seconds without a step (600)",
+        help="end a run as hung after S seconds without a step (600)",
     )
 
 
@@ -64,7 +64,7 @@ def parse_positive(text: str) -> float:
 
 
 def make_int_parser(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers, ``least`` or more."""
+    """Return a parser of integers, ``least`` or more."""
 
     def parse(text: str) -> int:
         if int(text) < least:
@@ -119,8 +119,9 @@ def check_comparison(arguments: argparse.Namespace, subcommand: str) -> list[str
     if plan.environment.selection.kind == "nothing":
         raise SettingsError("OVPATCH turns everything off, so there is nothing to compare. Unset it.")
     requests = [record.request for record in plan.records.values()]
-    if requests and all(one.enforced and not one.on for one in requests):  # else the script may turn a feature on
-        reasons = ", ".join(dict.fromkeys(one.reason for one in requests))
+    # Otherwise the script may turn a feature on.
+    if requests and all(request.enforced and not request.on for request in requests):
+        reasons = ", ".join(dict.fromkeys(request.reason for request in requests))
         raise SettingsError(f"every feature is turned off ({reasons}), so there is nothing to compare. Unset one.")
     warn_of_near_misses(environment, subcommand)
     check_file(arguments.json, "--json")

@@ -1,6 +1,6 @@
-"""The command line: ``ovpatch list | doctor | run | verify | bench | timeline | pipeline``.
+"""The command line: ``ovpatch list | doctor | run | report | verify | bench | timeline | pipeline``.
 
-``python -m ovpatch`` is the same. Exit codes are those of :class:`ovpatch.exit_codes.ExitCode`.
+``python -m ovpatch`` is the same. :class:`ovpatch.exit_codes.ExitCode` has the exit codes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
@@ -18,74 +18,139 @@ from ovpatch._version import __version__
 from ovpatch.exit_codes import ExitCode, get_exit_code
 from ovpatch.settings.settings import suggest_name
 
+# The exit codes that a command has if it starts the command of a user.
+_STARTING: Final = {
+    code: code.meaning
+    for code in (
+        ExitCode.USAGE,
+        ExitCode.NOT_EXECUTABLE,
+        ExitCode.NOT_FOUND,
+        ExitCode.INTERRUPTED,
+    )
+}
+_USAGE: Final = {ExitCode.USAGE: ExitCode.USAGE.meaning}
+_NO_STEP: Final = {ExitCode.UNDECIDED: ExitCode.UNDECIDED.meaning}
+_MACHINE: Final = {
+    ExitCode.OK: "no problem",
+    ExitCode.PROBLEM: "something is wrong on this machine",
+}
+
 
 @dataclass(frozen=True)
 class _Command:
-    """One subcommand; its module is imported when it is used."""
+    """One subcommand; its module is imported when it is used.
 
-    module: str  # name within ``ovpatch.cli``; has both functions
-    help: str  # one line
-    about: str  # what it does, in sentences
-    examples: tuple[str, ...]  # each as the words after ``ovpatch``
-    function: str = "main"  # takes the parsed arguments, returns the exit code
-    configure: str = "configure"  # declares its arguments
+    Attributes:
+        module: Name within ``ovpatch.cli``.
+        help: One line.
+        about: The description, in sentences.
+        examples: Each as the words after ``ovpatch``.
+        codes: The meaning of each exit code.
+        function: Function of the module that gets the parsed arguments and returns the exit code.
+        configure: Function of the module that declares the arguments.
+    """
+
+    module: str
+    help: str
+    about: str
+    examples: tuple[str, ...]
+    codes: Mapping[ExitCode, str]
+    function: str = "main"
+    configure: str = "configure"
 
 
 COMMANDS: Final = {
     "list": _Command(
-        "doctor",
-        "which features there are, and their state on this machine",
-        "Show one line for each feature, or the options of one feature.",
+        "doctor_command",
+        "the features, and why each is on or off here",
+        "Show all features, or the options of one feature.",
         ("list", "list ddp", "list --json"),
+        _MACHINE | _USAGE,
         function="main_list",
         configure="configure_list",
     ),
     "doctor": _Command(
-        "doctor",
-        "versions, plugins, settings, and what is wrong",
-        "Turn all features on in a process of its own, and show what was found. The last lines name each problem.",
-        ("doctor", "doctor --json"),
+        "doctor_command",
+        "this machine on one screen: versions, GPUs, features, problems",
+        "Turn all features on in a separate process, and show the machine, the features and each "
+        "problem. Paste it into a bug report.",
+        ("doctor", "doctor --full", "doctor --json"),
+        _MACHINE | _USAGE,
     ),
     "run": _Command(
-        "run",
+        "run_command",
         "run a training command with every worker patched",
-        "Run a command with ovpatch on in each of its Python processes, and report what each feature did. The script "
-        "needs no change.",
+        "Run a command with ovpatch on in each of its Python processes, and report the gain of each "
+        "feature. The script needs no change.",
         (
             "run -- torchrun --nproc-per-node 8 train.py",
             "run --features=+dist_optimizer --report report.json -- torchrun --nproc-per-node 8 train.py",
         ),
+        {
+            ExitCode.OK: "the command succeeded, patched",
+            ExitCode.PROBLEM: "no process was patched, or a process could not be patched",
+            **_STARTING,
+        },
+    ),
+    "report": _Command(
+        "report_command",
+        "show the reports of run, merged over nodes",
+        "Merge the files that `ovpatch run --report FILE` wrote on each node of a job, and show the "
+        "gain of each feature.",
+        ("report node0.json node1.json", "report --full report.json"),
+        {ExitCode.OK: "the reports were shown", **_USAGE},
     ),
     "verify": _Command(
-        "verify",
-        "whether a command computes the same patched as stock",
-        "Run a command stock and patched with the same seeds, and compare losses, gradients, parameters, optimizer "
-        "state and checkpoints on every rank after each step. Each run writes the files that the script writes.",
+        "verify_command",
+        "whether a command computes the same stock and patched",
+        "Run a command stock and patched with the same seeds, and compare losses, gradients, "
+        "parameters, optimizer state and checkpoints on every rank after each step. Each run writes "
+        "the files that the script writes.",
         (
             "verify -- torchrun --nproc-per-node 2 train.py",
             "verify --steps 10 --features ddp --json result.json -- torchrun --nproc-per-node 2 train.py",
         ),
+        {
+            ExitCode.OK: "the same results",
+            ExitCode.PROBLEM: "different results",
+            **_NO_STEP,
+            **_STARTING,
+        },
     ),
     "bench": _Command(
-        "bench",
-        "whether a command is faster patched than stock, and by how much",
-        "Run a command stock and patched in turn, and compare step times and memory. A difference is claimed only if "
-        "it is larger than the noise between equal runs.",
+        "bench_command",
+        "whether a command is faster patched, and by how much",
+        "Run a command stock and patched in turn, and compare step times and memory. A difference "
+        "is claimed only if it is larger than the noise between equal runs.",
         (
             "bench -- torchrun --nproc-per-node 8 train.py",
             "bench --rounds 5 --steps 50 -- torchrun --nproc-per-node 8 train.py",
+            "bench --against fsdp2 -- torchrun --nproc-per-node 8 train_hf.py",
         ),
+        {
+            ExitCode.OK: "it was measured, faster or not",
+            ExitCode.PROBLEM: "the patched run failed",
+            **_NO_STEP,
+            **_STARTING,
+        },
     ),
     "timeline": _Command(
-        "timeline",
+        "timeline_command",
         "record steps of a command and show which communication is exposed",
-        "Record a few steps of a command, or read traces of torch.profiler, and show for each rank how much "
-        "communication is hidden by compute. The result is a table, a picture and a trace for Perfetto.",
+        "Record a few steps of a command, or read traces of torch.profiler, and show for each rank "
+        "how much communication is hidden by compute. The result is a table, a picture and a trace "
+        "for Perfetto.",
         (
             "timeline --compare -- torchrun --nproc-per-node 8 train.py",
             "timeline --compare stock/ patched/",
             "timeline --open trace0.json trace1.json",
         ),
+        {
+            ExitCode.OK: "the timeline was written",
+            ExitCode.PROBLEM: "no feature was on, or a process could not be observed",
+            **_NO_STEP,
+            **_STARTING,
+        },
     ),
     "pipeline": _Command(
         "pipeline_command",
@@ -95,32 +160,49 @@ COMMANDS: Final = {
             "pipeline --what-if p=8,m=32,memory=1x/1.5x",
             "pipeline -- torchrun --nproc-per-node 4 train.py",
         ),
+        {
+            ExitCode.OK: "the orders were compared",
+            ExitCode.PROBLEM: "the patched run failed",
+            **_NO_STEP,
+            **_STARTING,
+        },
     ),
 }
+# These return the exit code of the user's command if that fails.
+_PASSING: Final = ("run", "timeline")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand, by default that of ``sys.argv``, and return its exit code."""
     line = list(sys.argv[1:] if arguments is None else arguments)
     chosen = next((word for word in line if not word.startswith("-")), "")
-    parsed = _parser(chosen).parse_args(line)
+    parser = _make_parser(chosen)
+    if not line:
+        parser.print_help()
+        return ExitCode.OK
+    parsed = parser.parse_args(line)
     command = COMMANDS[parsed.subcommand]
     try:
         code = int(getattr(import_module(f"ovpatch.cli.{command.module}"), command.function)(parsed))
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:  # no command is running that would get the signal itself
+    except KeyboardInterrupt:
+        # No command is running that would get the signal itself.
         print("ovpatch: interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:  # `ovpatch list | head`; else Python reports it again when it flushes at exit
+    except BrokenPipeError:
+        # The reader, as in `ovpatch list | head`, has ended. Without the next line, Python would
+        # report the error again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.PROBLEM
-    except Exception as error:  # an error without exit code is a defect of ovpatch, and is raised
+    except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             remedy = "Install torch 2.11 or later, or use the Python that trains: python -m ovpatch."
-            print(f"ovpatch {parsed.subcommand}: {sys.executable} has no torch. {remedy}", file=sys.stderr)
+            name = f"ovpatch {parsed.subcommand}"
+            print(f"{name}: {sys.executable} has no torch. {remedy}", file=sys.stderr)
             return ExitCode.PROBLEM if parsed.subcommand in ("list", "doctor") else ExitCode.USAGE
         ending = get_exit_code(error)
+        # An error without an exit code is a defect of ovpatch.
         if ending is None:
             raise
         print(f"ovpatch {parsed.subcommand}: {error}", file=sys.stderr)
@@ -149,14 +231,18 @@ class _Parser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
 
-def _parser(chosen: str) -> argparse.ArgumentParser:
-    """Return the parser; only the chosen subcommand's arguments are declared, so only its module is imported."""
+def _make_parser(chosen: str) -> argparse.ArgumentParser:
+    """Return the parser; only the chosen subcommand declares arguments and imports its module."""
     parser = _Parser(
         prog="ovpatch",
-        description="Patches PyTorch training so that communication hides behind compute: same results, less memory, "
-        "faster steps.",
-        epilog=_epilog(
-            "verify -- torchrun --nproc-per-node 2 train.py", "run -- torchrun --nproc-per-node 8 train.py", "list"
+        description="Patches PyTorch training so that communication hides under compute: same "
+        "results, less memory, faster steps.",
+        epilog=_write_epilog(
+            (
+                "verify -- torchrun --nproc-per-node 2 train.py",
+                "run -- torchrun --nproc-per-node 8 train.py",
+                "list",
+            )
         ),
         formatter_class=_HelpFormatter,
     )
@@ -167,16 +253,17 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
             name,
             help=command.help,
             description=command.about,
-            epilog=_epilog(*command.examples),
+            epilog=_write_epilog(command.examples, command.codes, passes=name in _PASSING),
             formatter_class=_HelpFormatter,
         )
         if name == chosen:
-            getattr(import_module(f"ovpatch.cli.{command.module}"), command.configure)(subparser)
+            module = import_module(f"ovpatch.cli.{command.module}")
+            getattr(module, command.configure)(subparser)
     return parser
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Keeps the lines of an epilog: examples stay whole, and meanings are wrapped in their column."""
+    """A formatter that keeps the lines of an epilog, and wraps meanings in their column."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" not in text:
@@ -188,8 +275,17 @@ class _HelpFormatter(argparse.HelpFormatter):
         return "\n".join(lines)
 
 
-def _epilog(*examples: str) -> str:
-    """Return the examples, and the exit codes, which are the same in every subcommand."""
-    lines = ["examples:", *(f"  ovpatch {example}" for example in examples), "", "exit codes:"]
-    lines += [f"  {code.value:<4} {code.meaning}" for code in ExitCode]
-    return "\n".join([*lines, "  run and timeline return the command's own exit code if that fails"])
+def _write_epilog(
+    examples: Sequence[str],
+    codes: Mapping[ExitCode, str] | None = None,
+    *,
+    passes: bool = False,
+) -> str:
+    """Return the examples and the exit codes; ``passes`` adds the code of the user's command."""
+    lines = ["examples:", *(f"  ovpatch {example}" for example in examples)]
+    if codes is not None:
+        lines += ["", "exit codes:"]
+        lines += [f"  {code.value:<4} {meaning}" for code, meaning in sorted(codes.items())]
+    if passes:
+        lines.append("  The exit code of the command itself if that fails")
+    return "\n".join(lines)

@@ -21,7 +21,7 @@ from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
 from ovpatch.insight import pipeline_plan
 from ovpatch.planner import what_if
-from ovpatch.session.report import wants_colour
+from ovpatch.session.report_table import wants_colour
 from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError, suggest_name
 

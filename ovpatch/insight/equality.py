@@ -1,8 +1,9 @@
 """The one equality rule of the project, used by the tests and by ``ovpatch verify``.
 
 A value is bitwise equal, where NaN equals NaN and 0.0 equals -0.0, or equal within noise: the largest absolute
-difference is at most ``max(1e-6, 2 * noise)``. The noise is the difference of stock from itself with its reductions in
-another order. ``verify`` sees every value of every step and has a stricter rule (``verify/compare.py``).
+difference is at most ``max(1e-6, 2 * noise)``. The noise is the difference between runs of stock
+PyTorch with reductions in another order. ``verify`` sees every value of every step and has a stricter
+rule (``verify/compare.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Scalar: TypeAlias = float | int | complex
 class Difference:
     """The outcome of comparing two numbers, or two tensors of one shape and dtype."""
 
-    max_abs: float = 0.0  # largest absolute difference between finite values, 0.0 if there is none
+    # Largest absolute difference between finite values, 0.0 if there is none.
+    max_abs: float = 0.0
     finite: bool = True  # False if one side is NaN or infinite where the other is not, or of the other sign
     first: tuple[int, ...] | None = None  # index of the first difference, if any
     values: tuple[Scalar, Scalar] | None = None  # the two values at that index
@@ -89,12 +91,13 @@ def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
 
 
 def _same_at_once(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether ``torch.equal`` finds two tensors equal, without widening. False proves nothing, as with NaNs."""
+    """Return whether ``torch.equal`` finds two tensors equal; False proves nothing, as with NaNs."""
     if a.device != b.device:
         return False
     try:
         return torch.equal(a, b)
-    except (RuntimeError, NotImplementedError):  # no `equal` for this dtype or layout: compared in chunks instead
+    # This dtype or layout has no `equal`, so the tensors are compared in chunks.
+    except (RuntimeError, NotImplementedError):
         return False
 
 
@@ -124,8 +127,10 @@ def _compare_chunk(a: torch.Tensor, b: torch.Tensor) -> Difference:
     # Where both are NaN or the same infinity, the distance is NaN, and the values are equal.
     largest = float(distance.masked_fill_(~(unequal & finite), 0.0).max().item())
     if wide is torch.int64:
-        largest = max(1.0, largest)  # beyond 2**53, float64 can make neighbours equal
-        x, y = a, b  # to show values as they are: True, and not 1
+        # Beyond 2**53, float64 can make neighbors equal.
+        largest = max(1.0, largest)
+        # The note shows values in their own type: True, and not 1.
+        x, y = a, b
     index = int(unequal.to(torch.uint8).argmax().item())
     return Difference(largest, all_finite, (index,), (x[index].item(), y[index].item()))
 
@@ -138,7 +143,7 @@ FACTOR: Final = 2.0
 
 
 class Verdict(str, Enum):
-    """How two values compare, from best to worst."""
+    """The result of comparing two values, from best to worst."""
 
     BITWISE = "bitwise"
     WITHIN_NOISE = "within noise"
@@ -150,13 +155,14 @@ class Row:
     """One value of the comparison."""
 
     name: str  # dotted name
-    verdict: Verdict  # how it compares
+    verdict: Verdict
     # Largest absolute difference; infinite if a side is not finite where the other is; None if the values are no
     # numbers or cannot be subtracted.
     max_abs_diff: float | None = None
-    allowed: float | None = None  # largest difference within noise; None if none is tolerated or nothing differs
+    # Largest difference within noise; None if none is tolerated or nothing differs.
+    allowed: float | None = None
     first_index: tuple[int, ...] | None = None  # index of the first value that differs
-    note: str = ""  # what differs, in words
+    note: str = ""  # the difference in words
     # Name of the rule that decided; "" if the verdict follows from the equality rule alone.
     rule: str = ""
 
@@ -171,7 +177,7 @@ class Row:
 
     @property
     def excess(self) -> float:
-        """How many times the allowed difference it is, to sort the worst first."""
+        """The multiple of the allowed difference, to sort the worst first."""
         if self.verdict is Verdict.BITWISE:
             return -1.0
         if self.max_abs_diff is None or not self.allowed:

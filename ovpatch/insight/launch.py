@@ -16,7 +16,8 @@ from typing import IO, Final
 
 from ovpatch.exit_codes import ExitCode
 
-_PATIENCE: Final = 1.5  # seconds to end without a signal, and again after SIGTERM
+# Seconds to end without a signal, and again after SIGTERM.
+_END_TIMEOUT_S: Final = 1.5
 
 
 def end_processes(entry: str) -> None:
@@ -26,11 +27,12 @@ def end_processes(entry: str) -> None:
     All of them inherit the command's environment, in whatever session they are.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if _wait(lambda: not find_processes(entry), _PATIENCE):
+        if _wait(lambda: not find_processes(entry), _END_TIMEOUT_S):
             return
         for pid in find_processes(entry):
             send_signal(pid, number)
-    _wait(lambda: not find_processes(entry), _PATIENCE)  # a killed process exists until the system has reaped it
+    # A killed process exists until the system has reaped it.
+    _wait(lambda: not find_processes(entry), _END_TIMEOUT_S)
 
 
 def find_processes(entry: str) -> list[int]:
@@ -52,8 +54,8 @@ def _environment(pid: int) -> list[bytes]:
         return []
 
 
-def _wait(done: Callable[[], bool], patience: float) -> bool:
-    deadline = time.monotonic() + patience
+def _wait(done: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() > deadline:
             return False
@@ -64,8 +66,10 @@ def _wait(done: Callable[[], bool], patience: float) -> bool:
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORWARDED: Final = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _POLL: Final = 0.5  # seconds between ticks
-_DYING: Final = 5.0  # seconds for the system to end killed processes
-GRACE: Final = 40.0  # seconds; torchrun gives its workers 30 before it kills them
+# Seconds for the system to end killed processes.
+_DYING: Final = 5.0
+# Seconds; torchrun gives its workers 30 before it kills them.
+GRACE: Final = 40.0
 
 
 class NotStartedError(Exception):
@@ -101,7 +105,8 @@ class Command:
         self._own_session = own_session
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []  # signals that arrived before the start
-        self.interrupted: signal.Signals | None = None  # the forwarded signal that asked the command to end, if any
+        # The forwarded signal that should end the command, if any.
+        self.interrupted: signal.Signals | None = None
         self.asked = 0  # number of such signals
 
     def start_process(self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None) -> None:
@@ -117,7 +122,8 @@ class Command:
             )
         except FileNotFoundError:
             raise NotStartedError(f"{command[0]}: command not found", ExitCode.NOT_FOUND) from None
-        except OSError as error:  # no permission, a folder, or a script without its first line
+        # There is no permission, or it is a folder or a script without its first line.
+        except OSError as error:
             raise NotStartedError(f"{command[0]}: not executable ({error.strerror})", ExitCode.NOT_EXECUTABLE) from None
         for number in self._early:
             self._send(number)
@@ -135,11 +141,11 @@ class Command:
                 tick()
 
     def terminate(self) -> None:
-        """Ask the command to end."""
+        """Send the command SIGTERM."""
         self._send(signal.SIGTERM)
 
     def stop_process(self, grace: float = GRACE) -> None:
-        """Ask the command to end, and kill the rest of its process group after ``grace`` seconds."""
+        """Send SIGTERM, and kill the rest of the process group after ``grace`` seconds."""
         if not self._lives():
             return
         self.terminate()
@@ -149,7 +155,7 @@ class Command:
         self._running.wait()
 
     def _lives(self) -> bool:
-        """Whether the command, or with its own session any process of its group, still runs."""
+        """Return whether the command, or any process of its own session, still runs."""
         running = self._running.poll() is None
         return running or (self._own_session and _group_lives(self._running.pid))
 
@@ -180,7 +186,7 @@ class Command:
 
 
 def _group_lives(group: int) -> bool:
-    """Whether a process of the group runs; zombies do not count."""
+    """Return whether a process of the group runs; zombies do not count."""
     try:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):
@@ -204,7 +210,7 @@ def running_command(
 ) -> Iterator[Command]:
     """Run a command for the duration of the block, and forward signals to it; raise NotStartedError if it cannot start.
 
-    ``environment`` is its whole environment. With a log, to which stdout and stderr are appended, the command runs in
+    ``environment`` is its full environment. With a log, to which stdout and stderr are appended, the command runs in
     its own session without stdin; without one it shares this process's streams.
     """
     job = Command(own_session=log is not None)
@@ -229,7 +235,10 @@ def _forwarding(job: Command) -> Iterator[None]:
 
 
 def _terminal_sends_it() -> bool:
-    """Whether this process is in the foreground of a terminal, which sends Ctrl-C to the command as well."""
+    """Return whether this process is in the foreground of a terminal.
+
+    The terminal then sends Ctrl-C to the command as well.
+    """
     try:
         with open("/dev/tty", "rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

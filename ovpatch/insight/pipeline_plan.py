@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ovpatch.session.report import render_table
-from ovpatch.session.workers import Orders
+from ovpatch.session.report_table import render_table
+from ovpatch.session.worker_orders import Orders
 
 PLAN: Final = "plan.json"  # in the folder of the run
 COLOURS: Final = {"F": "#7fa8d9", "B": "#e3a857", "BW": "#e3a857", "W": "#7fb5a8"}

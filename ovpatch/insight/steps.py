@@ -1,4 +1,4 @@
-"""The borders between a script's steps, the script's modules, and the end of an observed process."""
+"""The boundaries between a script's steps, the script's modules, and the end of an observed process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ovpatch.session import report, workers
+from ovpatch.session import session_report, worker_exit
 
 Before = Callable[[Optimizer, tuple[Any, ...], Mapping[str, Any]], None]
 After = Callable[[Optimizer], None]
@@ -40,7 +40,8 @@ class StepHooks:
 
     def __init__(self, *, after: After, before: Before | None = None) -> None:
         self._before, self._after = before, after
-        self._in_progress: WeakSet[Optimizer] = WeakSet()  # also after a step that raised, until the next one
+        # A step that raised stays in the set until the next step.
+        self._in_progress: WeakSet[Optimizer] = WeakSet()
         self._handles = register_optimizer_step_pre_hook(self._pre), register_optimizer_step_post_hook(self._post)
 
     def remove(self) -> None:
@@ -63,7 +64,7 @@ class StepHooks:
 
 
 def _is_outermost(optimizer: Optimizer) -> bool:
-    """Whether the running hook belongs to the outermost ``step()`` of its optimizer."""
+    """Return whether the running hook belongs to the outermost ``step()`` of its optimizer."""
     depth = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None and depth < 2:
@@ -88,15 +89,15 @@ def list_children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 #: Seconds to wait for ranks before their last step; some scripts have ranks that never step.
-PATIENCE: Final = 60.0
+EXIT_TIMEOUT_S: Final = 60.0
 
 
 class StepCounter:
     """Counts the steps of this process and writes the count to the file ``beat-<pid>`` for the tool.
 
     A step is one step of the optimizer that steps most often; where several take turns, as in a GAN, one turn of all. A
-    border is the end of that optimizer's ``step()``; the file's time stamp is that of the last one. Steps that
-    :class:`~torch.amp.GradScaler` skips make no border. ``at_border`` is called after step 1, 2, ... with its number.
+    boundary is the end of that optimizer's ``step()``; the file's time stamp shows the last one. Steps that
+    :class:`~torch.amp.GradScaler` skips make no boundary. ``at_border`` is called after step 1, 2, ... with its number.
     """
 
     def __init__(self, directory: Path, at_border: Callable[[int], None]) -> None:
@@ -121,7 +122,8 @@ class StepCounter:
         return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        joined = max(0, self.count - 1)  # a later optimizer, as after unfreezing, joins the current step
+        # A later optimizer, as after unfreezing, joins the current step.
+        joined = max(0, self.count - 1)
         mine = self._counts[optimizer] = self._counts.get(optimizer, joined) + 1
         if mine > self.count:
             self.count, self._latest = mine, ref(optimizer)
@@ -140,7 +142,7 @@ class StepCounter:
 
 def get_rank() -> int:
     """Return this process's rank in the job; 0 in a job of one process."""
-    return report.get_rank() or 0
+    return session_report.get_rank() or 0
 
 
 def get_world_size() -> int:
@@ -195,12 +197,12 @@ class _NodeMarks:
 
 
 def exit_with_peers(directory: Path) -> None:
-    """End this process with exit code 0, together with the other ranks. Does not return.
+    """End this process with exit code 0, together with its peers. Does not return.
 
     A rank that ends early tears down connections on which a peer still receives its last collective, so the ranks wait
     for each other: those of one node by marks in their folder, those of other nodes by marks in the job's store, if a
-    tool counts steps there as well. They end by ``os._exit``: an exception would run the script's clean-up, whose
-    collectives the other ranks do not enter.
+    tool counts steps there as well. They call ``os._exit``: an exception would run the script's clean-up, whose
+    collectives peers do not enter.
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -210,14 +212,14 @@ def exit_with_peers(directory: Path) -> None:
     # A node without a tool continues, so this rank does not wait for its ranks.
     unobserved = _NodeMarks("steps").find_missing()
     node = get_node_ranks()
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
     while time.monotonic() < deadline:
         # A folder that several nodes share has marks of their ranks as well.
         here = sum((directory / f"left-{rank}").exists() for rank in node)
         if here == len(node) and left.find_missing() <= unobserved:
             break
         time.sleep(0.02)
-    workers.write_report_now(is_last=True)
+    worker_exit.write_report_now(is_last=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -14,29 +14,32 @@ from pathlib import Path
 from typing import Any, Final
 
 from ovpatch.insight import launch
-from ovpatch.session import workers
-from ovpatch.session.report import IDLE, did_work
-from ovpatch.session.workers import Orders
+from ovpatch.session import worker_orders, worker_reports
+from ovpatch.session.session_report import IDLE, did_work
+from ovpatch.session.worker_orders import Orders
 from ovpatch.settings.settings import SettingsError
 
 STOCK: Final = "0"
 
 #: Variables of the user's environment that a variant does not inherit.
-_OURS: Final = ("OVPATCH_AUTO", workers.REPORT_DIR, workers.VARIABLE)
+_OURS: Final = ("OVPATCH_AUTO", worker_reports.REPORT_DIR, worker_orders.ORDERS_VARIABLE)
 
 
 @dataclass(frozen=True)
 class Variant:
     """One way to run the command."""
 
-    name: str  # unique in one call of a tool; names the folder
-    features: str | None = None  # value of ``OVPATCH``: ``0`` for stock, None for that of the user's environment
-    details: Mapping[str, Any] = field(default_factory=dict)  # orders for the tool's worker, as JSON types
+    # Unique in one call of a tool; names the folder.
+    name: str
+    # Value of ``OVPATCH``: ``0`` for stock, None for that of the user's environment.
+    features: str | None = None
+    # Orders for the tool's worker, as JSON types.
+    details: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)  # more environment variables
 
     @property
     def patched(self) -> bool:
-        """Whether any feature may run."""
+        """True if any feature may run."""
         return self.features != STOCK
 
     def build_environment(self, worker: str, folder: Path) -> dict[str, str]:
@@ -46,7 +49,7 @@ class Variant:
             environment["OVPATCH"] = self.features
         if self.patched:
             environment["OVPATCH_AUTO"] = "1"
-        environment[workers.REPORT_DIR] = str(folder.absolute())
+        environment[worker_reports.REPORT_DIR] = str(folder.absolute())
         return {**environment, **Orders(worker, folder, self.details).variables(), **self.variables}
 
 
@@ -57,10 +60,11 @@ def leave_one_out(
     found = {}
     for feature in features:
         off = {feature}
-        while more := {one for one in features if off.intersection(requires.get(one, ()))} - off:
+        while more := {name for name in features if off.intersection(requires.get(name, ()))} - off:
             off |= more
         if not off.issuperset(features):
-            variables = {f"OVPATCH_{one.upper()}": "0" for one in features if one in off}  # off always wins
+            # Such a variable always wins.
+            variables = {f"OVPATCH_{name.upper()}": "0" for name in features if name in off}
             found[feature] = replace(variant, name=f"without-{feature}", variables={**variant.variables, **variables})
     return found
 
@@ -74,20 +78,22 @@ class Outcome:
     log: Path  # file with the command's output
     code: int  # exit code of the command, as in a shell
     seconds: float  # duration
-    timed_out: bool = False  # whether the variant was ended because no process took a step in time
+    # Whether the variant was ended because no process took a step in time.
+    timed_out: bool = False
     interrupted: bool = False  # whether a signal ended the variant
-    stacks: Mapping[int, str] = field(default_factory=dict)  # of each process by its id, if the variant timed out
+    # The stacks of each process by its id, if the variant timed out.
+    stacks: Mapping[int, str] = field(default_factory=dict)
 
     @cached_property
     def report(self) -> dict[str, Any] | None:
         """Ovpatch's report, merged over the processes; None if no process has one."""
-        reports = workers.read_reports(self.folder, "worker")
-        return workers.merge_reports(reports) if reports else None
+        reports = worker_reports.read_reports(self.folder, "worker")
+        return worker_reports.merge_reports(reports) if reports else None
 
     @property
     def counters(self) -> dict[str, dict[str, int]]:
         """Counters of each feature that was on in every process, summed over the processes."""
-        return {one["name"]: one["counters"] for one in self._features if one["state"] == "applied"}
+        return {row["name"]: row["counters"] for row in self._features if row["state"] == "applied"}
 
     @property
     def applied(self) -> list[str]:
@@ -97,17 +103,17 @@ class Outcome:
     @property
     def requires(self) -> dict[str, Sequence[str]]:
         """Features that each feature requires."""
-        return {one["name"]: one["requires"] for one in self._features}
+        return {row["name"]: row["requires"] for row in self._features}
 
     @property
     def reorders_products(self) -> bool:
-        """Whether an exercised feature sums matrix products in another order than stock."""
-        return any(one["reorders_products"] for one in self._features if one["name"] in self.exercised)
+        """True if an exercised feature splits GEMMs, which changes the order of sums."""
+        return any(row["reorders_products"] for row in self._features if row["name"] in self.exercised)
 
     @property
     def exercised(self) -> list[str]:
         """Features that did work, by their counters."""
-        return [one["name"] for one in self._features if did_work(one["counters"], one["work"])]
+        return [row["name"] for row in self._features if did_work(row["counters"], row["work"])]
 
     @property
     def idle(self) -> dict[str, str]:
@@ -116,7 +122,7 @@ class Outcome:
 
     @property
     def left_to_stock(self) -> list[str]:
-        """Exercised features that left some work to stock."""
+        """Exercised features with some work that fell back to torch."""
         counted = [(name, what) for name, counters in self.counters.items() for what in counters if counters[what]]
         left = dict.fromkeys(name for name, what in counted if what.startswith("stock_"))
         return [name for name in left if name in self.exercised]
@@ -125,11 +131,11 @@ class Outcome:
     def remarks(self) -> dict[str, list[str]]:
         """Remarks of each feature; a remark about idleness only if there is no other."""
         patches = self.report["patches"] if self.report is not None else ()
-        waiting = tuple(f"{one['target']} is pending" for one in patches if one["state"] == "pending")  # for an import
+        waiting = tuple(f"{row['target']} is pending" for row in patches if row["state"] == "pending")  # for an import
         found = {}
-        for one in self._features:
-            every = [remark for remark in one["remarks"] if not remark.startswith(waiting)]
-            found[one["name"]] = [remark for remark in every if not remark.startswith(tuple(IDLE))] or every
+        for row in self._features:
+            every = [remark for remark in row["remarks"] if not remark.startswith(waiting)]
+            found[row["name"]] = [remark for remark in every if not remark.startswith(tuple(IDLE))] or every
         return found
 
     @property
@@ -139,7 +145,7 @@ class Outcome:
     @property
     def failures(self) -> list[dict[str, Any]]:
         """Errors of ovpatch or the tool in a process: pid, rank and error."""
-        return workers.read_reports(self.folder, "failed")
+        return worker_reports.read_reports(self.folder, "failed")
 
     @property
     def waits_in_tool(self) -> str:
@@ -170,7 +176,7 @@ class Outcome:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def read_failure(self) -> str:
-        """Return what the log says about how the command ended, as :func:`find_failure` finds it."""
+        """Return the part of the log about the end of the command; see :func:`find_failure`."""
         return find_failure(self.read_log())
 
 
@@ -188,7 +194,7 @@ def find_failure(log: str, lines: int = 20) -> str:
     """Return a log's first traceback that is not a launcher's, shortened, or else its last lines.
 
     The first is the cause: other ranks fail later, in a collective that the failed rank does not enter. Without one,
-    the last lines before a launcher's traceback tell more, with what that calls the root cause, such as a signal.
+    the last lines before a launcher's traceback count, with its "root cause", such as a signal.
     """
     every = log.splitlines()
     end = len(every)
@@ -278,12 +284,13 @@ def run_variant(
         with launch.running_command(command, variant.build_environment(worker, folder), log=log) as job:
             code = job.wait_for_exit(lambda: watch.check_job(job))
     finally:
-        launch.end_processes(f"{workers.REPORT_DIR}={folder.absolute()}")
+        launch.end_processes(f"{worker_reports.REPORT_DIR}={folder.absolute()}")
     seconds, interrupted = time.monotonic() - began, job.interrupted is not None
     return Outcome(variant, folder, log, code, seconds, watch.timed_out, interrupted, _read_stacks(folder))
 
 
-_WRITING: Final = 2.0  # seconds for processes to write their stacks
+# Seconds for processes to write their stacks.
+_WRITING: Final = 2.0
 
 
 class _Watchdog:
@@ -314,14 +321,15 @@ class _Watchdog:
         elif time.monotonic() - self._news > self._timeout:
             self.timed_out = True
             for pid in list_processes(self._folder):
-                launch.send_signal(pid, workers.STACKS)
+                launch.send_signal(pid, worker_orders.STACKS_SIGNAL)
             time.sleep(_WRITING)
             self._end(job)
 
     def _end(self, job: launch.Command, grace: float = launch.GRACE) -> None:
         self._ended = True
         job.stop_process(grace)
-        for pid in list_processes(self._folder):  # torchrun's workers have sessions of their own
+        # Each of torchrun's workers has its own session.
+        for pid in list_processes(self._folder):
             launch.send_signal(pid, signal.SIGKILL)
 
 
@@ -341,12 +349,14 @@ def _read_beats(folder: Path) -> list[int]:
 
 def list_processes(folder: Path) -> list[int]:
     """Return the ids of the processes that signed in and are alive on this host."""
-    return [one["pid"] for one in workers.read_reports(folder, "process") if _is_alive(one["pid"], folder)]
+    return [one["pid"] for one in worker_reports.read_reports(folder, "process") if _is_alive(one["pid"], folder)]
 
 
 def read_ranks(folder: Path) -> dict[int, str]:
     """Return the ranks of the processes that signed in, by process id, where the launcher set one."""
-    return {one["pid"]: one["rank"] for one in workers.read_reports(folder, "process") if one.get("rank") is not None}
+    return {
+        one["pid"]: one["rank"] for one in worker_reports.read_reports(folder, "process") if one.get("rank") is not None
+    }
 
 
 def name_process(pid: int, ranks: Mapping[int, str]) -> str:
@@ -356,7 +366,7 @@ def name_process(pid: int, ranks: Mapping[int, str]) -> str:
 
 def describe_node(folder: Path) -> str:
     """Return the ranks that this node saw of a job on several nodes, in words; "" if it saw all ranks."""
-    reports = workers.read_reports(folder, "process")
+    reports = worker_reports.read_reports(folder, "process")
     launched = [report for report in reports if report.get("world_size") and report["rank"]]
     world = max((int(report["world_size"]) for report in launched), default=0)
     has_more_nodes = any(int(report["local_world_size"] or world) < world for report in launched)
@@ -368,7 +378,7 @@ def describe_node(folder: Path) -> str:
 
 
 def _is_alive(pid: int, folder: Path) -> bool:
-    """Whether a process is alive, and not a later one with the same id."""
+    """Return whether a process is alive, and not a later one with the same id."""
     try:
         return str(folder.absolute()).encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

@@ -28,18 +28,21 @@ class FoundPlugin:
     """An entry point of the group ``ovpatch``, not imported yet."""
 
     name: str  # the feature
-    target: str  # module, or ``module:attribute``, of the plugin
+    # Module, or ``module:attribute``, of the plugin.
+    target: str
     distribution: str  # distribution that contains it
     version: str  # version of the distribution
     path: str  # directory of the distribution's metadata
-    problem: str = ""  # why it is not loaded, or an empty string
-    duplicate: bool = False  # whether the problem is that several distributions announce it
+    # The reason for not loading it, or an empty string.
+    problem: str = ""
+    # Whether the problem is that several distributions announce it.
+    duplicate: bool = False
     remark: str = ""  # remark for the report
     entry_point: EntryPoint | None = field(default=None, repr=False, compare=False)  # the entry point itself
 
     @property
     def first_party(self) -> bool:
-        """Whether ovpatch ships the plugin."""
+        """True if ovpatch ships the plugin."""
         return self.distribution == FIRST_PARTY
 
     @property
@@ -58,16 +61,18 @@ def find_plugins(path: list[str] | None = None) -> dict[str, FoundPlugin]:
     for found in _announced(distributions() if path is None else distributions(path=path)):
         by_name.setdefault(found.name, []).append(found)
     chosen = [_choose(candidates) for candidates in by_name.values()]
-    return {found.name: found for found in sorted(chosen, key=lambda one: (not one.first_party, one.name))}
+    return {found.name: found for found in sorted(chosen, key=lambda plugin: (not plugin.first_party, plugin.name))}
 
 
 def _announced(installed: Iterable[Distribution]) -> Iterable[FoundPlugin]:
     seen: set[str] = set()
     for distribution in installed:
         text = distribution.read_text("entry_points.txt") or ""
-        if f"[{GROUP}]" not in text.replace(" ", ""):  # all metadata files are scanned, few are parsed
+        # All metadata files are scanned, and few are parsed.
+        if f"[{GROUP}]" not in text.replace(" ", ""):
             continue
-        metadata = distribution.metadata  # parsed at each access, which takes as long as importing a module
+        # Each access parses the metadata, which takes as long as importing a module.
+        metadata = distribution.metadata
         name = normalise_name(metadata["Name"] or "unknown").replace("_", "-").replace(".", "-")
         if name in seen:
             continue
@@ -100,8 +105,10 @@ def _choose(candidates: list[FoundPlugin]) -> FoundPlugin:
     both = " and ".join(found.origin for found in candidates)
     own = [found for found in candidates if found.first_party]
     if len(own) == 1:
-        others = ", ".join(found.origin for found in candidates if not found.first_party)
-        return replace(own[0], remark=f"the plugin of the same name from {others} was left out; uninstall or rename it")
+        left_out = ", ".join(found.origin for found in candidates if not found.first_party)
+        return replace(
+            own[0], remark=f"the plugin of the same name from {left_out} was left out; uninstall or rename it"
+        )
     problem = f"announced by {both}; none is loaded. Uninstall or rename one of them"
     return replace(candidates[0], problem=problem, duplicate=True)
 
@@ -151,7 +158,8 @@ class Plugins:
             try:
                 self._check_hooks(found.name, plugin)
                 self._features[found.name] = self._describe(found)
-            except Exception:  # raised again after the plugin is unregistered
+            # A plugin that fails must not stay registered.
+            except Exception:
                 self._manager.unregister(name=found.name)
                 raise
         return self._features[found.name]
@@ -161,7 +169,8 @@ class Plugins:
             raise PluginError(f"{found.origin} has no entry point. Install the distribution again")
         try:
             return found.entry_point.load()
-        except (Exception, SystemExit) as error:  # a plugin may raise any exception at import
+        # A plugin may raise any exception at import.
+        except (Exception, SystemExit) as error:
             raise PluginError(
                 f"importing {found.target} of {found.distribution} raised {describe_error(error)}. Correct the plugin, "
                 f"or turn it off by OVPATCH=-{found.name}"
@@ -202,28 +211,29 @@ class Plugins:
         return feature
 
     def implements(self, name: str, hook: str) -> bool:
-        """Whether a loaded plugin implements a hook."""
+        """Return whether a loaded plugin implements a hook."""
         callers = self._manager.get_hookcallers(self._manager.get_plugin(name)) or []
         return any(caller.name == hook for caller in callers)
 
     def call_hook(self, name: str, hook: str, /, **arguments: Any) -> Any:
         """Return the result of one hook of a plugin, None if it is not implemented; PluginError if the hook raises."""
         plugin = self._manager.get_plugin(name)
-        others = [one for one in self._manager.get_plugins() if one is not plugin]
+        rest = [member for member in self._manager.get_plugins() if member is not plugin]
         try:
-            results = self._manager.subset_hook_caller(hook, others)(**arguments)
+            results = self._manager.subset_hook_caller(hook, rest)(**arguments)
         except (Exception, SystemExit) as error:  # a plugin may raise any exception
             raise PluginError(f"{hook} raised {describe_error(error)}") from error
         return results[0] if results else None
 
     def call_for_texts(self, name: str, hook: str, /, **arguments: Any) -> tuple[str, ...]:
-        """Call a hook that returns reasons or remarks: texts, one text, or None; PluginError for anything else."""
+        """Call a hook that returns strings, one string, or None; PluginError for anything else."""
         found = self.call_hook(name, hook, **arguments)
         if isinstance(found, str):
             return (found,)
         try:
             return tuple(str(text) for text in found or ())
-        except Exception as error:  # a plugin's objects may raise any exception
+        # A plugin's objects may raise any exception.
+        except Exception as error:
             raise PluginError(f"{hook} returned {type(found).__name__}, not a list of texts. Return a list") from error
 
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from ovpatch import logs
 from ovpatch.hookspecs import Feature, drop_failures
 from ovpatch.patching import PatchError, PatchManager, PatchStatus
 from ovpatch.patching.patch import NamedFunction
-from ovpatch.session import plan as plans
-from ovpatch.session import plugins, report
-from ovpatch.session.plan import (
+from ovpatch.session import feature_plan, plugins, session_report
+from ovpatch.session.feature_plan import (
     PLANNED,
     FeatureError,
     FeaturePlan,
@@ -26,7 +25,8 @@ from ovpatch.session.plan import (
     sort_by_requirements,
 )
 from ovpatch.session.plugins import PluginError, Plugins
-from ovpatch.session.report import TROUBLE, Report
+from ovpatch.session.script_names import list_script_names
+from ovpatch.session.session_report import TROUBLE, Report
 from ovpatch.settings import options as opts
 from ovpatch.settings import settings
 from ovpatch.settings.settings import FeatureRequest, SettingsError, normalise_name
@@ -36,8 +36,12 @@ class _Registrar:
     """The patch manager of one feature; an :class:`ovpatch.Registrar`."""
 
     def __init__(self, manager: PatchManager, feature: str, options: Mapping[str, Any]) -> None:
-        self._manager, self._feature, self._options = manager, feature, options
-        self.is_open = True  # until the feature is turned off, perhaps by another thread
+        self._manager = manager
+        self._feature = feature
+        self._options = options
+        # Whether patches may be registered: until the feature is off, which another thread may
+        # cause.
+        self.is_open = True
 
     def register_patch(self, target: str, replacement: Any = None, *, wrap: Any = None, **details: Any) -> None:
         if isinstance(wrap, str):
@@ -60,7 +64,8 @@ class ActiveFeatures:
 
     def __init__(self) -> None:
         self.plugins: Final = Plugins()  # the plugins in memory
-        self.active: Final[dict[str, FeatureRecord]] = {}  # features that are on, in the order of their activation
+        # The features that are on, in the order of their activation.
+        self.active: Final[dict[str, FeatureRecord]] = {}
         self._manager: Final = PatchManager()
         self._registrars: Final[dict[str, _Registrar]] = {}
 
@@ -161,7 +166,7 @@ class ActiveFeatures:
     def _withdraw(self, name: str) -> None:
         """Revert and unregister a feature that did not become active.
 
-        If another library patched on top meanwhile, its declarations stay, so that the report says *shadowed*.
+        If another library has patched on top, its declarations stay, so that the report says *shadowed*.
         """
         for problem in self._take_back(name):
             logs.logger.error("%s", problem)
@@ -174,7 +179,8 @@ class ActiveFeatures:
             self._registrars[name].is_open = False
         try:
             self._manager.revert(name)
-        except PatchError as error:  # from a hook's handle; everything else is reverted
+        # A hook's handle failed, and everything else was reverted.
+        except PatchError as error:
             return [str(error)]
         return []
 
@@ -197,7 +203,8 @@ class Session:
 
         The lock is not acquired before the fork, as the patch manager's is: plugin code runs under it.
         """
-        if self._lock.acquire(blocking=False):  # it is free, or held by the thread that forked
+        # The lock is free, or the thread that forked holds it.
+        if self._lock.acquire(blocking=False):
             self._lock.release()
         else:
             self._lock, self._busy = threading.RLock(), False
@@ -222,9 +229,9 @@ class Session:
         *,
         ask_machine: bool = True,
     ) -> FeaturePlan:
-        """Return the plan of an ``apply``; see :func:`ovpatch.session.plan.make_plan`."""
+        """Return the plan of an ``apply``; see :func:`ovpatch.session.feature_plan.make_plan`."""
         with self._lock:
-            return plans.make_plan(
+            return feature_plan.make_plan(
                 settings.read_environment(environ),
                 strict,
                 [_name(name) for name in asked],
@@ -319,8 +326,10 @@ class Session:
     def _revert_only(self, names: Collection[str]) -> None:
         features = self._described()
         named = [name for name in names if name in self._features.active]
-        along = {one: name for name in named for one in find_dependents(name, features)}
-        reasons = {one: f"reverted together with {name!r}, which it requires" for one, name in along.items()}
+        along = {dependent: name for name in named for dependent in find_dependents(name, features)}
+        reasons = {
+            dependent: f"reverted together with {name!r}, which it requires" for dependent, name in along.items()
+        }
         reasons |= dict.fromkeys(named, "reverted")
         found = {name: self._features.active[name].found for name in reasons}
         try:
@@ -340,7 +349,8 @@ class Session:
         except BaseException:  # also Ctrl-C
             try:
                 self._go_back(before, arguments)
-            except FeatureError as error:  # perhaps for the same cause, which the block's own exception tells
+            # The block's own exception may have the same cause, so it is raised.
+            except FeatureError as error:
                 logs.logger.error("at the end of an applied() block, which raised: %s", error)
             raise
         self._go_back(before, arguments)
@@ -352,16 +362,52 @@ class Session:
             if any(self._features.active.get(name) is not record for name, record in before.items()):
                 self._restore(before)
 
-    def report(self) -> Report:
-        """Return what is on, what is off and why, at this moment."""
+    def report(self, *, with_fits: bool = False) -> Report:
+        """Return which features are on or off at this moment, and why.
+
+        Args:
+            with_fits: Whether to find out which features would help this script, which takes a few
+                milliseconds.
+        """
         with self._lock:
             why = "apply() has not been called in this process"
             found = {} if self._records else plugins.find_plugins()
             known = self._records or {
-                name: FeatureRecord(one, FeatureRequest(None), "disabled", why) for name, one in found.items()
+                name: FeatureRecord(plugin, FeatureRequest(None), "disabled", why) for name, plugin in found.items()
             }
-            records = {name: self._features.active.get(name, record) for name, record in known.items()}
-            return report.make_report(records, self._features.active, self._features.plugins, self._features.statuses())
+            active = self._features.active
+            records = {name: active.get(name, record) for name, record in known.items()}
+            return session_report.make_report(
+                records,
+                active,
+                self._features.plugins,
+                self._features.statuses(),
+                self._find_fits(records) if with_fits else {},
+            )
+
+    def _find_fits(self, records: Mapping[str, FeatureRecord]) -> dict[str, str]:
+        """Return the features that are off and would help this script, with the reasons."""
+        off = {name: record for name, record in records.items() if record.state == "disabled"}
+        candidates = {name for name, record in off.items() if not record.is_switched_off}
+        if not candidates:
+            return {}
+        names, counters = list_script_names(), self._read_counters()
+        fits: dict[str, str] = {}
+        for name in sorted(candidates):
+            # A plugin that fails must not cost the report of all features.
+            with suppress(PluginError):
+                self._features.plugins.load_feature(off[name].found)
+                reason = self._features.plugins.call_hook(name, "ovpatch_fits", names=names, counters=counters)
+                if reason:
+                    fits[name] = str(reason)
+        return fits
+
+    def _read_counters(self) -> dict[str, Mapping[str, int]]:
+        counters: dict[str, Mapping[str, int]] = {}
+        for name in self._features.active:
+            with suppress(PluginError):
+                counters[name] = self._features.plugins.call_hook(name, "ovpatch_counters") or {}
+        return counters
 
 
 def _name(name: object) -> str:

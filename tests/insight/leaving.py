@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from ovpatch.insight import steps
-from ovpatch.session.workers import Orders
+from ovpatch.session.worker_orders import Orders
 
 
 def start_worker(orders: Orders) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from ovpatch.cli import main
 from ovpatch.insight import steps, variants
 from ovpatch.insight.bench import rounds
 from tests.support.environment import forget
+from tests.support.golden import check_golden
 
-MS = {"stock": 10.0, "patched": 8.0, "without-a": 9.0, "without-b": 8.0}
+MS = {"fsdp2": 8.5, "stock": 10.0, "patched": 8.0, "without-a": 9.0, "without-b": 8.0}
 
 
 class Machine:
@@ -54,6 +56,7 @@ class Machine:
             "world": 2,
             "restart": 0,
             "torch": "2.13.0",
+            "has_fsdp2": variant.variables.get("ACCELERATE_USE_FSDP") == "true",
             "device": "NVIDIA H200",
             "clock_mhz": 1980,
             "steps": self.steps + variant.details["warmup"],
@@ -145,6 +148,38 @@ def test_what_cannot_be_told_is_not_shown_but_said(machine, bench):
     assert not {"| tokens/s", "| TFLOP/s", "| MFU"} & set(texts.out.splitlines()[2].split(" |"))
 
 
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_clocks_and_mfu_are_those_of_gpus(machine, bench, is_gpu):
+    if not is_gpu:
+        machine.rank = {"device": "cpu", "clock_mhz": None, "clock": "host clock"}
+    out = bench("--rounds", "1")[1].out
+    assert ("device clocks are left as they are" in out) == ("MFU" in out) == is_gpu
+    assert "TFLOP/s" in out
+
+
+def test_a_peer_runs_in_each_round_by_the_switch_of_the_users_library(machine, bench, monkeypatch):
+    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP")
+    code, texts, found = bench("--rounds", "2", "--against", "fsdp2")
+    assert code == 0
+    assert names(machine) == ["stock-1", "patched-1", "fsdp2-1", "fsdp2-2", "patched-2", "stock-2"]
+    peer = {variant.name: variant for variant in machine.ran}["fsdp2-1"]
+    assert not peer.patched
+    assert peer.variables == {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "the user's policy wins"
+    assert found["against"]["fsdp2"]["ratio"] == pytest.approx(9.5 / 9)
+    assert "Against fsdp2: patched is 1.056x faster" in texts.out
+    assert [row["kind"] for row in found["rows"]] == ["stock", "patched", "fsdp2"]
+    # The load of this machine is not part of the report that is compared.
+    check_golden("bench-fsdp2", re.sub("- the host was busy.*\n", "", texts.out))
+
+
+def test_a_script_without_the_switch_of_a_peer_is_told(machine, bench):
+    machine.rank = {"has_fsdp2": False}
+    code, texts, _ = bench("--against", "fsdp2")
+    assert (code, names(machine)[-1]) == (3, "fsdp2-1")
+    assert "--against fsdp2: no model was sharded" in texts.err
+    assert "HF Trainer and accelerate, on GPUs" in texts.err
+
+
 def test_features_are_left_out_where_there_are_several(machine, bench):
     machine.counters = {"a": 1, "b": 2, "idle": 0}
     _, texts, found = bench("--rounds", "2")
@@ -191,7 +226,7 @@ def test_a_stock_run_that_fails_is_the_scripts_own_failure(machine, bench):
     machine.ends = {"stock-1": {"code": 7}}
     code, texts, _ = bench("--warmup", "20")
     assert (code, names(machine)) == (3, ["stock-1"])
-    assert "exit code 7. This is the stock run: it is not ovpatch's doing." in texts.err
+    assert "exit code 7. This is the stock run, so ovpatch is not the cause." in texts.err
 
 
 def test_a_run_that_fails_while_it_is_counted_is_run_again_without(machine, bench):

@@ -10,6 +10,7 @@ from ovpatch.insight.bench.analysis import (
     FASTER,
     SAME,
     SLOWER,
+    UNCLEAR,
     compute_quantile,
     compute_spread,
     format_judgement,
@@ -89,7 +90,7 @@ def test_one_run_that_is_far_off_is_noise_even_where_all_signs_agree():
     patched = [[95.0] * 10] * 3
     judgement = judge_runs(stock, patched)
     assert all(pair > 1 for pair in judgement.pairs)
-    assert (judgement.verdict, judgement.threshold) == (SAME, pytest.approx(1.25 * 0.3))
+    assert (judgement.verdict, judgement.threshold) == (UNCLEAR, pytest.approx(1.25 * 0.3))
 
 
 def test_a_drift_that_both_share_hides_nothing():
@@ -127,14 +128,12 @@ def test_one_round_claims_by_its_steps_and_says_so():
 
 
 WIDE = [60.0, 140.0, 70.0, 130.0, 100.0, 65.0, 135.0, 75.0, 125.0, 101.0]
-FAR_OFF = [[100.0] * 9, [100.0] * 9, [130.0] * 9]
 LEVELS = [[100.0] * 9, [110.0] * 9, [121.0] * 9]
 
 
 @pytest.mark.parametrize(
     ("first", "second", "rule"),
     [
-        (FAR_OFF, [[95.0] * 9] * 3, "more than 37.5% counts, 1.25 times the 30.0% by which runs alike differ"),
         (LEVELS, [LEVELS[0], LEVELS[1], [120.0] * 9], "2 times the 0.8% by which pairs differ"),
         ([WIDE] * 3, [[time - 4 for time in WIDE]] * 3, "half the 95% interval within the runs"),
         ([[100.0] * 9] * 4, [[90.0] * 9] * 3 + [[101.0] * 9], "more than 12.1% counts, the 12.1% by which pairs"),
@@ -147,6 +146,22 @@ def test_the_rule_that_decided_is_named(first, second, rule):
     assert rule in format_judgement(judgement)
     share = f"{judgement.threshold:.1%}"
     assert judgement.rule.startswith((f"more than {share} counts, ", "pairs disagree"))
+
+
+@pytest.mark.parametrize(
+    ("stock", "patched", "reason"),
+    [
+        ([[100.0] * 9, [100.0] * 9, [219.0] * 9], [[95.0] * 9] * 3, "equal runs differ by 119%"),
+        ([[50.0, 400.0] * 5], [[60.0, 300.0] * 5], "% wide to each side"),
+    ],
+)
+def test_a_busy_machine_cannot_tell(stock, patched, reason):
+    judgement = judge_runs(stock, patched)
+    assert judgement.verdict == UNCLEAR
+    text = format_judgement(judgement)
+    assert text.startswith("cannot tell: this machine is too busy (")
+    assert reason in text
+    assert text.endswith("Stop other programs, or give --steps and --rounds more")
 
 
 def test_pairs_are_needed():

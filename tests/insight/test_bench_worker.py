@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ovpatch.insight.bench import analysis, worker
-from ovpatch.insight.bench.worker import BatchCounter, FlopCount, measure_batch
+from ovpatch.insight.bench import analysis, bench_worker
+from ovpatch.insight.bench.bench_worker import BatchCounter, FlopCount, measure_batch
 
 # --- operations ---
 
@@ -82,15 +82,15 @@ def counts(*orders):
 
 @pytest.mark.parametrize("orders", [(1, 3), (3, 1), (None, 1), (1, None)])
 def test_an_evaluation_in_one_of_two_steps_does_not_count(orders):
-    assert worker.choose_cheaper(list(counts(*orders))) == {"by_dtype": {"float32": 16}, "again": 0, "reason": ""}
-    assert "nothing in a step is a product" in worker.choose_cheaper(list(counts(None, 0)))["reason"]
+    assert bench_worker.choose_cheaper(list(counts(*orders))) == {"by_dtype": {"float32": 16}, "again": 0, "reason": ""}
+    assert "nothing in a step is a product" in bench_worker.choose_cheaper(list(counts(None, 0)))["reason"]
 
 
 def test_a_formula_that_fails_harms_nobody(model, monkeypatch):
     def broken(*args, **kwargs):
         raise ValueError("an unknown shape")
 
-    monkeypatch.setitem(worker.flop_registry, torch.ops.aten.addmm, broken)
+    monkeypatch.setitem(bench_worker.flop_registry, torch.ops.aten.addmm, broken)
     ours = FlopCount()
     ours.start_counting()
     nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()
@@ -107,9 +107,9 @@ def test_where_counting_could_harm_it_is_not_tried(monkeypatch):
     with FlopCounterMode(display=False):
         ours.start_counting()
     assert "dispatch mode of its own" in ours.reason
-    monkeypatch.setattr(worker, "is_compiling", lambda: True)
+    monkeypatch.setattr(bench_worker, "is_compiling", lambda: True)
     ours.start_counting()
-    assert ours.reason == worker.COMPILED
+    assert ours.reason == bench_worker.COMPILED
     ours.stop_counting()
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
@@ -118,9 +118,9 @@ def test_a_script_that_compiles_in_the_counted_step(monkeypatch):
     ours = FlopCount()
     ours.start_counting()
     nn.Linear(4, 4)(torch.randn(2, 4))
-    monkeypatch.setattr(worker, "is_compiling", lambda: True)
+    monkeypatch.setattr(bench_worker, "is_compiling", lambda: True)
     ours.stop_counting()
-    assert ours.to_json() == {"by_dtype": {}, "again": 0, "reason": worker.COMPILED}
+    assert ours.to_json() == {"by_dtype": {}, "again": 0, "reason": bench_worker.COMPILED}
 
 
 def test_a_step_in_backward_is_not_counted():
@@ -148,9 +148,9 @@ def test_a_script_that_ends_before_it_is_counted():
 
 def test_compiling_is_noticed(model):
     torch._dynamo.utils.counters.clear()
-    assert not worker.is_compiling()
+    assert not bench_worker.is_compiling()
     torch.compile(model, backend="eager")(torch.randn(2, 4, 16))
-    assert worker.is_compiling()
+    assert bench_worker.is_compiling()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
@@ -193,10 +193,10 @@ class Classifier(nn.Module):
 @pytest.fixture
 def watched(monkeypatch):
     """Batches that see only models of this test."""
-    before = {id(module) for module in worker.find_outermost_modules()}
-    everything = worker.find_outermost_modules
+    before = {id(module) for module in bench_worker.find_outermost_modules()}
+    everything = bench_worker.find_outermost_modules
     monkeypatch.setattr(
-        worker, "find_outermost_modules", lambda: [one for one in everything() if id(one) not in before]
+        bench_worker, "find_outermost_modules", lambda: [one for one in everything() if id(one) not in before]
     )
     batches = BatchCounter()
     yield batches
@@ -293,8 +293,8 @@ def test_sizes(args, kwargs, expected):
 
 def test_times_are_what_lies_between_marks(monkeypatch):
     ticks = iter([0, 5_000_000, 7_000_000])
-    monkeypatch.setattr(worker.time, "perf_counter_ns", lambda: next(ticks))
-    clock = worker.BorderClock(torch.device("cpu"), 2)
+    monkeypatch.setattr(bench_worker.time, "perf_counter_ns", lambda: next(ticks))
+    clock = bench_worker.BorderClock(torch.device("cpu"), 2)
     for _ in range(3):
         clock.mark_border()
     assert (clock.read_times(), clock.read_host_times(), clock.kind) == ([5.0, 2.0], [5.0, 2.0], "host clock")
@@ -303,8 +303,8 @@ def test_times_are_what_lies_between_marks(monkeypatch):
 def test_the_peak_of_a_process_covers_what_it_holds():
     cpu = torch.device("cpu")
     held = torch.ones(1 << 22)
-    assert worker.PeakMemory(cpu).read_peak()["resident"] > held.numel() * 4
-    assert (worker.get_device_name(cpu), worker.read_clock_mhz(cpu)) == ("cpu", None)
+    assert bench_worker.PeakMemory(cpu).read_peak()["resident"] > held.numel() * 4
+    assert (bench_worker.get_device_name(cpu), bench_worker.read_clock_mhz(cpu)) == ("cpu", None)
 
 
 class NVMLError_NotSupported(Exception):
@@ -316,7 +316,7 @@ def test_a_device_that_does_not_tell_its_clock_fails_no_script(monkeypatch):
         raise NVMLError_NotSupported
 
     monkeypatch.setattr(torch.cuda, "clock_rate", unsupported)
-    assert worker.read_clock_mhz(torch.device("cuda", 0)) is None
+    assert bench_worker.read_clock_mhz(torch.device("cuda", 0)) is None
 
 
 class Event:
@@ -343,7 +343,7 @@ class Event:
 def test_events_of_several_streams_are_all_waited_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    clock = worker.BorderClock(torch.device("cuda", 0), 2)
+    clock = bench_worker.BorderClock(torch.device("cuda", 0), 2)
     for _ in range(3):
         clock.mark_border()
     assert clock.read_times() == [1.0, 1.0]
@@ -353,7 +353,7 @@ def test_events_of_several_streams_are_all_waited_for(monkeypatch):
 def test_a_device_is_timed_where_it_works():
     device = torch.device("cuda", torch.cuda.current_device())
     x = torch.randn(4096, 4096, device=device)
-    memory, clock = worker.PeakMemory(device), worker.BorderClock(device, 2)
+    memory, clock = bench_worker.PeakMemory(device), bench_worker.BorderClock(device, 2)
     clock.mark_border()
     for _ in range(50):
         x @ x
@@ -363,4 +363,4 @@ def test_a_device_is_timed_where_it_works():
     assert clock.kind == "device events"
     assert long > 10 * short
     assert memory.read_peak()["allocated"] >= 2 * x.numel() * 4
-    assert worker.choose_device(torch.device("cpu")) == device
+    assert bench_worker.choose_device(torch.device("cpu")) == device

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from ovpatch.cli import main
-from ovpatch.cli import timeline as command
-from ovpatch.insight.timeline import output
+from ovpatch.cli import timeline_command as command
+from ovpatch.insight.timeline import timeline_export
 from ovpatch.insight.timeline.trace import read_trace
 from tests.insight.programs import ALONE, ROOT, TORCHRUN
 from tests.insight.traces import DATA, Synthetic, recorded
@@ -73,7 +73,7 @@ def test_mistakes_are_found_before_anything_runs(timeline, monkeypatch, tmp_path
 
 
 def test_without_matplotlib_it_is_said_before_and_the_tables_still_come(timeline, monkeypatch, tmp_path):
-    monkeypatch.setattr(output, "find_spec", lambda name: None)
+    monkeypatch.setattr(timeline_export, "find_spec", lambda name: None)
     code, out, err = timeline(recorded("stock")[0])
     assert (code, out) == (2, "")
     assert "pip install 'ovpatch[plot]'" in err

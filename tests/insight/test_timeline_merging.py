@@ -8,14 +8,14 @@ from collections import Counter
 
 import pytest
 
-from ovpatch.insight.timeline import output
+from ovpatch.insight.timeline import timeline_export
 from ovpatch.insight.timeline.summary import make_run, split_step
 from ovpatch.insight.timeline.tracks import read_all_ranks
 from tests.insight.traces import Synthetic, recorded
 
 
 def merged(runs, path):
-    output.write_merged_trace(runs, path)
+    timeline_export.write_merged_trace(runs, path)
     return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 

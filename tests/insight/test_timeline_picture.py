@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from ovpatch.insight.timeline import output
+from ovpatch.insight.timeline import timeline_export
 from ovpatch.insight.timeline.summary import make_run
 from ovpatch.insight.timeline.tracks import read_all_ranks
 from tests.insight.traces import Synthetic
 
 HIDDEN = 10_000  # of each communication, in microseconds
-RED = tuple(int(output.EXPOSED[i : i + 2], 16) for i in (1, 3, 5))
+RED = tuple(int(timeline_export.EXPOSED[i : i + 2], 16) for i in (1, 3, 5))
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def red_share(path):
 def test_exposed_is_red_and_as_long_as_it_took(run, tmp_path):
     files = {name: tmp_path / f"{name}.png" for name in ("none", "ten", "forty")}
     for (name, path), spans in zip(files.items(), ((), ((50, 60),), ((50, 90),)), strict=True):
-        output.draw_picture([run(name, *spans)], [path])
+        timeline_export.draw_picture([run(name, *spans)], [path])
     none, ten, forty = (red_share(path) for path in files.values())
     assert none[0] == 0
     assert forty[0] / ten[0] == pytest.approx(4, rel=0.2)  # the numbers written in white take some of it
@@ -64,7 +64,7 @@ def test_exposed_is_red_and_as_long_as_it_took(run, tmp_path):
 
 
 def test_stock_stands_above_patched_on_one_scale(run, tmp_path):
-    figure = output._figure([run("stock", (50, 90)), run("patched", (50, 60))])
+    figure = timeline_export._figure([run("stock", (50, 90)), run("patched", (50, 60))])
     above, below = figure.axes
     assert above.get_position().y0 > below.get_position().y1
     assert above.get_xlim() == below.get_xlim() == (0, 100)
@@ -86,12 +86,12 @@ def test_stock_stands_above_patched_on_one_scale(run, tmp_path):
     ],
 )
 def test_the_headline_says_the_result(run, variants, expected):
-    assert output.format_headline([run(name, *spans) for name, *spans in variants]) == expected
+    assert timeline_export.format_headline([run(name, *spans) for name, *spans in variants]) == expected
 
 
 def test_of_many_steps_three_are_drawn_with_the_shown_one(run):
     many = run("stock", (50, 60), steps=6)
-    start, end = output._window(many)
+    start, end = timeline_export._window(many)
     assert (end - start) / 1e6 == pytest.approx(300, abs=1)
     shown = next(step for step in many.ranks[0].steps if step.number == many.shown)
     assert start <= shown.start < shown.end <= end
@@ -102,7 +102,7 @@ def test_a_rank_is_drawn_to_the_end_of_its_own_last_step(tmp_path):
     for rank, end in ((0, 100_000), (1, 60_000)):
         trace = Synthetic(rank).border(4, 0).border(5, end - 10).gemm(0, end, launch=1).nccl(90_000, 120_000, launch=2)
         paths.append(trace.write(tmp_path / f"rank{rank}.json"))
-    (axes,) = output._figure([make_run("stock", read_all_ranks(paths))]).axes
+    (axes,) = timeline_export._figure([make_run("stock", read_all_ranks(paths))]).axes
     ends = {}
     for bars in axes.collections:
         for path in bars.get_paths():
@@ -113,7 +113,7 @@ def test_a_rank_is_drawn_to_the_end_of_its_own_last_step(tmp_path):
 
 def test_copies_are_in_the_legend_only_if_there_are_any(run):
     def legend(one):
-        return [text.get_text() for text in output._figure([one]).legends[0].get_texts()]
+        return [text.get_text() for text in timeline_export._figure([one]).legends[0].get_texts()]
 
     assert "copies only" not in legend(run("without"))
     assert "copies only" in legend(run("with", copies=True))
@@ -121,9 +121,9 @@ def test_copies_are_in_the_legend_only_if_there_are_any(run):
 
 def test_an_svg_of_the_same_data_is_the_same_file(run, tmp_path):
     for name in ("a.svg", "b.svg"):
-        output.draw_picture([run("stock", (50, 60))], [tmp_path / name])
+        timeline_export.draw_picture([run("stock", (50, 60))], [tmp_path / name])
     a, b = ((tmp_path / name).read_text() for name in ("a.svg", "b.svg"))
-    assert output.EXPOSED in a
+    assert timeline_export.EXPOSED in a
     assert a == b
 
 
@@ -131,7 +131,7 @@ def test_many_small_gaps_make_no_large_file(tmp_path):
     trace = Synthetic().border(4, 0).border(5, 99_990)
     for start in range(0, 100_000, 4):
         trace.gemm(start, start + 3, launch=1)
-    output.draw_picture(
+    timeline_export.draw_picture(
         [make_run("stock", read_all_ranks([trace.write(tmp_path / "rank0.json")]))], [tmp_path / "a.svg"]
     )
     assert (tmp_path / "a.svg").stat().st_size < 300_000
@@ -139,13 +139,13 @@ def test_many_small_gaps_make_no_large_file(tmp_path):
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(output, "find_spec", lambda name: None)
-    with pytest.raises(output.OutputError, match=r"pip install 'ovpatch\[plot\]'"):
-        output.check_matplotlib()
+    monkeypatch.setattr(timeline_export, "find_spec", lambda name: None)
+    with pytest.raises(timeline_export.OutputError, match=r"pip install 'ovpatch\[plot\]'"):
+        timeline_export.check_matplotlib()
 
 
 def test_importing_the_module_does_not_import_matplotlib():
     import subprocess
 
-    code = "import sys, ovpatch.insight.timeline.output; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, ovpatch.insight.timeline.timeline_export; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

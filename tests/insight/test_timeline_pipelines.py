@@ -12,7 +12,7 @@ import torch.distributed as dist
 from matplotlib.colors import to_hex
 
 import ovpatch
-from ovpatch.insight.timeline import output, pipelines, worker
+from ovpatch.insight.timeline import pipelines, timeline_export, timeline_worker
 from ovpatch.insight.timeline.summary import align_runs, compute_efficiency, format_tables, make_run, run_to_json
 from ovpatch.insight.timeline.tracks import read_all_ranks, shift_tracks
 from ovpatch.patching import PatchManager
@@ -74,7 +74,10 @@ def test_of_pipelines_bubbles_are_compared_over_the_same_steps_and_no_efficiency
     assert "efficiency" not in text
     assert "stock: 35% of a step is bubble, the median of steps 5 to 7, the mean of ranks" in text
     assert "patched: 20% of a step is bubble, the median of steps 5 to 7, the mean of ranks" in text
-    assert output.format_headline([stock, patched]) == "Pipeline bubble: stock 35% of 100 ms  →  patched 20% of 100 ms"
+    assert (
+        timeline_export.format_headline([stock, patched])
+        == "Pipeline bubble: stock 35% of 100 ms  →  patched 20% of 100 ms"
+    )
     assert stock.shown == patched.shown
 
 
@@ -96,7 +99,7 @@ def test_a_device_has_the_ranges_of_its_compute_stream(tmp_path):
 
 
 def test_ranks_are_rows_of_coloured_computations(run, tmp_path):
-    figure = output._figure([run])
+    figure = timeline_export._figure([run])
     (axes,) = figure.axes
     found = {}
     for bars in axes.collections:
@@ -109,8 +112,8 @@ def test_ranks_are_rows_of_coloured_computations(run, tmp_path):
     expected += [(10, 20, pipelines.COLOURS["F"]), (40, 60, pipelines.COLOURS["B"]), (60, 75, pipelines.COLOURS["W"])]
     assert {row: sorted(bars) for row, bars in found.items()} == {0: sorted(expected), 1: sorted(expected)}
     assert [text.get_text() for text in axes.texts if text.get_text() == "3"] == ["3"] * 6
-    assert output.format_headline([run, run]) == "Pipeline bubble: stock 55% of 100 ms  →  stock 55% of 100 ms"
-    output.write_merged_trace([run], tmp_path / "merged.json.gz")
+    assert timeline_export.format_headline([run, run]) == "Pipeline bubble: stock 55% of 100 ms  →  stock 55% of 100 ms"
+    timeline_export.write_merged_trace([run], tmp_path / "merged.json.gz")
     events = json.loads(gzip.decompress((tmp_path / "merged.json.gz").read_bytes()))["traceEvents"]
     assert [event["dur"] for event in events if event.get("cat") == "ovpatch" and event["name"] == "0B3"] == [20000] * 2
 
@@ -118,7 +121,7 @@ def test_ranks_are_rows_of_coloured_computations(run, tmp_path):
 def _record(feature: bool) -> list[str]:
     """Return the labels of a step's outermost computations."""
     manager = PatchManager()
-    worker._label_stages(manager)
+    timeline_worker._label_stages(manager)
     if feature:
         ovpatch.apply("pipeline", options={"pipeline": {"schedule": "zb-h1"}})
     try:

@@ -15,9 +15,9 @@ from torch.autograd.profiler import profile as Session
 from torch.profiler import ProfilerActivity
 
 from ovpatch.insight.timeline.summary import Cost, measure_cost, read_recording
+from ovpatch.insight.timeline.timeline_worker import ProfilerSession
 from ovpatch.insight.timeline.trace import TraceError
 from ovpatch.insight.timeline.tracks import read_all_ranks
-from ovpatch.insight.timeline.worker import ProfilerSession
 from tests.insight.traces import Synthetic
 from tests.support.environment import clean
 
@@ -42,8 +42,8 @@ SERVER = """
 import json, os, sys
 from pathlib import Path
 import torch
-from ovpatch.insight.timeline import worker
-from ovpatch.session.workers import Orders
+from ovpatch.insight.timeline import timeline_worker
+from ovpatch.session.worker_orders import Orders
 import torch.profiler, torch._dynamo, torch._inductor.config  # as the first optimizer will
 for line in sys.stdin:
     one = json.loads(line)
@@ -52,7 +52,7 @@ for line in sys.stdin:
         folder = Path(one["folder"])
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY, 0o600), number)
-        worker.start_worker(Orders("", folder / "left", one["details"]))
+        timeline_worker.start_worker(Orders("", folder / "left", one["details"]))
         exec(one["code"], {"__name__": "__main__"})
         sys.exit()  # runs what is registered for the end
     os.write(3, b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))

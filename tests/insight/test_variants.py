@@ -16,7 +16,7 @@ import pytest
 from ovpatch.cli import command_line
 from ovpatch.insight import launch, variants
 from ovpatch.insight.variants import Outcome, find_failure, find_rank_ends
-from ovpatch.session import workers
+from ovpatch.session import worker_orders
 from ovpatch.settings.settings import SettingsError
 from tests.insight import programs
 from tests.insight.programs import TORCHRUN, report_ends
@@ -223,10 +223,10 @@ def test_an_variant_has_its_own_environment(monkeypatch, tmp_path):
     stock = variants.Variant("stock", variants.STOCK).build_environment(WORKER, tmp_path)
     assert stock["OVPATCH"] == "0"
     assert "OVPATCH_AUTO" not in stock
-    assert workers.read_orders(stock).directory == tmp_path
+    assert worker_orders.read_orders(stock).directory == tmp_path
     patched = variants.Variant("patched", None, {"steps": 3}, {"MORE": "1"}).build_environment(WORKER, tmp_path)
     assert (patched["OVPATCH"], patched["OVPATCH_AUTO"], patched["MORE"]) == ("-x", "1", "1")
-    assert workers.read_orders(patched).details == {"steps": 3}
+    assert worker_orders.read_orders(patched).details == {"steps": 3}
 
 
 def test_leaving_one_out():

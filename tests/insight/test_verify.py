@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import textwrap
 
@@ -11,7 +12,7 @@ import pytest
 
 from ovpatch.cli import main
 from ovpatch.insight import variants
-from ovpatch.insight.verify.verify import Conclusion
+from ovpatch.insight.verify.verification import Conclusion
 from tests.insight.programs import ROOT, TORCHRUN
 from tests.support.environment import clean, cleaned, free_port
 from tests.support.fake_plugins import Site
@@ -121,7 +122,7 @@ def test_an_unseeded_script_is_seeded_stopped_and_bitwise_equal(verify, site):
     )
     code, out, data = verify(script, "--features=counts", "--steps=3", "--out", str(site.folder / "ke[pt] it"))
     assert (code, data["verdict"], data["steps"]) == (0, "bitwise equal", 3), out
-    assert out.startswith("bitwise equal: 3 steps, 1 rank, ")
+    assert re.match(r"SAME: all \d+ values of 3 steps on 1 rank have stock's bits \(counts\)\n", out)
     assert "counts      calls 3" in out
     assert list(data["runs"]) == ["stock", "patched"]
     assert f"records are in {site.folder}/ke[pt] it\n" in out
@@ -133,7 +134,7 @@ def test_a_fault_is_traced_to_the_feature(verify, site):
     code, out, data = verify(loop("for _ in range(3): step()"), "--features=counts,doubles")
     assert (code, data["verdict"], data["features"]) == (1, "different", ["doubles"]), out
     line = out.partition("\n")[0]
-    assert line.startswith("different: first in 'gradient 0.weight' at step 2 on rank 0 by ")
+    assert line.startswith("DIFFERENT: first in 'gradient 0.weight' at step 2 on rank 0 by ")
     assert line.endswith(", where 1e-06 is allowed (floor), because of doubles")
     assert set(data["runs"]) == {
         "stock", "patched", "rerun", "reordered", "without-counts", "without-doubles"
@@ -143,32 +144,33 @@ def test_a_fault_is_traced_to_the_feature(verify, site):
 
 PATCHED = "os.environ['OVPATCH'] != '0'"
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
-SAME = "bitwise equal: 2 steps, 1 rank, 44 values"
-UNTIL = "equal up to step 2, where the script itself fails, stock and patched, after step 2 with exit code"
+SAME = "all 44 values of 2 steps on 1 rank have stock's bits (counts)\n"
+FAILS = "SCRIPT FAILS: equal up to step 2, where the script itself fails, stock and patched"
+UNTIL = f"{FAILS}, after step 2 with exit code"
 
 #: Ways in which a script may end after its second step: what it does, the exit code, the beginning of the first line.
 ENDINGS = {
-    "raises in both": ("raise ValueError('no data')", 3, f"{UNTIL} 1 by ValueError ({SAME})"),
+    "raises in both": ("raise ValueError('no data')", 3, f"{UNTIL} 1 by ValueError: {SAME}"),
     "raises only patched": (
         f"if {PATCHED}: raise ValueError('no data')",
         1,
-        "different: the patched run fails with exit code 1, as stock does not, because of counts",
+        "DIFFERENT: the patched run fails with exit code 1, and stock does not, because of counts",
     ),
     "raises only in stock": (
         f"if not {PATCHED}: raise ValueError('no data')",
         3,
-        "the script itself fails: under stock PyTorch it fails after step 2 with exit code 1 by ValueError, patched it",
+        "SCRIPT FAILS: in stock PyTorch it fails after step 2 with exit code 1 by ValueError, patched it",
     ),
     "raises another exception": (
         f"raise (KeyError if {PATCHED} else ValueError)",
         1,
-        "different: the patched run fails after step 2 with exit code 1 by KeyError, stock after step 2 with exit",
+        "DIFFERENT: the patched run fails after step 2 with exit code 1 by KeyError, stock after step 2 with exit",
     ),
-    "ends": ("", 0, SAME),
-    "exits": ("sys.exit()", 0, SAME),
-    "exits with a code": ("sys.exit(7)", 3, f"{UNTIL} 7 ({SAME})"),
-    "is killed": (KILL, 3, f"{UNTIL} 137 by SIGKILL ({SAME})"),
-    "is killed only patched": (f"if {PATCHED}: {KILL}", 1, "different: the patched run fails with exit code 137"),
+    "ends": ("", 0, f"SAME: {SAME}"),
+    "exits": ("sys.exit()", 0, f"SAME: {SAME}"),
+    "exits with a code": ("sys.exit(7)", 3, f"{UNTIL} 7: {SAME}"),
+    "is killed": (KILL, 3, f"{UNTIL} 137 by SIGKILL: {SAME}"),
+    "is killed only patched": (f"if {PATCHED}: {KILL}", 1, "DIFFERENT: the patched run fails with exit code 137"),
 }
 
 
@@ -198,9 +200,10 @@ def test_the_first_line_has_the_exit_code_of_a_rank_of_torchrun(site, monkeypatc
     monkeypatch.syspath_prepend(str(site.folder))
     (site.folder / "train.py").write_text(loop(ONE_EXITS))
     main.main(["verify", "--features=counts", "--", *TORCHRUN, str(site.folder / "train.py")])
-    assert capfd.readouterr().out.startswith(f"{UNTIL} 1 (rank 1: exit code 7) (bitwise equal: 2 steps, 2 ranks")
+    assert capfd.readouterr().out.startswith(f"{UNTIL} 1 (rank 1: exit code 7): all ")
 
 
+NODE_SAME = "SAME: all 36 values of 2 steps on 1 rank have stock's bits (counts)"
 NODE = """
 import sys
 from ovpatch.cli import main
@@ -231,7 +234,7 @@ def test_two_nodes_wait_for_no_rank_in_the_folder_of_the_other(site, tmp_path):
         for process in nodes:
             process.kill()
     for node, (out, code) in enumerate(found):
-        assert out.startswith(f"bitwise equal: 2 steps, 1 rank, 36 values; this node saw rank {node} of 2\n"), out
+        assert out.startswith(f"{NODE_SAME}; this node saw rank {node} of 2\n"), out
         assert code == 0
 
 

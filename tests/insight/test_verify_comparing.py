@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ovpatch.cli import verify
+from ovpatch.cli import verify_command
 from ovpatch.insight.equality import Verdict
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.compare import ORDER, compare_runs, compare_values
@@ -23,8 +23,10 @@ from ovpatch.insight.verify.recording import (
     keep_text,
     keep_value,
 )
-from ovpatch.insight.verify.verify import Conclusion as Verdicts
-from ovpatch.insight.verify.verify import Verification, print_result
+from ovpatch.insight.verify.verification import Conclusion as Verdicts
+from ovpatch.insight.verify.verification import Verification
+from ovpatch.insight.verify.verify_report import print_result
+from tests.support.golden import check_golden
 
 
 def value(number=1.0, more=0.0, size=4):
@@ -168,17 +170,34 @@ def test_a_step_that_one_run_skips_is_named(record):
 
 
 def test_the_table_shows_the_first_difference_and_then_the_worst(record):
-    patched = [(BACKWARD, {"loss": keep_value(1.0 + 1e-3 * 2**n)}) for n in range(15)]
-    stock = [(BACKWARD, {"loss": keep_value(1.0)}) for _ in range(15)]
-    printed = io.StringIO()
+    patched = [(BACKWARD, {f"loss {n}": keep_value(1.0 + 1e-3 * 2**n)}) for n in range(15)]
+    stock = [(BACKWARD, {f"loss {n}": keep_value(1.0)}) for n in range(15)]
     compared = compare_runs(record("a", stock), record("b", patched))
-    print_result(Verification(Verdicts.DIFFERENT, "why", compared), Console(width=150, file=printed))
-    text = printed.getvalue()
-    assert "not bitwise equal: the first, then the worst of 15" in text
-    sizes = [float(line.split("│")[4]) for line in text.splitlines() if line.startswith("│")]
+    text = printed(Verification(Verdicts.DIFFERENT, "why", compared))
+    assert "not bitwise equal: the first, then the worst of 15 names" in text
+    sizes = [float(line.split("|")[4]) for line in text.splitlines() if line.startswith("| loss")]
     assert sizes[0] == 0.001
     assert sizes[1:] == sorted(sizes[1:], reverse=True)
     assert (len(sizes), max(sizes)) == (10, 16.4)
+
+
+def test_a_name_has_one_row_which_counts_its_places(record):
+    """A late parameter differs on each rank and in each later step, and must not fill the table."""
+    late = turns(3)
+    for place in (1, 3, 5):
+        late[place][1]["parameter a"] = value(9.0)
+    compared = compare_runs(record("a", turns(3), turns(3)), record("b", late, turns(3)))
+    result = Verification(Verdicts.DIFFERENT, "first in 'parameter a' at step 1", compared, blamed=["ddp"])
+    text = printed(result, "torchrun train.py")
+    assert sum("| parameter a" in line for line in text.splitlines()) == 1
+    assert "and 2 more places" in text
+    check_golden("verify-different", text)
+
+
+def printed(result, command=""):
+    stream = io.StringIO()
+    print_result(result, Console(width=150, file=stream), command)
+    return stream.getvalue()
 
 
 @pytest.mark.parametrize("columns", [80, 150])
@@ -187,9 +206,9 @@ def test_a_log_is_as_wide_as_it_is_told(record, monkeypatch, capsys, columns):
     patched = [(BACKWARD, {"a loss with a name that wants much room": keep_value(1.0 + 1e-3)})]
     stock = [(BACKWARD, {"a loss with a name that wants much room": keep_value(1.0)})]
     result = Verification(Verdicts.DIFFERENT, "why", compare_runs(record("a", stock), record("b", patched)))
-    arguments = argparse.Namespace(json=None, out=None)
-    assert verify._conclude(result, arguments) == Verdicts.DIFFERENT.code
-    rows = [line for line in capsys.readouterr().out.splitlines() if line[:1] in "│┌└├┏┡┃"]
+    arguments = argparse.Namespace(json=None, out=None, command=["train me"])
+    assert verify_command._conclude(result, arguments) == Verdicts.DIFFERENT.code
+    rows = [line for line in capsys.readouterr().out.splitlines() if line[:1] in "|+"]
     assert max(map(len, rows)) <= columns
     assert any("a loss with a name that wants much room" in row for row in rows) == (columns == 150)
 
@@ -288,3 +307,13 @@ def test_the_noise_of_a_loss_is_that_of_all_ranks_so_far(record, patched, differ
     rerun = record("b", losses(1.0, 1.01, 1.0), losses(1.0, 1.0, 1.0))
     compared = compare_runs(stock, record("c", *(losses(*numbers) for numbers in patched)), {"rerun": rerun})
     assert [(one.process, one.step) for one in compared.different] == different
+
+
+def test_progress_counts_runs_and_says_why_there_are_more():
+    assert verify_command.describe_run(1, "stock") == "run 1 of 2, stock (if values differ, further runs follow)"
+    assert verify_command.describe_run(2, "patched") == "run 2 of 2, patched"
+    assert (
+        verify_command.describe_run(3, "rerun")
+        == "run 3, rerun (values differ: by as much as stock PyTorch from itself?)"
+    )
+    assert "is this feature to blame?" in verify_command.describe_run(5, "without-ddp")

@@ -9,7 +9,7 @@ import pytest
 from ovpatch.insight import variants
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.compare import RunComparison, compare_runs
-from ovpatch.insight.verify.verify import WORKER, Request
+from ovpatch.insight.verify.verification import WORKER, Request
 from tests.insight import faults
 from tests.support.environment import cleaned, free_port
 from tests.support.fake_plugins import Site

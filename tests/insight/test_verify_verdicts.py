@@ -11,10 +11,11 @@ from rich.console import Console
 
 from ovpatch.insight import steps, variants
 from ovpatch.insight.variants import Outcome
-from ovpatch.insight.verify import verify as verifying
+from ovpatch.insight.verify import verification as verifying
+from ovpatch.insight.verify import verify_report
 from ovpatch.insight.verify.recording import BACKWARD, SCALE, STEP, EventRecorder, keep_value
-from ovpatch.insight.verify.verify import Conclusion, Request
-from ovpatch.session.report import NEVER_CALLED
+from ovpatch.insight.verify.verification import Conclusion, Request
+from ovpatch.session.session_report import NEVER_CALLED
 from tests.insight.programs import report_ends
 
 STOCK = 1.0
@@ -54,7 +55,7 @@ def verify(tmp_path, monkeypatch):
         out.mkdir()
         result = verifying.verify(Request(["train"], out, noise=noise))
         printed = io.StringIO()
-        verifying.print_result(result, Console(width=150, file=printed))
+        verify_report.print_result(result, Console(width=150, file=printed))
         json.dumps(result.to_json())
         return result, printed.getvalue()
 
@@ -113,26 +114,28 @@ HANGS = {"code": 1, "timed_out": True, "stacks": {7: "in f"}}
 ALL_FAIL = {name: {"code": 1} for name in NOISE_RUNS.split()}
 TRACEBACK = "Traceback (most recent call last):\n  File\n"
 OTHER_TRACEBACK = "[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: a.b.OddError: no\n"
+REST = "SAME: 1 of 2 values of 2 steps on 1 rank have stock's bits, and the rest differs by"
+NEAR = f"{REST} no more than runs of stock PyTorch"
 AT_END = "after step 2 with exit code 3"
-UNTIL = "equal up to step 2, where the script itself fails, stock and patched, after step 2"
+UNTIL = "SCRIPT FAILS: equal up to step 2, where the script itself fails, stock and patched, after step 2"
 FRAME = '  File "{}", line 7 in {}\n'
 TOOL, SCRIPT = FRAME.format(steps.__file__, "exit_with_peers"), FRAME.format("train.py", "<module>")
 IN_TOOL = {"stacks": {7: f"Current thread 0x1 (most recent call first):\n{TOOL}{SCRIPT}"}}
 BELOW_TOOL = {"stacks": {7: f"Current thread 0x1 (most recent call first):\n{SCRIPT}{TOOL}{SCRIPT}"}}
-IN_W = "different: first in 'parameter w' at step 2 on rank 0"
-FAILS_EARLIER = "different: the patched run fails after step 1 with exit code 1, stock after step 2 with exit code 1"
+IN_W = "DIFFERENT: first in 'parameter w' at step 2 on rank 0"
+FAILS_EARLIER = "DIFFERENT: the patched run fails after step 1 with exit code 1, stock after step 2 with exit code 1"
 
 CASES = [
     case("equal bits need no noise run", Conclusion.BITWISE, "calls 1", "ended by itself before step 5",
-         head="bitwise equal: 2 steps, 1 rank, 2 values\n", ran="stock patched"),
+         head="SAME: all 2 values of 2 steps on 1 rank have stock's bits (a)\n", ran="stock patched"),
     case("within twice the noise run", Conclusion.NOISE, "0.9",
-         "allowed 1 value (noise): no more than twice what stock moved", head="equal within noise: 2 steps",
+         "allowed 1 value (noise): no more than twice what stock moved", head=NEAR,
          patched=1.9, reordered=1.5, ran=NOISE_RUNS),
     case("within the floor, where stock moves nothing", Conclusion.FLOOR,
          "rerun: all bits equal; reordered: all bits equal", "allowed 1 value (floor): no more than 1e-06",
-         head="equal up to 1e-6; stock repeats all bits: 2 steps, 1 rank, 2 values\n", patched=1.0 + 5e-7),
+         head=f"{REST} at most 1e-06 (a)\n", patched=1.0 + 5e-7),
     case("within the floor, where stock moves less", Conclusion.NOISE, "allowed 1 value (floor): no more than 1e-06",
-         head="equal within noise: 2 steps, 1 rank, 2 values; 1 of them by 1e-06, as stock moves less\n",
+         head=f"{NEAR} (a); 1 by 1e-06, because stock moves less\n",
          patched=1.0 + 5e-7, reordered=1.0 + 1.2e-7),
     case("beyond it", Conclusion.DIFFERENT, head=f"{IN_W} by 1.1, where 1 is allowed (noise), because of a\n",
          patched=2.1, reordered=1.5, blamed="a", ran=f"{NOISE_RUNS} reordered-2 reordered-3 reordered-4 reordered-5"),
@@ -167,24 +170,24 @@ CASES = [
          ends={"stock": {"code": 130, "interrupted": True}}),
     case("stock hangs", Conclusion.SCRIPT_FAILS, "rank 1 (process 7)", ends={"stock": HANGS}),
     case("stock fails", Conclusion.SCRIPT_FAILS, ends={"stock": FAILS},
-         head=f"the script itself fails: under stock PyTorch it fails {AT_END}, patched it does not\n"),
-    case("both fail", Conclusion.FAILS_LATER, "fails under stock PyTorch, with exit code 3",
-         head=f"{UNTIL} with exit code 3 (bitwise equal: 2 steps, 1 rank, 2 values)\n",
+         head=f"SCRIPT FAILS: in stock PyTorch it fails {AT_END}, patched it does not\n"),
+    case("both fail", Conclusion.FAILS_LATER, "fails in stock PyTorch, with exit code 3",
+         head=f"{UNTIL} with exit code 3: all 2 values of 2 steps on 1 rank have stock's bits (a)\n",
          ends={"stock": FAILS, "patched": FAILS}),
     case("both fail, within noise", Conclusion.FAILS_LATER, patched=1.9, reordered=1.5,
-         head=f"{UNTIL} with exit code 1 (equal within noise: 2 steps, 1 rank, 2 values)\n", ends=ALL_FAIL),
+         head=f"{UNTIL} with exit code 1: {NEAR.removeprefix('SAME: ')} (a)\n", ends=ALL_FAIL),
     case("both are killed", Conclusion.FAILS_LATER, ends={"stock": {"code": 137}, "patched": {"code": 137}},
-         head=f"{UNTIL} with exit code 137 by SIGKILL (bitwise"),
+         head=f"{UNTIL} with exit code 137 by SIGKILL: all"),
     case("stock waits in the tool", Conclusion.NOT_SEEN, ends={"stock": HANGS | IN_TOOL},
-         head="could not be run: rank 1 (process 7) waits in ovpatch's exit_with_peers() in the run 'stock', so"),
+         head="COULD NOT RUN: rank 1 (process 7) waits in ovpatch's exit_with_peers() in the run 'stock', so"),
     case("patched waits in the tool", Conclusion.NOT_SEEN, "Give --timeout more seconds",
          ends={"patched": HANGS | IN_TOOL}),
     case("stock hangs below the tool", Conclusion.SCRIPT_FAILS, ends={"stock": HANGS | BELOW_TOOL},
-         head="the script itself fails: it hangs under stock PyTorch: no step within 600 s\n"),
+         head="SCRIPT FAILS: it hangs in stock PyTorch: no step within 600 s\n"),
     case("the patched run fails", Conclusion.DIFFERENT,
-         "the patched run fails with exit code 3, as stock does not, because of a", ends={"patched": FAILS}),
+         "the patched run fails with exit code 3, and stock does not, because of a", ends={"patched": FAILS}),
     case("the patched run hangs", Conclusion.DIFFERENT, "stacks of rank 1",
-         "the patched run hangs, as stock does not, because of a", ends={"patched": HANGS}),
+         "the patched run hangs, and stock does not, because of a", ends={"patched": HANGS}),
     case("the rerun fails", Conclusion.FLOOR, "The run 'rerun' ended with exit code 3",
          patched=1.0 + 1e-7, ends={"rerun": FAILS}),
     case("a difference before a failure comes first", Conclusion.DIFFERENT,
@@ -192,7 +195,7 @@ CASES = [
          patched=2.0, ends={"patched": FAILS}),
     case("ranks out of step do not fail by themselves", Conclusion.DIFFERENT,
          "Afterwards the patched run fails with exit code 1", patched=SKIPPED, ends={"patched": {"code": 1}},
-         head="different: first in 'order of events' at step 2 on rank 0, because of a\n"),
+         head="DIFFERENT: first in 'order of events' at step 2 on rank 0, because of a\n"),
     # Variants that were to measure noise.
     case("a noise run hangs", Conclusion.UNDECIDED, "the run 'reordered' hung after step 0",
          patched=1.5, reordered=None, ends={"reordered": {"code": 143, "timed_out": True}}),
@@ -205,11 +208,11 @@ CASES = [
     # Both fail.
     case("patched earlier than the script itself", Conclusion.DIFFERENT, head=f"{FAILS_EARLIER}, because of a\n",
          ends=ALL_FAIL, beats={"patched": 1}, blamed="a"),
-    case("by the same exception", Conclusion.FAILS_LATER, head=f"{UNTIL} with exit code 1 by ValueError (bitwise",
+    case("by the same exception", Conclusion.FAILS_LATER, head=f"{UNTIL} with exit code 1 by ValueError: all",
          ends=ALL_FAIL, logs=dict.fromkeys(ALL_FAIL, f"{TRACEBACK}ValueError: no data: 1\n")),
     case("by another exception", Conclusion.DIFFERENT, "with exit code 1 by a.b.OddError, stock",
          ends=ALL_FAIL, logs={"patched": OTHER_TRACEBACK}),
-    case("by the same end of a rank", Conclusion.FAILS_LATER, head=f"{UNTIL} with exit code 1 (rank 1: exit code 7) (b",
+    case("by the same end of a rank", Conclusion.FAILS_LATER, head=f"{UNTIL} with exit code 1 (rank 1: exit code 7): a",
          ends=ALL_FAIL, logs=dict.fromkeys(ALL_FAIL, report_ends(rank1=7))),
     case("two ranks, either of them first", Conclusion.FAILS_LATER, ends=ALL_FAIL, ran="stock patched",
          logs={"stock": report_ends(rank1=7, rank0=9), "patched": report_ends(rank0=9)}),
@@ -217,9 +220,9 @@ CASES = [
          ends=ALL_FAIL, logs={"patched": report_ends(rank0=-11)} | {
              name: report_ends(rank1=7) for name in ("stock", "rerun", "reordered")}),
     case("only patched, by a rank", Conclusion.DIFFERENT,
-         "the patched run fails with exit code 1 (rank 1: exit code 7), as stock does not",
+         "the patched run fails with exit code 1 (rank 1: exit code 7), and stock does not",
          ends={"patched": {"code": 1}}, logs={"patched": report_ends(rank1=7)}),
-    case("now here and now there", Conclusion.FAILS_LATER, "other stock runs end elsewhere, too",
+    case("now here and now there", Conclusion.FAILS_LATER, "more stock runs end elsewhere, too",
          ends=ALL_FAIL, beats={"patched": 1, "rerun": 1}),
 ]  # fmt: skip
 
@@ -307,7 +310,7 @@ def test_without_its_noise_a_difference_is_not_decided(verify, far, variant):
     result, text = verify(["a"], values(patched=1.0 + far, **{variant: None}), ends=ends, logs=logs)
     assert (result.verdict, result.verdict.code, result.blamed) == (Conclusion.UNDECIDED, 3, [])
     end = f"the run '{variant}' failed after step 0 with exit code 1 by AssertionError, and stock did not"
-    assert text.startswith("cannot decide: 1 of 2 values moved, by up to ")
+    assert text.startswith("CANNOT TELL: 1 of 2 values moved, by up to ")
     assert end in text.splitlines()[0]
     assert "1 values are not bitwise equal, noise not measured" in text
     assert "First bucket should be smaller" in text, "how it ended is shown"
@@ -332,7 +335,7 @@ def test_a_feature_that_did_nothing_is_named_with_its_reason(verify):
     said = {"remarks": ["Adam had nothing to divide"], "counters": {"optimizers": 2, "steps": 0}, "work": ["steps"]}
     result, text = verify(["a", "b"], values(), says={"b": said})
     assert result.verdict is Conclusion.BITWISE
-    assert text.startswith("bitwise equal: 2 steps, 1 rank, 2 values; b did nothing\n")
+    assert text.startswith("SAME: all 2 values of 2 steps on 1 rank have stock's bits (a); b did nothing\n")
     assert "\nb           did nothing: Adam had nothing to divide\n" in text
     assert result.to_json()["idle"] == {"b": "Adam had nothing to divide"}
     result, text = verify(["b"], values(), says={"b": said})
@@ -344,7 +347,7 @@ def test_what_was_left_to_stock_is_told(verify):
     said = {"remarks": ["LBFGS stays stock: r"], "counters": {"steps": 1, "stock_optimizers": 2}, "work": ["steps"]}
     result, text = verify(["a"], values(patched=1.9, reordered=1.5), says={"a": said})
     assert result.verdict is Conclusion.NOISE
-    assert text.splitlines()[0].endswith("; a left some work to stock")
+    assert text.splitlines()[0].endswith("; a left some work to torch")
     assert "LBFGS stays stock: r" in text
     assert result.to_json()["remarks"] == {"a": ["LBFGS stays stock: r"]}
 
@@ -387,6 +390,6 @@ def test_losses_that_are_all_nan_tell_nothing(verify, monkeypatch, loss, paramet
     result, text = verify(["a"], values())
     assert result.verdict is verdict
     assert ("every loss and every parameter is NaN" in text) == (verdict is Conclusion.NO_STEP)
-    told = "The answer is that of the parameters, of which 1 of 2 are finite." in " ".join(text.split())
+    told = "The verdict rests on the parameters, of which 1 of 2 are finite." in " ".join(text.split())
     assert told == (loss != loss and parameter == parameter)
     assert ("cannot be read and were not compared: 'state w.x' (object)." in text) == (verdict is Conclusion.BITWISE)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from ovpatch.session.report import IDLE
+from ovpatch.session.session_report import IDLE
 from tests.support import scripts
 from tests.support.equality import compare
 from tests.support.preloaded import Server

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ovpatch.session import plugins
-from ovpatch.session.report import Report
 from ovpatch.session.session import Session
+from ovpatch.session.session_report import Report
 from tests.support.environment import forget
 
 VICTIM = """

@@ -109,10 +109,10 @@ class Server:
 
 
 def _merge_reports(folder: Path, report: Path) -> None:
-    from ovpatch.session import workers  # here: in the server, which imports this module, nothing of ovpatch is
+    from ovpatch.session import worker_reports  # here: in the server, which imports this module, nothing of ovpatch is
 
-    if reports := workers.read_reports(folder, "worker"):
-        workers.save_json(report, workers.merge_reports(reports))
+    if reports := worker_reports.read_reports(folder, "worker"):
+        worker_reports.save_json(report, worker_reports.merge_reports(reports))
 
 
 @cache

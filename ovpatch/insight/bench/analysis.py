@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from ovpatch.insight.bench.rounds import PATCHED, STOCK, BenchPlan, BenchRuns, Measured
-from ovpatch.session.report import render_table
+from ovpatch.insight.bench.rounds import PATCHED, PEERS, STOCK, BenchPlan, BenchRuns, Measured
+from ovpatch.session.report_table import render_table
 
 FASTER: Final = "faster"
 SLOWER: Final = "slower"
 SAME: Final = "no difference beyond noise"
+UNCLEAR: Final = "cannot tell"
+
+# If a difference has to be larger than this share to count, the machine was too busy to measure.
+_MAX_THRESHOLD: Final = 0.25
 
 _BLOCK: Final = 3  # steps
 _RESAMPLES: Final = 1000
@@ -36,31 +40,38 @@ class Spread:
 class Judgement:
     """The second kind of run against the first.
 
-    [Note: when a difference is one] A pair is one run of each kind, back to back, in alternating order; its ratio is
-    that of the medians. The noise is the largest ratio, less one, between runs of one kind, or the range of the pairs'
-    ratios if that is less (as where a machine drifts); with few rounds either counts more than once. It is at least
-    half the 95% bootstrap interval within the runs. A difference is claimed if all pairs agree on its sign and their
-    median exceeds the noise: by chance in at most one case of twenty. With one round the 99% interval must exclude one.
+    [Note: when a difference is one] A pair is one run of each kind, back to back, in alternating order. Its ratio is
+    the ratio of the medians. The noise is the largest ratio, less one, between runs of one kind. If the range of the
+    pairs' ratios is less, as on a machine that drifts, it counts. With few rounds, either counts several times. It is
+    at least half the 95% bootstrap interval within the runs. A difference is claimed if all pairs agree on its sign and
+    their median exceeds the noise: by chance in at most one case of twenty. With one round the 99% interval must
+    exclude one.
     """
 
-    verdict: str  # FASTER, SLOWER or SAME: the second kind against the first
-    ratio: float  # median over pairs of (first kind's time / second kind's time); above one, the second is faster
+    verdict: str  # FASTER, SLOWER, SAME or UNCLEAR: the second kind against the first
+    # Median over pairs of (first kind's time / second kind's time); above one, the second is
+    # faster.
+    ratio: float
     pairs: list[float]  # the ratio of each pair
-    noise: float | None  # largest difference of the medians of two runs of one kind; None with one round
-    threshold: float  # least distance of the ratio from one for a claim
-    rule: str  # the origin of the threshold, in words, or the objection of pairs that disagree
-    interval: tuple[float, float] | None = None  # with one round, the 99% interval within the runs, else None
+    # Largest difference of the medians of two runs of one kind; None with one round.
+    noise: float | None
+    # Least distance of the ratio from one for a claim.
+    threshold: float
+    # The origin of the threshold, in words, or the objection of pairs that disagree.
+    rule: str
+    # With one round, the 99% interval within the runs, else None.
+    interval: tuple[float, float] | None = None
 
 
 def compute_spread(times: Sequence[float]) -> Spread:
     """Return the distribution of one or more times."""
     if not times:
-        raise ValueError("no times to tell the spread of: give one or more")
+        raise ValueError("no times have no spread: give one or more")
     return Spread(median(times), compute_quantile(times, 0.1), compute_quantile(times, 0.9), max(times))
 
 
 def compute_quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the values lies, interpolated between neighbours."""
+    """Return the quantile of a share of the values, interpolated between neighbors."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -75,7 +86,7 @@ def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float
     pairs = [median(a) / median(b) for a, b in zip(first, second, strict=True)]
     if len(pairs) == 1:
         low, high = compute_interval(first, second, 0.99)
-        verdict = _verdict(pairs[0], not low <= 1 <= high)
+        verdict = _choose_verdict(pairs[0], not low <= 1 <= high, (high - low) / 2)
         rule = "how far two runs alike differ is not known: use --rounds 3"
         return Judgement(verdict, pairs[0], pairs, None, (high - low) / 2, rule, (low, high))
     low, high = compute_interval(first, second, 0.95)
@@ -96,16 +107,17 @@ def judge_runs(first: Sequence[Sequence[float]], second: Sequence[Sequence[float
     rule = f"more than {threshold:.1%} counts, {origin}"
     if not has_agreed and abs(ratio - 1) > threshold:
         rule = "pairs disagree on which is faster"
-    return Judgement(_verdict(ratio, has_agreed and abs(ratio - 1) > threshold), ratio, pairs, noise, threshold, rule)
+    is_claimed = has_agreed and abs(ratio - 1) > threshold
+    return Judgement(_choose_verdict(ratio, is_claimed, threshold), ratio, pairs, noise, threshold, rule)
 
 
 def _times(factor: float) -> str:
     return "" if factor == 1 else f"{factor:g} times "
 
 
-def _verdict(ratio: float, claimed: bool) -> str:
-    if not claimed:
-        return SAME
+def _choose_verdict(ratio: float, is_claimed: bool, threshold: float) -> str:
+    if not is_claimed:
+        return SAME if threshold <= _MAX_THRESHOLD else UNCLEAR
     return FASTER if ratio > 1 else SLOWER
 
 
@@ -157,11 +169,17 @@ PEAKS: Final = {
 }
 
 HALF: Final = ("bfloat16", "float16")
-_MOSTLY: Final = 0.9  # of a step's operations: loss and norms of a bf16 model are in float32
+# The share of low-precision operations in a step; loss and norms of a bf16 model are in float32.
+_MOSTLY: Final = 0.9
 
 
 def find_peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, str]:
-    """Return the device's peak in FLOP/s for a step in half precision, by its operations by dtype, or None and why."""
+    """Return the device's peak in FLOP/s for a bf16 or fp16 step, or None and the reason.
+
+    Args:
+        device: Name of the device.
+        flops: Operations of the step by dtype.
+    """
     total = sum(flops.values())
     half = sum(flops.get(dtype, 0) for dtype in HALF)
     if not total:
@@ -178,7 +196,7 @@ def find_peak(device: str, flops: Mapping[str, float]) -> tuple[float | None, st
 
 
 def _has_words(words: str, device: str) -> bool:
-    """Whether the name contains the words as whole words: L4 does not match L40."""
+    """Return whether the name contains exactly these words: L4 does not match L40."""
     return f" {words} " in f" {device.replace('-', ' ')} "
 
 
@@ -197,11 +215,15 @@ class ArmRow:
 
     kind: str  # ``stock``, ``patched`` or ``without-<feature>``
     ms: Spread  # distribution of its steps' times
-    samples_per_second: float | None  # over all ranks; None if unknown, as with the next three
+    # Over all ranks; None if unknown, as with the next three.
+    samples_per_second: float | None
     tokens_per_second: float | None  # over all ranks
-    tflops: float | None  # of one device
-    mfu: float | None  # share of the device's peak, 0 to 1, without recomputation
-    memory: dict[str, int]  # bytes by kind of peak, of the rank with most; the median over rounds
+    # The rate of one device.
+    tflops: float | None
+    # Share of the device's peak, 0 to 1, without recomputation.
+    mfu: float | None
+    # Bytes by kind of peak, of the rank with most; the median over rounds.
+    memory: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -209,12 +231,20 @@ class BenchFigures:
     """All figures of a bench."""
 
     rows: list[ArmRow]  # one for each kind of run
-    judgement: Judgement  # patched against stock; above one, patched is faster
-    parts: dict[str, Judgement]  # by feature, the run without it against the patched run; above one, it helps
-    samples: float | None  # samples per step over all ranks, None if unknown
-    tokens: float | None  # tokens per step over all ranks, None if unknown
-    no_tflops: str  # why TFLOP/s are unknown; "" if they are known
-    no_mfu: str  # why MFU is unknown; "" if it is known
+    # Patched against stock; above one, patched is faster.
+    judgement: Judgement
+    # By feature, the run without it against the patched run. Above one, the feature helps.
+    parts: dict[str, Judgement]
+    # By peer, its run against the patched run. Above one, patched is faster.
+    against: dict[str, Judgement]
+    # Samples per step over all ranks, None if unknown.
+    samples: float | None
+    # Tokens per step over all ranks, None if unknown.
+    tokens: float | None
+    # The reason for unknown TFLOP/s; "" if they are known.
+    no_tflops: str
+    # The reason for unknown MFU; "" if it is known.
+    no_mfu: str
 
 
 def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
@@ -228,7 +258,7 @@ def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
     rows = []
     for kind in runs.kinds:
         measured = runs.list_measured(kind)
-        ms = compute_spread([time for one in measured for time in one.times])
+        ms = compute_spread([time for run in measured for time in run.times])
         rate = flops / ms.median * 1e3 if flops else None
         rows.append(
             ArmRow(
@@ -238,12 +268,13 @@ def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
                 tokens_per_second=_per_second(tokens, ms),
                 tflops=rate / 1e12 if rate else None,
                 mfu=rate * useful / peak if rate and useful and peak else None,
-                memory={name: int(median(one.memory[name] for one in measured)) for name in measured[0].memory},
+                memory={name: int(median(run.memory[name] for run in measured)) for name in measured[0].memory},
             )
         )
     return BenchFigures(
         rows=rows,
         judgement=_judge(runs, STOCK),
+        against={kind: _judge(runs, kind) for kind in runs.kinds if kind in PEERS},
         parts={kind.removeprefix("without-"): _judge(runs, kind) for kind in runs.kinds if kind.startswith("without-")},
         samples=samples,
         tokens=tokens,
@@ -254,7 +285,7 @@ def compute_figures(runs: BenchRuns, given: UserFigures) -> BenchFigures:
 
 def _judge(runs: BenchRuns, kind: str) -> Judgement:
     return judge_runs(
-        [one.times for one in runs.list_measured(kind)], [one.times for one in runs.list_measured(PATCHED)]
+        [run.times for run in runs.list_measured(kind)], [run.times for run in runs.list_measured(PATCHED)]
     )
 
 
@@ -280,15 +311,26 @@ def format_verdict(runs: BenchRuns, figures: BenchFigures) -> str:
 
 def format_judgement(judgement: Judgement) -> str:
     """Return a judgement as half a sentence, such as ``1.080x faster (pairs 1.071 to 1.090; …)``."""
+    if judgement.verdict == UNCLEAR:
+        return _describe_unclear(judgement)
     # A ratio of 0.8 reads as 1.25 times slower; the pairs are inverted with it.
     slower = judgement.verdict == SLOWER
-    ratio, *pairs = [1 / one if slower else one for one in (judgement.ratio, *judgement.pairs)]
+    ratio, *pairs = [1 / value if slower else value for value in (judgement.ratio, *judgement.pairs)]
     said = f"{SAME} (ratio {ratio:.3f}, " if judgement.verdict == SAME else f"{ratio:.3f}x {judgement.verdict} ("
     if judgement.noise is not None:
         return f"{said}pairs {min(pairs):.3f} to {max(pairs):.3f}; {judgement.rule})"
     low, high = sorted(1 / end if slower else end for end in judgement.interval or ())
     within = f"99% interval of the steps {low:.3f} to {high:.3f}"
     return f"{said}one pair of runs, {within}; {judgement.rule})"
+
+
+def _describe_unclear(judgement: Judgement) -> str:
+    if judgement.noise is None:
+        spread = f"the interval of the ratio is {judgement.threshold:.0%} wide to each side"
+    else:
+        spread = f"equal runs differ by {judgement.noise:.0%}"
+    remedy = "Stop other programs, or give --steps and --rounds more"
+    return f"{UNCLEAR}: this machine is too busy ({spread}). {remedy}"
 
 
 def format_report(
@@ -299,7 +341,11 @@ def format_report(
     rows = [tuple(cell(row) for _, cell in columns) for row in figures.rows]
     heads = [head for head, _ in columns]
     parts = [render_table("", heads, rows, colour=colour, width=width, right=heads[1:])]
-    parts += [_reasons(runs)] if not runs.exercised else [_pairs(runs, figures), _features(runs, figures)]
+    if runs.exercised:
+        parts += [_pairs(runs, figures), _features(runs, figures)]
+    else:
+        parts.append(_reasons(runs))
+    parts += [f"Against {name}: patched is {format_judgement(found)}" for name, found in figures.against.items()]
     remarks = [_environment(plan, runs), *_remarks(runs, figures), *runs.notes]
     return "\n\n".join([*parts, "\n".join(f"- {remark}" for remark in remarks)])
 
@@ -368,16 +414,25 @@ def _remarks(runs: BenchRuns, figures: BenchFigures) -> Iterator[str]:
     first = runs.done[0].measured
     seen = sorted({clock for run in runs.done for clock in run.measured.clocks_mhz})
     clocks = f" ({' to '.join(map(str, dict.fromkeys((seen[0], seen[-1]))))} MHz at the end of a run)" if seen else ""
-    yield f"times by {first.clock}; of each step the slowest rank counts; device clocks are left as they are{clocks}"
+    # A CPU has no clock that a bench could fix.
+    device = f"; device clocks are left as they are{clocks}" if has_gpu(first) else ""
+    yield f"times by {first.clock}; of each step the slowest rank counts{device}"
     yield _fed(first, figures)
     if figures.no_tflops:
         yield f"TFLOP/s cannot be told: {figures.no_tflops}"
         return
     yield "TFLOP/s of one device: counted in a stock step, recomputation included, kernels unknown to torch not"
+    if figures.no_mfu and not has_gpu(first):
+        return
     if figures.no_mfu:
         yield f"MFU cannot be told: {figures.no_mfu}"
     elif runs.list_measured(STOCK)[0].flops_again:
         yield "MFU is without what activation checkpointing computes again"
+
+
+def has_gpu(measured: Measured) -> bool:
+    """Return whether a run used a device other than CPUs."""
+    return any(device != "cpu" for device in measured.devices)
 
 
 def _fed(first: Measured, figures: BenchFigures) -> str:
@@ -387,5 +442,5 @@ def _fed(first: Measured, figures: BenchFigures) -> str:
         return "samples and tokens per second cannot be told: give --samples-per-step or --tokens-per-step"
     calls, module = first.batches
     times = f": {calls:g} call{'' if calls == 1 else 's'} of {module} per step"
-    each = " and rank, each rank with a batch of its own" if first.world > 1 else ""
-    return f"per step {fed}{times}{each}" if module else f"per step {fed}"
+    per_rank = " and rank, each rank with a batch of its own" if first.world > 1 else ""
+    return f"per step {fed}{times}{per_rank}" if module else f"per step {fed}"

@@ -16,13 +16,23 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from ovpatch.insight import variants
 from ovpatch.insight.variants import Outcome, Variant
-from ovpatch.session import workers
+from ovpatch.session import worker_reports
 
-WORKER: Final = "ovpatch.insight.bench.worker"
+WORKER: Final = "ovpatch.insight.bench.bench_worker"
 STOCK: Final = "stock"
 PATCHED: Final = "patched"
+# The peers by name, each with the variables by which Trainer and accelerate turn it on. Variables
+# of the user win.
+PEERS: Final = {
+    "fsdp2": {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    }
+}
 MIN_STEPS: Final = 5  # for a median
-MIN_WARMUP: Final = 3  # steps; operations are counted in the last of them
+# Steps; operations are counted in the last of them.
+MIN_WARMUP: Final = 3
 
 
 def max_over_ranks(ranks: Sequence[Sequence[float]]) -> list[float]:
@@ -34,19 +44,30 @@ def max_over_ranks(ranks: Sequence[Sequence[float]]) -> list[float]:
 class Measured:
     """The measurements of one run, merged over the ranks."""
 
-    times: list[float] = field(default_factory=list)  # time of each measured step in ms, of the slowest rank
-    taken: int = 0  # steps that all ranks have taken, warm-up included
+    # Time of each measured step in ms, of the slowest rank.
+    times: list[float] = field(default_factory=list)
+    # Steps that all ranks have taken, warm-up included.
+    taken: int = 0
     clock: str = ""  # kind of clock
-    memory: Mapping[str, int] = field(default_factory=dict)  # bytes of each kind of peak, of the rank with most
-    samples: float | None = None  # samples per step over all ranks, None if unknown
-    tokens: float | None = None  # tokens per step over all ranks, None if unknown
-    batches: tuple[float, str] = (0, "")  # calls of the model per step, and the class of the model
-    flops: Mapping[str, float] = field(default_factory=dict)  # operations per step and rank by dtype, if counted
-    flops_again: float = 0  # those of them that activation checkpointing recomputed
-    flops_reason: str = ""  # why they were not counted
+    # Bytes of each kind of peak, of the rank with most.
+    memory: Mapping[str, int] = field(default_factory=dict)
+    # Samples per step over all ranks, None if unknown.
+    samples: float | None = None
+    # Tokens per step over all ranks, None if unknown.
+    tokens: float | None = None
+    # Calls of the model per step, and the class of the model.
+    batches: tuple[float, str] = (0, "")
+    # Operations per step and rank by dtype, if counted.
+    flops: Mapping[str, float] = field(default_factory=dict)
+    # Operations among these that activation checkpointing recomputed.
+    flops_again: float = 0
+    # The reason for missing counts.
+    flops_reason: str = ""
     devices: Sequence[str] = ()  # names of the devices, each once
-    clocks_mhz: Sequence[int] = ()  # clocks of the devices at the end, where known
+    # Clocks of the devices at the end, where known.
+    clocks_mhz: Sequence[int] = ()
     torch: str = ""  # version of torch
+    has_fsdp2: bool = False  # if FSDP2 sharded a model
     world: int = 0  # number of ranks
     missing: Sequence[int] = ()  # ranks without a file
 
@@ -57,12 +78,13 @@ class Measured:
 
 def read_measured(folder: Path) -> Measured:
     """Merge the files of a variant's processes; without files, no step was taken."""
-    ranks = _one_each(workers.read_reports(folder, "bench"))
+    ranks = _one_each(worker_reports.read_reports(folder, "bench"))
     if not ranks:
         return Measured()
     flops, reason = _flops([rank["flops"] for rank in ranks])
     clocks = {rank["clock"] for rank in ranks if rank["clock"]}
-    column = "ms" if len(clocks) == 1 else "host_ms"  # clocks of different kinds are not compared
+    # Clocks of different kinds cannot be compared.
+    column = "ms" if len(clocks) == 1 else "host_ms"
     first = ranks[0]
     missing = sorted(set(range(first["world"])) - {rank["rank"] for rank in ranks})
     return Measured(
@@ -79,6 +101,7 @@ def read_measured(folder: Path) -> Measured:
         devices=list(dict.fromkeys(rank["device"] for rank in ranks)),
         clocks_mhz=[rank["clock_mhz"] for rank in ranks if rank["clock_mhz"]],
         torch=first["torch"],
+        has_fsdp2=first["has_fsdp2"],
         world=first["world"],
         missing=missing,
     )
@@ -113,16 +136,21 @@ def _flops(ranks: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, float],
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What to run."""
+    """The runs that the user wants."""
 
     command: Sequence[str]  # program and arguments
-    out: Path  # folder for logs and what the processes leave; has to be empty
+    # Folder for logs and what the processes leave; has to be empty.
+    out: Path
     steps: int = 30  # steps to measure
     warmup: int = 10  # steps before that, at least MIN_WARMUP
-    rounds: int = 3  # how often to run each kind
-    features: str | None = None  # value of ``OVPATCH`` in patched runs; None for that of the environment
-    timeout: float = 600.0  # seconds without a step after which a run has hung
-    leave_one_out: bool | None = None  # whether to run without each feature, too; None: if more than one did something
+    rounds: int = 3  # runs of each kind
+    # Value of ``OVPATCH`` in patched runs; None for that of the environment.
+    features: str | None = None
+    # Seconds without a step after which a run has hung.
+    timeout: float = 600.0
+    # Whether to run without each feature, too; None: if more than one did something.
+    leave_one_out: bool | None = None
+    against: str | None = None  # a name of PEERS to run as well
 
 
 @dataclass(frozen=True)
@@ -140,8 +168,10 @@ class BenchRuns:
     """All runs of a bench; only the first round if no feature was exercised."""
 
     done: list[BenchRun] = field(default_factory=list)  # the runs in order
-    exercised: list[str] = field(default_factory=list)  # features that were exercised in the first patched run
-    report: dict[str, Any] | None = None  # ovpatch's report of that run, merged over its processes, if any reported
+    # Features that were exercised in the first patched run.
+    exercised: list[str] = field(default_factory=list)
+    # Ovpatch's report of that run, merged over its processes, if any reported.
+    report: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)  # further remarks for the reader
 
     def list_measured(self, kind: str) -> list[Measured]:
@@ -171,9 +201,9 @@ class StoppedError(Exception):
 
 
 class Progress:
-    """Shows on stderr how a bench goes on.
+    """Progress of a bench on stderr.
 
-    On a terminal that is a bar, ``round 2/3, patched: step 12/40``, below the results of earlier runs; in a log it is a
+    On a terminal that is a bar, ``round 2/3, patched: step 12/40``, below the results of earlier runs. In a log it is a
     line at the start of a run, and one with its result.
     """
 
@@ -210,9 +240,10 @@ class Progress:
 def run_rounds(plan: BenchPlan, progress: Progress) -> BenchRuns:
     """Run all rounds.
 
-    A round runs every kind once. Odd rounds run stock first, even rounds last (A B, B A, A B), so that steady changes,
-    such as a machine that warms up, affect both alike. The features to leave out are known after the first patched run;
-    the runs without them follow it, and precede it in even rounds. Raises FailedError if a run failed, hung or took too
+    A round runs every kind once. Odd rounds run stock first, even rounds last (A B, B A, A B), so
+    that steady changes, such as a machine that warms up, affect both equally. The features to leave
+    out are known after the first patched run; the runs without them follow it, and precede it in
+    even rounds. Raises FailedError if a run failed, hung or took too
     few steps, StoppedError if a signal ended it, and NotStartedError if the command cannot be started.
     """
     return _Rounds(plan, progress).run_all()
@@ -243,12 +274,27 @@ class _Rounds:
     def _first_round(self) -> None:
         self._run_counted()
         outcome = self._run(PATCHED, 1)
+        if self._plan.against is not None:
+            self._run_peer(self._plan.against)
         self._runs.exercised, self._runs.report = outcome.exercised, outcome.report
         if self._plan.leave_one_out is False:
             return
         for variant in variants.leave_one_out(self._kinds[PATCHED], outcome.exercised, outcome.requires).values():
             self._kinds[variant.name] = variant
             self._run(variant.name, 1)
+
+    def _run_peer(self, name: str) -> None:
+        """Run the peer for the first time; raise FailedError if the script has no such switch."""
+        variables = {key: value for key, value in PEERS[name].items() if key not in os.environ}
+        self._kinds[name] = Variant(name, variants.STOCK, self._details, variables)
+        outcome = self._run(name, 1)
+        if not self._runs.done[-1].measured.has_fsdp2:
+            raise FailedError(
+                f"--against {name}: no model was sharded, so this run is stock PyTorch. The switch works "
+                "for HF Trainer and accelerate, on GPUs. Give --against only for such scripts",
+                name,
+                outcome,
+            )
 
     def _run_counted(self) -> None:
         """Run stock and count its operations; if it fails in a counted step, run it once more without counting."""

@@ -1,1 +1,1 @@
-"""Where the time of a training step goes on each rank: computing, communicating unseen, communicating, or nothing."""
+"""The time of a training step on each rank: compute, hidden and exposed communication, idling."""

@@ -21,10 +21,12 @@ COLOURS: Final = {"F": "#5b8fc9", "B": "#efa13c", "W": "#6aa84f"}
 OTHER: Final = "#c3cfe0"
 WAIT: Final = "#e0121f"
 
-#: Labels of feature ``pipeline``, and of ``timeline.worker`` around the methods of stock's stages.
+#: Labels of feature ``pipeline``, and of ``timeline_worker`` around the methods of torch's stages.
 _LABEL: Final = re.compile(r"^ovpatch::pipeline::([FBW]) \((\d+)[FBW]+(\d+)\)$")
-_HEIGHT: Final = 0.82  # of a row; rows are 1 apart
-_WIDE: Final = 45  # bars wider than the width divided by this have room for a microbatch's number
+# The height of a bar; rows have a distance of 1.
+_HEIGHT: Final = 0.82
+# Bars wider than the width divided by this have room for a microbatch's number.
+_WIDE: Final = 45
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class PipelineParts:
     F: int
     B: int
     W: int
-    other: int  # computes something else, such as the optimizer
+    # Computes something else, such as the optimizer.
+    other: int
     wait: int
 
     @property
@@ -75,11 +78,11 @@ def split_actions(tracks: RankTracks, step: Step) -> PipelineParts:
 
 
 def _select(tracks: RankTracks, kind: str) -> Intervals:
-    return Intervals.union_of((one.start, one.end) for one in tracks.actions if one.kind == kind)
+    return Intervals.union_of((action.start, action.end) for action in tracks.actions if action.kind == kind)
 
 
 def has_pipeline(runs: Sequence[TimelineRun]) -> bool:
-    """Whether the runs are of a pipeline."""
+    """Return whether the runs are of a pipeline."""
     return any(tracks.actions for run in runs for tracks in run.ranks)
 
 

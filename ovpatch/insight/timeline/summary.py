@@ -15,9 +15,9 @@ from ovpatch.insight.timeline.pipelines import has_pipeline, list_parts, measure
 from ovpatch.insight.timeline.trace import Intervals, Span, TraceError
 from ovpatch.insight.timeline.tracks import RankTracks, Step, get_step, read_all_ranks
 from ovpatch.insight.variants import describe_node
-from ovpatch.session.report import render_table
+from ovpatch.session.report_table import render_table
 
-MIN_STEPS: Final = 3  # of each run, for a ratio between runs
+MIN_STEPS: Final = 3  # for a ratio between runs
 
 
 @dataclass(frozen=True)
@@ -179,11 +179,13 @@ def group_communications(tracks: RankTracks, step: Step) -> tuple[CollectiveGrou
 
 
 class Efficiency(NamedTuple):
-    """Overlap efficiency, 1 - exposed, patched / exposed, stock: 1 is all hidden, 0 is as stock, less is worse."""
+    """Overlap efficiency: 1 - exposed, patched / exposed, stock. 1: all is hidden. 0: no gain."""
 
-    median: float  # of the medians
-    low: float  # lowest over the counted steps of both runs
-    high: float  # highest over the counted steps of both runs
+    median: float
+    # Lowest over the counted steps of both runs.
+    low: float
+    # Highest over the counted steps of both runs.
+    high: float
 
 
 def compute_efficiency(stock: TimelineRun, patched: TimelineRun) -> Efficiency | None:
@@ -341,25 +343,28 @@ LIMIT: Final = 0.03
 class Cost:
     """The cost of recording: seconds per step of the slowest rank, with and without it."""
 
-    recorded: float  # of the recorded steps
-    beside: float  # of the steps before and after them
+    # The time of the recorded steps.
+    recorded: float
+    # The time of the steps before and after the recorded ones.
+    unrecorded: float
     counts: tuple[int, int]  # numbers of steps of the two
-    spread: tuple[float, float]  # shortest and longest of those beside, on a GPU of blocks; less means nothing
+    # Shortest and longest unrecorded step, on a GPU of blocks of steps.
+    spread: tuple[float, float]
 
     @property
     def notable(self) -> bool:
-        """Whether the cost exceeds :data:`LIMIT` and the spread of the steps."""
+        """True if the cost exceeds :data:`LIMIT` and the spread of the steps."""
         return self.share > LIMIT and self.recorded > self.spread[1]
 
     @property
     def share(self) -> float:
         """Cost as a share of an unrecorded step."""
-        return self.recorded / self.beside - 1
+        return self.recorded / self.unrecorded - 1
 
     def __str__(self) -> str:
         shortest, longest = (f"{time * 1e3:.1f}" for time in self.spread)
         recorded = f"{self.recorded * 1e3:.1f} ms recorded ({self.counts[0]} steps)"
-        beside = f"{self.beside * 1e3:.1f} ms beside ({self.counts[1]} steps, {shortest} to {longest} ms)"
+        beside = f"{self.unrecorded * 1e3:.1f} ms beside ({self.counts[1]} steps, {shortest} to {longest} ms)"
         return f"recording cost {self.share:+.1%}: a step took {recorded}, {beside}"
 
 
@@ -368,8 +373,10 @@ class Recording:
     """One recorded variant."""
 
     run: TimelineRun  # its tracks
-    cost: Cost | None = None  # cost of recording; None without steps beside the recorded ones
-    remarks: tuple[str, ...] = ()  # missing steps and ranks, and other remarks
+    # Cost of recording; None without unrecorded steps.
+    cost: Cost | None = None
+    # Missing steps and ranks, and other remarks.
+    remarks: tuple[str, ...] = ()
 
 
 def read_recording(name: str, folder: Path, wanted: range, also: re.Pattern[str] | None = None) -> Recording:
@@ -398,7 +405,7 @@ _DEAR: Final = (
 
 
 def _why(facts: Sequence[Mapping[str, Any]], wanted: range) -> str:
-    yielded = next((one["yielded"] for one in facts if one["yielded"]), "")
+    yielded = next((fact["yielded"] for fact in facts if fact["yielded"]), "")
     if yielded:
         return f"{yielded[:1].upper()}{yielded[1:]}, and ours gave way. Choose other steps with --step, or turn it off."
     if not facts:
@@ -406,7 +413,7 @@ def _why(facts: Sequence[Mapping[str, Any]], wanted: range) -> str:
             "No process made a step of an optimizer of torch.optim. Look with `ovpatch run -- …` whether the command's "
             "processes import torch, and whether ovpatch is installed for their Python."
         )
-    last = max(one["last"] for one in facts)
+    last = max(fact["last"] for fact in facts)
     return (
         f"The command ended after step {last}, and step {wanted[0]} was asked for. Lower --step, or let it run longer."
     )
@@ -420,8 +427,8 @@ def _missing(facts: Sequence[Mapping[str, Any]], run: TimelineRun, wanted: range
         yield node
         return
     there = {tracks.rank for tracks in run.ranks}
-    yielded = {one["rank"]: one["yielded"] for one in facts if one["yielded"]}
-    for rank in range(max((one["world"] for one in facts), default=0)):
+    yielded = {fact["rank"]: fact["yielded"] for fact in facts if fact["yielded"]}
+    for rank in range(max((fact["world"] for fact in facts), default=0)):
         if rank not in there:
             yield f"rank {rank} left no trace: {yielded.get(rank, 'it took none of these steps, or was killed')}"
 
@@ -432,7 +439,7 @@ def measure_cost(facts: Sequence[Mapping[str, Any]]) -> Cost | None:
     A host runs ahead of its GPU, so single steps by its clock mean nothing: the means of blocks between
     synchronisations count, on each rank. On a CPU the median counts, which tolerates one odd step.
     """
-    recorded = {number for one in facts for number in one["recorded"]}
+    recorded = {number for fact in facts for number in fact["recorded"]}
     if not recorded:
         return None
     on_gpu = facts[0]["device"] == "gpu"
@@ -441,8 +448,8 @@ def measure_cost(facts: Sequence[Mapping[str, Any]]) -> Cost | None:
     blocks = range(first - 1 - count, first - 1), range(last + 2, last + 2 + count)
     ranks = []
     singles: list[float] = []
-    for one in facts:
-        seconds = {int(number): duration / 1e9 for number, duration in one["durations"].items()}
+    for fact in facts:
+        seconds = {int(number): duration / 1e9 for number, duration in fact["durations"].items()}
         inside = [time for number, time in seconds.items() if number in recorded]
         around = [[seconds[number] for number in block if number in seconds] for block in blocks]
         beside = [time for times in around for time in times]

@@ -29,7 +29,8 @@ class Intervals:
     quarter of one only; hence sets of integers.
     """
 
-    spans: tuple[Span, ...] = ()  # disjoint ``(start, end)`` with ``start < end``, in order; no two of them touch
+    # Disjoint ``(start, end)`` with ``start < end``, in order; no two of them touch.
+    spans: tuple[Span, ...] = ()
 
     @classmethod
     def union_of(cls, spans: Iterable[Span]) -> Intervals:
@@ -113,10 +114,14 @@ class TraceError(ValueError):
 class TraceEvent:
     """An event with a duration."""
 
-    name: str  # for example ``aten::mm``, a kernel's name or an annotation's text
-    category: str  # one of ``OPS``, ``ANNOTATIONS``, ``LAUNCHES`` and ``DEVICE``
-    pid: int | str  # process on the host, or number of the device
-    tid: int | str  # thread on the host, or stream of the device
+    # For example ``aten::mm``, a kernel's name or an annotation's text.
+    name: str
+    # One of ``OPS``, ``ANNOTATIONS``, ``LAUNCHES`` and ``DEVICE``.
+    category: str
+    # Process on the host, or number of the device.
+    pid: int | str
+    # Thread on the host, or stream of the device.
+    tid: int | str
     start: int  # nanoseconds since the epoch
     end: int  # likewise
     args: Mapping[str, Any] = field(default_factory=dict)  # the profiler's arguments
@@ -127,10 +132,12 @@ class Trace:
     """The trace of one process."""
 
     path: Path  # its file
-    rank: int | None  # rank in the default group; None if neither the file nor its name has it
+    # Rank in the default group; None if neither the file nor its name has it.
+    rank: int | None
     host: str  # name of the machine, "" if unknown
     events: tuple[TraceEvent, ...]  # the events, by start
-    first: int  # start of the first event of any kind, nanoseconds since the epoch
+    # Start of the first event of any kind, nanoseconds since the epoch.
+    first: int
 
     def select_events(self, *categories: str) -> Iterator[TraceEvent]:
         """Yield the events of some categories, by start."""
@@ -225,7 +232,8 @@ _SYMMETRIC: Final = re.compile(
     r"nvshmem\w*)",
     re.IGNORECASE,
 )
-_SHAPES: Final = (  # in this order: reduce_scatter contains the word reduce
+# In this order: reduce_scatter contains the word reduce.
+_SHAPES: Final = (
     ("allreduce", "all_reduce"),
     ("reducescatter", "reduce_scatter"),
     ("allgather", "all_gather"),
@@ -251,7 +259,8 @@ def classify_event(event: TraceEvent, also: re.Pattern[str] | None = None) -> De
     """Classify an event of a device; ``also`` is the user's pattern of further communication kernels."""
     if also is not None and also.search(event.name):
         return DeviceTimeKind.COMMUNICATION
-    if event.category == "gpu_memcpy":  # by CUPTI's name, as `Memcpy DtoD (Device -> Device)`; arrays, `A`, are there
+    # CUPTI's names are like `Memcpy DtoD (Device -> Device)`; arrays, `A`, count as devices.
+    if event.category == "gpu_memcpy":
         if "PtoP" in event.name:
             return DeviceTimeKind.COMMUNICATION
         return DeviceTimeKind.COPY if "H" in event.name.removeprefix("Memcpy ")[:4] else DeviceTimeKind.COMPUTE
@@ -302,7 +311,8 @@ class FeatureLabels:
         """Return the innermost label around a time of a thread or stream, "" for none."""
         ranges = self._ranges.get((pid, tid), [])
         for index in range(bisect_right(ranges, time, key=lambda event: event.start) - 1, -1, -1):
-            if time < ranges[index].end:  # ranges of a thread nest: the last to start is innermost
+            # Ranges of a thread nest, so the last one to start is the innermost.
+            if time < ranges[index].end:
                 return ranges[index].name
         return ""
 

@@ -35,7 +35,9 @@ class Communication:
     """One kernel, copy or collective that communicates with other ranks."""
 
     collective: str  # for example ``nccl all_reduce``
-    label: str  # label of its launch, ``ovpatch::<feature>::<phase> (<name>)``; "" outside of ovpatch's features
+    # Label of its launch, ``ovpatch::<feature>::<phase> (<name>)``; "" outside of ovpatch's
+    # features.
+    label: str
     start: int  # nanoseconds since the epoch
     end: int  # nanoseconds since the epoch
 
@@ -64,11 +66,14 @@ class RankTracks:
     path: Path  # file of the trace
     compute: Intervals  # compute time of the device
     copies: Intervals  # time of copies from and to the host
-    communications: tuple[Communication, ...]  # communications with other ranks, by start
+    # Communications with other ranks, by start.
+    communications: tuple[Communication, ...]
     steps: tuple[Step, ...]  # the complete steps of the trace
-    first: int  # start of the first event of the trace, nanoseconds since the epoch
+    # Start of the first event of the trace, nanoseconds since the epoch.
+    first: int
     remarks: tuple[str, ...] = ()  # remarks about how the trace was read
-    moved: int = 0  # nanoseconds by which these times are later than those in the trace
+    # Nanoseconds by which these times are later than those in the trace.
+    moved: int = 0
     actions: tuple[PipelineAction, ...] = ()  # computations of a pipeline, by start
 
     @property
@@ -88,12 +93,12 @@ def shift_tracks(tracks: RankTracks, by: int, remark: str) -> RankTracks:
         tracks,
         compute=_moved(tracks.compute, by),
         copies=_moved(tracks.copies, by),
-        communications=tuple(replace(one, start=one.start + by, end=one.end + by) for one in tracks.communications),
+        communications=tuple(replace(span, start=span.start + by, end=span.end + by) for span in tracks.communications),
         steps=tuple(Step(step.number, step.start + by, step.end + by) for step in tracks.steps),
         first=tracks.first + by,
         remarks=(*tracks.remarks, remark),
         moved=tracks.moved + by,
-        actions=tuple(replace(one, start=one.start + by, end=one.end + by) for one in tracks.actions),
+        actions=tuple(replace(span, start=span.start + by, end=span.end + by) for span in tracks.actions),
     )
 
 
@@ -103,7 +108,7 @@ def _moved(intervals: Intervals, by: int) -> Intervals:
 
 def merge_spans(spans: Iterable[Communication | TraceEvent]) -> Intervals:
     """Return the time in which at least one of them runs."""
-    return Intervals.union_of((one.start, one.end) for one in spans)
+    return Intervals.union_of((span.start, span.end) for span in spans)
 
 
 def get_step(tracks: RankTracks, number: int) -> Step:
@@ -111,7 +116,7 @@ def get_step(tracks: RankTracks, number: int) -> Step:
     return next(step for step in tracks.steps if step.number == number)
 
 
-#: ovpatch's mark of the end of a step, ``timeline.worker.BORDER``; that module needs torch and is not imported here.
+#: ovpatch's mark of the end of a step, ``timeline_worker.BORDER``; that module needs torch and is not imported here.
 _MARK: Final = re.compile(r"^ovpatch::timeline::border \((\d+)\)$")
 _PROFILER_STEP: Final = re.compile(r"^ProfilerStep#?\s*(\d+)$")
 _BEFORE: Final = -1  # earlier than every time of a trace
@@ -119,7 +124,7 @@ _OPTIMIZER_STEP: Final = re.compile(r"^Optimizer\.step#")
 
 
 def find_host_steps(trace: Trace) -> tuple[tuple[Step, ...], str]:
-    """Return the steps by the host's clock, none without borders, and a remark, "" if steps are marked."""
+    """Return the steps by the host's clock, none without boundaries, and a remark, "" if steps are marked."""
     annotations = list(trace.select_events("user_annotation"))
     marks = [(int(found[1]), event.start) for event in annotations if (found := _MARK.match(event.name))]
     if marks:
@@ -138,15 +143,16 @@ def find_host_steps(trace: Trace) -> tuple[tuple[Step, ...], str]:
 
 
 def make_single_step(events: Sequence[TraceEvent]) -> tuple[Step, ...]:
-    """Return one step of all events, for a trace without borders."""
+    """Return one step of all events, for a trace without boundaries."""
     return (Step(1, min(event.start for event in events), max(event.end for event in events)),)
 
 
 def move_to_device(steps: Iterable[Step], compute: Sequence[tuple[int | None, Span]]) -> tuple[Step, ...]:
     """Move steps from the host's clock to a device's progress.
 
-    A device lags behind its host. Its step ends when it has finished the compute that was
-    launched before the host's border, or at that border if it is idle by then. Communication does not move the border:
+    A device is later than its host. Its step ends when it has finished the compute that was
+    launched before the host's boundary, or at it if the device is idle by then. Communication does
+    not move the boundary:
     what still runs then, such as a parameter all-gather under the next forward, is split between the two steps.
 
     ``compute`` has the launch time (None: before the trace) and the span of each piece of the device's compute.
@@ -248,9 +254,9 @@ def _busiest(events: Sequence[TraceEvent]) -> tuple[int | str, list[TraceEvent],
     for event in events:
         by_device.setdefault(event.args.get("device", event.pid), []).append(event)
     device = max(by_device, key=lambda name: merge_spans(by_device[name]).total)
-    others = sorted(str(name) for name in by_device if name != device)
-    remark = f"the process used several devices: gpu {device} is shown, {', '.join(others)} not"
-    return device, by_device[device], [remark] if others else []
+    rest = sorted(str(name) for name in by_device if name != device)
+    remark = f"the process used several devices: gpu {device} is shown, {', '.join(rest)} not"
+    return device, by_device[device], [remark] if rest else []
 
 
 def _add_cpu(tracks: RankTracks, trace: Trace) -> RankTracks:

@@ -1,1 +1,1 @@
-"""Whether a script computes the same stock and patched: both are run, watched and compared step by step."""
+"""A comparison of a script, stock and patched, step by step."""

@@ -18,7 +18,8 @@ from ovpatch.insight.equality import Row, Verdict, judge_difference, make_differ
 from ovpatch.insight.verify import recording
 from ovpatch.insight.verify.recording import UNREAD, KeptValue, RecordedEvent, RecordedRun
 
-_Key = tuple[Hashable, str, str]  # the event, the value's name without numbers, and its form
+# The event, the value's name without numbers, and its form.
+_Key = tuple[Hashable, str, str]
 
 _NUMBERS: Final = re.compile(r"\d+")
 
@@ -29,9 +30,9 @@ class Size(NamedTuple):
     largest: float = 0.0  # largest absolute number
     mean: float = 0.0  # root mean square
 
-    def max_with(self, other: Size) -> Size:
+    def max_with(self, size: Size) -> Size:
         """Return the larger of each."""
-        return Size(max(self.largest, other.largest), max(self.mean, other.mean))
+        return Size(max(self.largest, size.largest), max(self.mean, size.mean))
 
 
 class _Moved(NamedTuple):
@@ -42,7 +43,7 @@ class _Moved(NamedTuple):
 
 
 class Noise:
-    """The noise of values: the difference of stock from itself, in further runs as far as they have the same events.
+    """The noise of values: differences between stock runs, while these have the same events.
 
     One or two further runs may move a value little by chance, so values share their noise: those of one kind, dtype and
     shape whose names differ in numbers only, as a model's layers do, on all processes and in all steps so far. The
@@ -84,26 +85,26 @@ def _key(event: RecordedEvent, name: str) -> _Key:
     return event.signature, _NUMBERS.sub("*", name), event.values[name].form
 
 
-def measure_distance(one: KeptValue, other: KeptValue | None) -> Size:
+def measure_distance(value: KeptValue, reference: KeptValue | None) -> Size:
     """Return the distance of two values; 0 unless they are numbers of one form. NaNs and infinities count as 0."""
-    if other is None or one[:2] == other[:2] or one.form != other.form or one.values is None:
+    if reference is None or value[:2] == reference[:2] or value.form != reference.form or value.values is None:
         return Size()
-    return _apart(one.values, other.values)
+    return _measure_apart(value.values, reference.values)
 
 
 def measure_size(value: KeptValue) -> Size:
     """Return the size of a value's numbers."""
-    return _apart(value.values, None if isinstance(value.values, Tensor) else 0)
+    return _measure_apart(value.values, None if isinstance(value.values, Tensor) else 0)
 
 
-def _apart(one: Any, other: Any) -> Size:
+def _measure_apart(value: Any, reference: Any) -> Size:
     """Return the distance of numbers from others, or of a tensor from zero."""
-    if not isinstance(one, Tensor):
-        found = measure_difference(one, other)
+    if not isinstance(value, Tensor):
+        found = measure_difference(value, reference)
         return Size(found.max_abs, found.max_abs)
-    if not one.numel():
+    if not value.numel():
         return Size()
-    distances = _real(one) if other is None else _real(one) - _real(other)
+    distances = _real(value) if reference is None else _real(value) - _real(reference)
     largest = float(torch.linalg.vector_norm(distances, math.inf))
     if not math.isfinite(largest):
         distances = distances.nan_to_num(0.0, 0.0, 0.0)
@@ -132,13 +133,14 @@ RULES: Final = {
     BY_LAST_STEP: "the parameters that they were saved from",
 }
 
-_SHARE: Final = 1 / 8  # of a tensor's elements that may be a unit in the last place off, whatever the mean
+# The share of a tensor's elements that may be a unit in the last place off, whatever the mean.
+_SHARE: Final = 1 / 8
 
 # Allowed multiples of the noise. A single element goes far by chance: AdamW makes a full step of a gradient near zero,
 # whose sign is chance; hence four times. The mean, which many elements decide, catches a parameter that is a step late.
-_OF_MANY: Final = Size(2 * equality.FACTOR, equality.FACTOR)
+_FACTORS_TENSOR: Final = Size(2 * equality.FACTOR, equality.FACTOR)
 # A loss or a norm is one number, whose difference in a noise run may by chance be next to nothing.
-_OF_ONE: Final = Size(3.0, 3.0)
+_FACTORS_NUMBER: Final = Size(3.0, 3.0)
 
 
 def judge_value(
@@ -153,13 +155,14 @@ def judge_value(
 ) -> Row:
     """Compare two numeric values of one form.
 
-    A half-precision number moves by a unit in the last place or not at all, so a noise run that moved by no unit, or by
-    one and not two, says little. Where a noise run moved anything of the event (``moving``), the largest difference may
-    be one unit of the largest element more, and few elements may each be a unit off. ``floor`` is always allowed.
+    A bf16 or fp16 number moves by a unit in the last place or not at all. So a noise run that moved
+    it by no unit, or by one and not two, proves little. If a noise run moved anything of the event
+    (``moving``), the largest difference may be one unit of the largest element more. Few elements
+    may each be a unit off. ``floor`` is always allowed.
     """
     far = reduce(Size.max_with, (measure_distance(stock, other) for other in noise_runs), noise)
     single = not isinstance(stock.values, Tensor) or stock.values.numel() == 1
-    factors = _OF_ONE if single else _OF_MANY
+    factors = _FACTORS_NUMBER if single else _FACTORS_TENSOR
     by_noise = Size(*(factor * size for factor, size in zip(factors, far, strict=True)))
     allowed = by_noise.max_with(Size(floor, floor))
     rounded = moving and not stock.folded
@@ -198,7 +201,7 @@ def _judged(name: str, stock: KeptValue, patched: KeptValue, allowed: Size) -> R
 
 
 def _without_single_units(stock: Any, patched: Any) -> Tensor | None:
-    """Return the patched value with elements one unit off set to stock's; None if there are none, or too many."""
+    """Return the patched value without differences of one unit; None if there are none, or too many."""
     if not isinstance(stock, Tensor) or not stock.is_floating_point():
         return None
     expected, actual = stock.to(torch.float64), patched.to(torch.float64)
@@ -224,7 +227,7 @@ def _units(sizes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 ORDER: Final = "order of events"
-_OF_PARAMETERS: Final = ("gradient ", "parameter ", "state ", "buffer ", "frozen ")
+_PARAMETER_PREFIXES: Final = ("gradient ", "parameter ", "state ", "buffer ", "frozen ")
 _EXACT: Final = ("text", "none", UNREAD)
 # The always allowed 1e-6 is meant for numbers around 1. It is at most this share of the largest number of its family,
 # or small gradients could be anything.
@@ -238,12 +241,13 @@ class Finding:
     row: Row  # name, verdict and difference
     process: str  # for example ``rank 1``
     step: int  # from 1
-    order: int  # position of its event among those of the process
+    # Position of its event among those of the process.
+    order: int
     event: str  # the event in words
 
     @property
     def different(self) -> bool:
-        """Whether the difference is more than noise."""
+        """True if the difference is more than noise."""
         return self.row.verdict is Verdict.DIFFERENT
 
 
@@ -251,13 +255,15 @@ class Finding:
 class RunComparison:
     """The outcome of :func:`compare_runs`."""
 
-    findings: list[Finding] = field(default_factory=list)  # values that are not bitwise equal, by process and in order
+    # Values that are not bitwise equal, by process and in order.
+    findings: list[Finding] = field(default_factory=list)
     processes: list[str] = field(default_factory=list)  # processes that were compared
     values: int = 0  # number of compared values
     steps: int = 0  # last compared step, 0 for none
     events: dict[str, int] = field(default_factory=dict)  # number of compared events of each kind
     unread: dict[str, str] = field(default_factory=dict)  # unreadable values, with their classes
-    finite: int = 0  # number of losses that are finite in stock
+    # Number of losses that are finite in stock.
+    finite: int = 0
     parameters: int = 0  # number of compared parameter values
     finite_parameters: int = 0  # number of those that are finite in stock
 
@@ -278,14 +284,14 @@ class RunComparison:
         found = self.different
         if not found:
             return None
-        together = [one for one in found if (one.step, one.order) == (found[0].step, found[0].order)]
-        return next((one for one in together if one.row.name.startswith(_OF_PARAMETERS)), found[0])
+        together = [finding for finding in found if (finding.step, finding.order) == (found[0].step, found[0].order)]
+        return next((finding for finding in together if finding.row.name.startswith(_PARAMETER_PREFIXES)), found[0])
 
     def worst(self, count: int) -> list[Finding]:
         """Return the findings with the largest excess, differences first."""
 
-        def key(one: Finding) -> tuple[bool, float, int, int]:
-            return not one.different, -one.row.excess, one.step, one.order
+        def key(finding: Finding) -> tuple[bool, float, int, int]:
+            return not finding.different, -finding.row.excess, finding.step, finding.order
 
         return sorted(self.findings, key=key)[:count]
 
@@ -342,7 +348,8 @@ def _compare_process(
     cut: bool,
     compared: RunComparison,
 ) -> None:
-    latest: dict[str, tuple[str, str]] = {}  # digests of both at the last steps, by name
+    # Digests of both at the last steps, by name.
+    latest: dict[str, tuple[str, str]] = {}
     for order, (expected, actual) in enumerate(zip_longest(stock, patched)):
         beside = {name: next(events, None) for name, events in others.items()}
         if expected is None or actual is None or expected.signature != actual.signature:
@@ -351,7 +358,8 @@ def _compare_process(
             return
         for name, event in beside.items():
             if event is None or event.signature != expected.signature:
-                del others[name]  # out of step: no noise run any more
+                # The run is out of step, so it no longer measures noise.
+                del others[name]
         compared.count_event(expected)
         noise_runs = {name: event.values for name, event in beside.items() if event is not None and name in others}
         rows = compare_values(expected.values, actual.values, noise_runs, partial(noise.get_noise, expected))
@@ -419,8 +427,9 @@ def compare_values(
             comparable = [one for one in others if one is not None and one.form == value.form]
             floor = min(equality.FLOOR, _SMALL * scales.get(_family(name), 1.0))
             row = judge_value(name, value, other, comparable, floor=floor, noise=noise_of(name), moving=moving)
-            rows.append(_of_sums(row) if value.folded else row)
-    changing = any(values.keys() - stock.keys() for values in noise_runs.values())  # as do names that contain the time
+            rows.append(_make_row_of_sums(row) if value.folded else row)
+    # Names that contain the time change in each run.
+    changing = any(values.keys() - stock.keys() for values in noise_runs.values())
     extra = _unrepeated if changing else make_different
     rows += [extra(name, "stock has no such value") for name in patched if name not in stock]
     return [row for row in rows if row.verdict is not Verdict.BITWISE]
@@ -445,8 +454,8 @@ def _family(name: str) -> str:
     return kind if kind in ("gradient", "parameter", "buffer", "frozen") else name
 
 
-def _of_sums(row: Row) -> Row:
-    """Return the row of a large tensor with different digests; its values are those of a sketch's sum."""
+def _make_row_of_sums(row: Row) -> Row:
+    """Return the row of a large tensor with different digests; its values are sums of a sketch."""
     _, mark, more = row.note.partition("; ")
     note = f"a large tensor: of sums over parts of it{mark}{more}"
     if row.verdict is not Verdict.BITWISE:
@@ -458,7 +467,8 @@ def _of_sums(row: Row) -> Row:
 def _exact(name: str, stock: KeptValue, patched: KeptValue, noise_runs: Sequence[KeptValue | None]) -> Row:
     if stock.form != patched.form:
         return make_different(name, f"{stock.form} became {patched.form}")
-    if stock.not_finite != patched.not_finite:  # no noise run allows that, as in the equality rule
+    # As in the equality rule, no noise run allows that.
+    if stock.not_finite != patched.not_finite:
         return make_different(name, f"{stock.not_finite or 'all finite'} became {patched.not_finite or 'all finite'}")
     if any(value is not None and value.digest != stock.digest for value in noise_runs):
         return Row(name, Verdict.WITHIN_NOISE, note="stock does not repeat it either", rule=BY_CHANCE)

@@ -42,10 +42,10 @@ def seed_generators() -> None:
 def digest_generators() -> dict[str, KeptValue]:
     """Return a digest of the state of each generator of this process."""
     numpy = _numpy()
-    of_torch = torch.get_rng_state()
+    torch_state = torch.get_rng_state()
     states: dict[str, bytes] = {
         "random.python": repr(random.getstate()).encode(),
-        "random.torch": of_torch.numpy().tobytes() if numpy else bytes(of_torch.tolist()),
+        "random.torch": torch_state.numpy().tobytes() if numpy else bytes(torch_state.tolist()),
     }
     if numpy is not None:
         state = numpy.get_state(legacy=False)["state"]
@@ -84,7 +84,7 @@ def reorder_reductions(patches: PatchManager, turn: int = 1) -> None:
 
 
 def compute_cap_mb(module: nn.Module, given: float | None, turn: int) -> float:
-    """Return a bucket size, in MiB, that divides a module's gradients otherwise than the script's ``bucket_cap_mb``."""
+    """Return a bucket size, in MiB, for other buckets than the script's ``bucket_cap_mb`` gives."""
     total = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     return min(_DEFAULT if given is None else given, max(total, 1) / _MIB) / (_PIECES + turn)
 
@@ -96,14 +96,15 @@ def _wrap_init(original: Callable[..., None], turn: int) -> Callable[..., None]:
     def init(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         ddp, module = bound.arguments["self"], bound.arguments["module"]
-        several = bound.arguments.pop("bucket_cap_mb_list", None)  # torch 2.13; it takes precedence over bucket_cap_mb
+        # In torch 2.13 it takes precedence over bucket_cap_mb.
+        several = bound.arguments.pop("bucket_cap_mb_list", None)
         given = max(several) if several else bound.arguments.get("bucket_cap_mb")
         bound.arguments["bucket_cap_mb"] = cap = compute_cap_mb(module, given, turn)
         # The constructor asks for one first bucket of any size. Without a PatchManager: the patch lasts for one
         # constructor, and depends on its cap.
         assign = dist._compute_bucket_assignment_by_size
 
-        # The names are those of torch's stub; the constructor passes positions.
+        # The stub of torch defines the names; the constructor passes positions.
         def assign_small(tensors: Any, bucket_size_limits: Any, *args: Any, **kwargs: Any) -> Any:
             return assign(tensors, [min(limit, int(cap * _MIB)) for limit in bucket_size_limits], *args, **kwargs)
 
@@ -134,7 +135,7 @@ _library: torch.library.Library | None = None  # keeps the kernels alive
 
 
 def split_products(pieces: int) -> None:
-    """Sum every matrix product of this process in pieces: the noise run for features that split or join products.
+    """Sum every GEMM of this process in chunks: the noise run for features that split or join GEMMs.
 
     A kernel's summation order depends on shapes, which such features change. The kernels below DTensor, autograd and
     torch.compile are replaced for the rest of the process, forward and backward.
@@ -146,10 +147,10 @@ def split_products(pieces: int) -> None:
         # Not at halves, where kernels split, too.
         cuts = [a.shape[1] * (4 * i - 1) // (4 * pieces) for i in range(1, pieces)]
         parts = zip(a.tensor_split(cuts, dim=1), b.tensor_split(cuts, dim=0), strict=True)
-        # By an operator whose kernel is stock's.
-        first, *others = [torch.bmm(left.unsqueeze(0), right.unsqueeze(0)).squeeze(0) for left, right in parts]
-        for other in others:
-            first += other
+        # This operator has the kernel of stock PyTorch.
+        first, *summands = [torch.bmm(left.unsqueeze(0), right.unsqueeze(0)).squeeze(0) for left, right in parts]
+        for summand in summands:
+            first += summand
         return first
 
     def with_bias(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -157,7 +158,8 @@ def split_products(pieces: int) -> None:
         result = result if alpha == 1 else result * alpha
         return result if beta == 0 else result.add_(bias, alpha=beta)
 
-    with warnings.catch_warnings():  # about kernels that were registered before
+    # torch warns of kernels that were registered before.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for key in ("CPU", "CUDA"):
             for name, kernel in (("mm", product), ("addmm", with_bias)):

@@ -26,8 +26,8 @@ from ovpatch.insight.verify.recording import EventRecorder, KeptValue, keep_text
 from ovpatch.logs import logger
 from ovpatch.overlap.tensors.lazy_tensor import peek
 from ovpatch.patching import PatchManager
-from ovpatch.session import workers
-from ovpatch.session.workers import Orders
+from ovpatch.session import worker_exit
+from ovpatch.session.worker_orders import Orders
 
 _WRAPPERS: Final = re.compile(r"^(?:module\.|_orig_mod\.|_forward_module\.)+|(?<=\.)_orig_mod\.")
 
@@ -76,7 +76,8 @@ class ParameterNames:
         for place, parameter in places:
             if self._known(parameter) is None:
                 name = owned.get(id(parameter), f"optimizer{index}.{place}")
-                if name in self._taken:  # by a parameter that may be gone
+                # The parameter that took the name may have been freed.
+                if name in self._taken:
                     name = _primed(f"optimizer{index}:{name}", self._taken)
                 self._taken[name] = ref(parameter)
                 self._names[id(parameter)] = ref(parameter), name
@@ -117,7 +118,7 @@ def _owners(positions: Mapping[int, int]) -> list[nn.Module]:
         owned = [positions[id(parameter)] for parameter in root.parameters() if id(parameter) in positions]
         if owned:
             found.append((min(owned), -len(owned), root))
-    return [root for *_, root in sorted(found, key=lambda one: one[:2])]
+    return [root for *_, root in sorted(found, key=lambda item: item[:2])]
 
 
 Values = dict[str, KeptValue]
@@ -152,12 +153,12 @@ def _keep(value: Any) -> KeptValue:
     return keep_text(recording.describe_form(value)) if kept.form == recording.UNREAD else kept
 
 
-def _of_torch(path: str) -> Values:
+def _read_torch_file(path: str) -> Values:
     mapped = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
     return list_contents(torch.load(path, map_location="cpu", mmap=mapped, weights_only=True))
 
 
-def _of_safetensors(path: str) -> Values:
+def _read_safetensors(path: str) -> Values:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -166,9 +167,9 @@ def _of_safetensors(path: str) -> Values:
 
 #: Functions that save, with the name of their first argument and the reader of their files.
 _SAVING: Final[dict[str, tuple[str, Read | None]]] = {
-    "torch.save": ("obj", _of_torch),
+    "torch.save": ("obj", _read_torch_file),
     "torch.distributed.checkpoint.save": ("state_dict", None),
-    "safetensors.torch.save_file": ("tensors", _of_safetensors),
+    "safetensors.torch.save_file": ("tensors", _read_safetensors),
 }
 
 
@@ -199,7 +200,7 @@ def _stored(handed: Any, file: Any, read: Read | None) -> Values:
     other ranks, are not read back; the source is recorded, so that it makes a difference between runs.
     """
     try:
-        if read is not None and isinstance(file, (str, os.PathLike)) and not _of_several_ranks(handed):
+        if read is not None and isinstance(file, (str, os.PathLike)) and not _is_sharded(handed):
             return {SOURCE: keep_text("the file"), **read(os.fspath(file))}
     except Exception as error:  # noqa: BLE001  # no error may reach the script
         logger.debug("%s is not read back: %r", file, error)
@@ -209,11 +210,11 @@ def _stored(handed: Any, file: Any, read: Read | None) -> Values:
         return {SOURCE: keep_text(f"nothing: {type(error).__name__}")}
 
 
-def _of_several_ranks(value: Any) -> bool:
+def _is_sharded(value: Any) -> bool:
     if isinstance(value, Tensor):
         return any(base.__name__ in ("DTensor", "ShardedTensor") for base in type(value).__mro__)
     children = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return any(map(_of_several_ranks, children))
+    return any(map(_is_sharded, children))
 
 
 def _file(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -256,7 +257,8 @@ class ScriptRecorder:
         @torch._disable_dynamo
         @wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:  # a reentrant checkpoint's backward is part of the outer one
+            # The backward of a reentrant checkpoint is a part of the outer backward.
+            if torch._C._current_graph_task_id() == -1:
                 self._record_backward(args[0] if args else kwargs.get("tensors"))
             original(*args, **kwargs)
 
@@ -289,7 +291,8 @@ class ScriptRecorder:
         values |= {f"buffer {name}": keep_value(found) for name, found in self._names.list_buffers(index)}
         values |= {f"frozen {name}": keep_value(parameter) for name, parameter in self._names.list_frozen(index)}
         values |= noise_runs.digest_generators()
-        step = max(self._steps.count, taken + 1)  # of the turn that the most frequent optimizer started
+        # The step is the turn that the most frequent optimizer started.
+        step = max(self._steps.count, taken + 1)
         label = type(optimizer).__name__
         self._recorder.record_event(recording.STEP, values, step=step, index=index, label=label)
 
@@ -329,7 +332,8 @@ class ScriptRecorder:
     def _saved(self, file: str, contents: Values) -> None:
         values = {f"saved {name}": kept for name, kept in contents.items()}
         self._recorder.record_event(recording.CHECKPOINT, values, step=max(1, self._steps.count), label=file)
-        self._recorder.flush_events()  # some scripts leave by os._exit after their last checkpoint
+        # Some scripts call os._exit after their last checkpoint.
+        self._recorder.flush_events()
 
 
 def _norm(gradients: list[Tensor]) -> float | None:
@@ -338,8 +342,8 @@ def _norm(gradients: list[Tensor]) -> float | None:
     dense = [part.to_dense() if part.layout is not torch.strided else part for part in parts]
     try:
         wide = [torch.complex128 if part.is_complex() else torch.float64 for part in dense]
-        each = zip(dense, wide, strict=True)
-        norms = [float(torch.linalg.vector_norm(part.detach(), dtype=dtype)) for part, dtype in each]
+        pairs = zip(dense, wide, strict=True)
+        norms = [float(torch.linalg.vector_norm(part.detach(), dtype=dtype)) for part, dtype in pairs]
     except (RuntimeError, NotImplementedError):  # a dtype or tensor class without norms
         return None
     return math.sqrt(sum(norm * norm for norm in norms))
@@ -355,7 +359,7 @@ def _collect(name: str, value: Any, into: Values) -> None:
 
 
 def _capturing() -> bool:
-    """Whether a CUDA graph is being captured, during which nothing can be read."""
+    """Return whether a CUDA graph is being captured, during which nothing can be read."""
     return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -374,7 +378,7 @@ def start_worker(orders: Orders) -> None:
     def at_border(number: int) -> None:
         recorder.flush_events()
         # A rank may be killed in the next step, and its counters must then show the work that it did before.
-        workers.write_report_now(is_last=False)
+        worker_exit.write_report_now(is_last=False)
         if number >= orders.details["steps"]:
             steps.exit_with_peers(orders.directory)
 
@@ -385,5 +389,6 @@ def start_worker(orders: Orders) -> None:
     if orders.details.get("pieces"):
         noise_runs.split_products(orders.details["pieces"])
     watch.start_recording()
-    counter.start_counting()  # after the recorder's: a step is recorded before it can be the last
+    # The counter comes after the recorder, which must record a step before it ends the process.
+    counter.start_counting()
     recorder.flush_at_exit()

@@ -18,16 +18,19 @@ from torch import Tensor
 
 from ovpatch.insight import steps
 from ovpatch.overlap.tensors import lazy_tensor
-from ovpatch.session.workers import write_at_exit
+from ovpatch.session.worker_exit import write_at_exit
 
 
 @dataclass(frozen=True)
 class RecordedEvent:
     """An event of a process."""
 
-    kind: str  # one of BACKWARD, STEP, SCALE and CHECKPOINT
-    index: int  # number of the optimizer, in the order of their first steps
-    label: str  # class of the optimizer, or file of the checkpoint
+    # One of BACKWARD, STEP, SCALE and CHECKPOINT.
+    kind: str
+    # Number of the optimizer, in the order of their first steps.
+    index: int
+    # Class of the optimizer, or file of the checkpoint.
+    label: str
     step: int  # its step, from 1
     values: Mapping[str, KeptValue]  # its values by name
 
@@ -55,8 +58,10 @@ class RecordedEvent:
 class RecordedRun:
     """The record of one variant."""
 
-    processes: Mapping[str, Sequence[Path]]  # files of each process, in order, by its name, such as ``rank 1``
-    cut: bool = False  # whether the variant failed or was ended, so that its events may stop anywhere
+    # Files of each process, in order, by its name, such as ``rank 1``.
+    processes: Mapping[str, Sequence[Path]]
+    # Whether the variant failed or was ended, so that its events may stop anywhere.
+    cut: bool = False
 
     def events(self, process: str) -> Iterator[RecordedEvent]:
         """Yield the events of a process, file by file."""
@@ -65,7 +70,7 @@ class RecordedRun:
 
 
 def read_recorded(folder: Path, *, cut: bool = False) -> RecordedRun:
-    """Return the record in the folder of a variant; ``cut`` tells whether the variant failed or was ended."""
+    """Return the record in the folder of a variant; ``cut``: the variant failed or was ended."""
     files: dict[tuple[tuple[int, ...], int, int], list[Path]] = defaultdict(list)
     for path in sorted(folder.glob("events-*.pt"), key=lambda path: path.stem.rpartition("-")[2]):
         _, identity, born, pid, _, _ = path.stem.split("-")
@@ -109,11 +114,12 @@ class EventRecorder:
         self._events.append({"kind": kind, "index": index, "label": label, "step": step, "values": kept})
 
     def flush_events(self) -> None:
-        """Write the events since the last flush. A directory that is gone is no error."""
+        """Write the events since the last flush. A missing directory is no error."""
         if not self._events or not self._directory.is_dir() or self._pid != os.getpid():
             return
         name = f"events-{_identity()}-{self._born}-{self._pid}-{self._know_rank()}-{self._files:06d}.pt"
-        save = inspect.unwrap(torch.save)  # unpatched: this is not a checkpoint of the script
+        # The function without patches, because this is no checkpoint of the script.
+        save = inspect.unwrap(torch.save)
         save(self._events, self._directory / f".{name}")
         os.replace(self._directory / f".{name}", self._directory / name)
         self._files += 1
@@ -148,7 +154,7 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 @torch.no_grad()
 def compute_digest(tensor: Tensor) -> str:
-    """Return a text that two strided tensors of one dtype and shape share if and only if all their bits are equal.
+    """Return a string that two strided tensors of one dtype and shape share if and only if all their bits are equal.
 
     The bits of element ``i`` are an integer ``x[i]``; a digest is two sums of ``w[i] * x[i]`` modulo ``2**64`` with
     fixed pseudo-random weights. The weights are odd and so have an inverse: a change of one element changes both sums,
@@ -164,7 +170,7 @@ def compute_digest(tensor: Tensor) -> str:
 
 
 def view_bits(tensor: Tensor) -> Tensor:
-    """Return a flat view, or copy, of a tensor as integers of its own width; a complex element is two."""
+    """Return a flat view, or copy, of a tensor as integers of its width; a complex element is two."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -247,15 +253,18 @@ _SCALARS: Final = (bool, int, float, complex)
 class KeptValue(NamedTuple):
     """One value, as stored."""
 
-    form: str  # its kind, for example ``float32 [3, 4]``, ``float``, ``text`` or ``none``
+    # Its kind, for example ``float32 [3, 4]``, ``float``, ``text`` or ``none``.
+    form: str
     digest: str  # digest of all its bits
-    values: Any = None  # the value itself, or the sketch of a large tensor; None if the digest suffices
+    # The value itself, or the sketch of a large tensor; None if the digest suffices.
+    values: Any = None
     folded: bool = False  # whether ``values`` is a sketch
-    not_finite: str = ""  # for a sketch, the number and positions of NaNs and infinities
+    # For a sketch, the number and positions of NaNs and infinities.
+    not_finite: str = ""
 
 
 def keep_text(value: str) -> KeptValue:
-    """Record a text, such as a digest."""
+    """Record a string, such as a digest."""
     return KeptValue("text", value)
 
 

@@ -35,6 +35,10 @@ FEATURE: Final = Feature(
     removed_options=REMOVED_OPTIONS,
     distributed=True,
     work=("backwards",),
+    gains=(
+        "{models:model}",
+        "{collectives_in_backward} of {collectives:bucket} reduced during backward",
+    ),
 )
 
 

@@ -53,6 +53,7 @@ OPTIONS: Final = (
         "Capacity of a gradient bucket in MiB, where the script sets none. none: on CUDA a 16th "
         "of all gradients, between 25 and 400; elsewhere DistributedDataParallel's own 25.",
         parse=_or_none(_capacity),
+        values="a size in MiB, or `none`",
     ),
     Option(
         "bucket_granularity",
@@ -83,6 +84,7 @@ OPTIONS: Final = (
         "gradients. false: divide before it. none: only where the backend can (NCCL) and rounds "
         "as stock PyTorch does (not float16, and bfloat16 only on 2, 4, 8, ... ranks).",
         parse=_or_none(_flag),
+        values="`0` `1` `none`",
     ),
     Option(
         "hierarchical",
@@ -98,12 +100,14 @@ OPTIONS: Final = (
         "SM budget: reduce on a communicator that takes at most this many thread blocks (NCCL). "
         "none: the script's communicator.",
         parse=_or_none(make_count_parser("a number of thread blocks, 1 or more, or none", least=1)),
+        values="a number of blocks, or `none`",
     ),
     Option(
         "agreement_timeout_s",
         20.0,
         "How many seconds a rank waits for the settings of its peers when a model is wrapped.",
         parse=make_seconds_parser(),
+        values="a time in seconds",
     ),
 )
 

@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ovpatch.hookspecs import Feature, Registrar, make_feature_hooks
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _CLIP: Final = "torch.nn.utils.clip_grad"
 
+# Gradients of this size belong to a model whose optimizer state is worth sharding.
+_LARGE_GRADS_BYTES: Final = 2**30
+
 
 FEATURE: Final = Feature(
     name="dist_optimizer",
@@ -26,7 +29,22 @@ FEATURE: Final = Feature(
     requires=("ddp",),
     distributed=True,
     work=("steps",),
+    gains=(
+        "{optimizers:optimizer}",
+        "{gathers_overlapped} of {gathers:gather} hidden under the next forward",
+        "{state_bytes_whole-state_bytes:bytes} less memory a rank",
+    ),
 )
+
+
+def fits(names: Collection[str], counters: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the reason if each rank keeps the full optimizer state of a large model."""
+    ddp = counters.get("ddp", {})
+    grad_bytes = ddp.get("bytes_reduced", 0) // max(ddp.get("backwards", 0), 1)
+    if grad_bytes < _LARGE_GRADS_BYTES:
+        return ""
+    size = f"{grad_bytes / 2**30:.1f} GiB"
+    return f"keeps the full optimizer state for {size} of gradients on each rank"
 
 
 # --- registration ---
@@ -276,4 +294,5 @@ hooks = make_feature_hooks(
     activate=activate,
     deactivate=deactivate,
     remarks=report_remarks,
+    fits=fits,
 )

@@ -70,6 +70,7 @@ OPTIONS: Final = (
         "1 MiB if that is more, and half of that in the first two buckets. Broadcasts of "
         "parameters that one rank updates for all are at most 64 MiB.",
         parse=_parse_capacity,
+        values="a size in MiB",
     ),
     Option(
         "copy_engines",
@@ -88,6 +89,7 @@ OPTIONS: Final = (
         "Limit in MiB for full gradients that ranks have not reduced to shards yet. Beyond it, "
         "backward waits for the oldest gradients and frees their memory. 0: no limit.",
         parse=_parse_capacity,
+        values="a size in MiB",
     ),
     # - Parameters
     Option(
@@ -95,6 +97,7 @@ OPTIONS: Final = (
         16384,
         "Every rank updates parameters with fewer elements in full, because a shard would cost more than it saves.",
         parse=make_count_parser("a number of elements, 0 or more"),
+        values="a number of elements",
     ),
     Option(
         "main_params_in_fp32",
@@ -108,11 +111,13 @@ OPTIONS: Final = (
         "element_wise",
         "",
         "More optimizer classes that are element-wise, so that they can update shards: module.Class,module.Class.",
+        values="classes, separated by commas",
     ),
     Option(
         "per_parameter",
         "",
         "More optimizer classes that need a full parameter to update it, and no other parameter: "
         "module.Class,module.Class.",
+        values="classes, separated by commas",
     ),
 )

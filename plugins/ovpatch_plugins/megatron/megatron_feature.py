@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 from ovpatch.hookspecs import Feature, Package, Registrar, make_feature_hooks
@@ -33,6 +33,13 @@ FEATURE: Final = Feature(
     distributed=True,
     packages=(Package("megatron.core", "pip install 'ovpatch[megatron]'"),),
     work=("calls", "reductions", "gathers", "pipeline_steps"),
+    gains=(
+        "{models:model}",
+        "{calls:linear call} with hidden collectives",
+        "{reductions:bucket} reduced during backward",
+        "{gathers:bucket} gathered early",
+        "{early_sends:early send}",
+    ),
 )
 
 
@@ -178,6 +185,12 @@ PATCHES: Final = (
 )
 
 
+def fits(names: Collection[str], counters: Mapping[str, Mapping[str, int]]) -> str:
+    """Return that the script uses Megatron-Core."""
+    is_used = any(name == "megatron.core" or name.startswith("megatron.core.") for name in names)
+    return "uses megatron.core" if is_used else ""
+
+
 def register(patches: Registrar, options: Mapping[str, Any]) -> None:
     """Register the patches; they wait for the import of ``megatron.core``."""
     delays = options["pipeline_schedule"] != "stock"
@@ -244,4 +257,5 @@ hooks = make_feature_hooks(
     activate=activate,
     deactivate=deactivate,
     remarks=list_left,
+    fits=fits,
 )

@@ -30,12 +30,14 @@ OPTIONS: Final = (
         "On GPUs, leave linears to Megatron whose product has fewer billions of operations on a rank, unless their "
         "weight gradients are delayed: the host takes longer for ours. 0: none.",
         parse=make_count_parser("a number of billions of operations, 0 or more"),
+        values="billions of operations",
     ),
     Option(
         "chunks",
         4,
         "Into how many parts schedule chunk cuts a product, as far as the rows divide.",
         parse=make_count_parser("a number of chunks, 1 or more", least=1),
+        values="a number of chunks",
     ),
     Option(
         "regather",

@@ -20,6 +20,7 @@ FEATURE: Final = Feature(
     distributed=True,
     packages=(Package(_EP, "pip install -U transformers"),),
     work=("calls",),
+    gains=("{calls:expert layer call} in {parts:chunk}",),
 )
 
 

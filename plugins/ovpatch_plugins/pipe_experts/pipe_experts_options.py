@@ -34,6 +34,7 @@ OPTIONS: Final = (
         "Number of chunks. 0: up to 4 groups of experts, or 2 slices of tokens; auto measures 2, 4 and 8.",
         parse=make_count_parser("a number of parts, or 0 for as many as the cut thinks best"),
         aliases=("multi_data", "pipeline_degree"),
+        values="a number of chunks",
     ),
     Option(
         "delay_wgrad",

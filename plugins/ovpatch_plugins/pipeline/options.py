@@ -34,6 +34,7 @@ OPTIONS: Final = (
         "first rank. 40GiB: a size. auto: 2x, or what the order as given holds where that is more, as far as it is "
         "free on each rank after the first steps, less a margin of a tenth of the device; 1x on a CPU.",
         parse=parse_memory_limit,
+        values="`auto`, a multiple such as `1.5x`, or a size such as `40GiB`",
     ),
     Option(
         "delay_wgrad_compute",
@@ -68,6 +69,7 @@ OPTIONS: Final = (
         "",
         "Where schedule=auto writes costs and the times of all orders, which it then races. ovpatch pipeline sets "
         "this.",
+        values="a path",
     ),
     Option(
         "weight_stash",

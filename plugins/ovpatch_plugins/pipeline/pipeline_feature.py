@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from ovpatch.hookspecs import Feature, Package, Registrar, make_feature_hooks
@@ -29,7 +29,32 @@ FEATURE: Final = Feature(
     distributed=True,
     packages=(Package("torch.distributed.pipelining", "install a build of torch that has it"),),
     work=("steps",),
+    gains=(
+        "{schedules:schedule}",
+        "{steps:step}",
+        "{early_sends:input gradient} sent early",
+        "{weight_grads:weight gradient} computed in bubbles",
+    ),
 )
+
+
+# Names in a script that runs a pipeline, the most telling first.
+_SCRIPT_NAMES: Final = (
+    "Schedule1F1B",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleLoopedBFS",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+    "get_schedule_class",
+)
+
+
+def fits(names: Collection[str], counters: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the schedule of torch.distributed.pipelining that the script uses."""
+    used = [name for name in _SCRIPT_NAMES if name in names]
+    return f"uses {used[0]}" if used else ""
 
 
 def register(patches: Registrar, options: Mapping[str, Any]) -> None:
@@ -63,4 +88,5 @@ hooks = make_feature_hooks(
     counters="ovpatch_plugins.pipeline.pipeline_counters:COUNTERS",
     deactivate="ovpatch_plugins.pipeline.pipeline_attach:release_all",
     remarks="ovpatch_plugins.pipeline.pipeline_report:write_remarks",
+    fits=fits,
 )

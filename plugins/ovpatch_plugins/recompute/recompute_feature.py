@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from ovpatch.hookspecs import Feature, Registrar, make_feature_hooks
@@ -17,7 +17,26 @@ FEATURE: Final = Feature(
     options=OPTIONS,
     default=False,
     work=("calls", "compiled_calls"),
+    gains=(
+        "{blocks:block}",
+        "{recomputations:forward} computed again, {launched_ahead} of them under a wait",
+    ),
 )
+
+
+# Names in a script that checkpoints activations.
+_CHECKPOINTING: Final = (
+    "torch.utils.checkpoint",
+    "checkpoint_wrapper",
+    "gradient_checkpointing_enable",
+    "gradient_checkpointing",
+)
+
+
+def fits(names: Collection[str], counters: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the way in which the script checkpoints activations itself."""
+    used = [name for name in _CHECKPOINTING if name in names]
+    return f"uses {used[0]}" if used else ""
 
 
 def register(patches: Registrar, options: Mapping[str, Any]) -> None:
@@ -42,4 +61,5 @@ hooks = make_feature_hooks(
     activate=f"{_ATTACH}:attach_all",
     deactivate=f"{_ATTACH}:give_back_all",
     remarks=write_remarks,
+    fits=fits,
 )

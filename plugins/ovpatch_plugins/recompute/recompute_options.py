@@ -50,12 +50,14 @@ OPTIONS: Final = (
         "Which modules are blocks, separated by commas: names, with a * for a part between dots, as in "
         "model.layers.*, or names of classes. Empty: the members of each outermost list of modules of one class.",
         parse=_parse_blocks,
+        values="names or classes, separated by commas",
     ),
     Option(
         "keep",
         "",
         "Further operators whose outputs selective keeps, separated by commas: aten.mm,mylib::op.",
         parse=_parse_operators,
+        values="operators, separated by commas",
     ),
     Option(
         "ahead",
@@ -64,6 +66,7 @@ OPTIONS: Final = (
         "Each takes the memory of its activations. 0: none; under tensor parallelism, recomputation then starts only "
         "after the wait for the gradient, too.",
         parse=make_count_parser("a number of blocks, 0 for none"),
+        values="a number of blocks",
     ),
     Option(
         "check",

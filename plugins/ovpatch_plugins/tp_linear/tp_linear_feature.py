@@ -22,6 +22,10 @@ FEATURE: Final = Feature(
     distributed=True,
     packages=(Package("torch.distributed.tensor", "install a build of torch that has it"),),
     work=("calls",),
+    gains=(
+        "{linears:linear}",
+        "{calls:call} with hidden collectives",
+    ),
 )
 
 

@@ -21,6 +21,7 @@ OPTIONS: Final = (
         "Into how many parts schedule chunk cuts a product, as far as the rows divide.",
         parse=make_count_parser("a number of chunks, 1 or more", least=1),
         aliases=("num_splits",),
+        values="a number of chunks",
     ),
     Option(
         "regather",

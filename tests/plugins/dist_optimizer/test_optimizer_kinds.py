@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ovpatch.session.report import NO_WORK
+from ovpatch.session.session_report import NO_WORK
 from tests.plugins.ddp.arms import Record, data, device
 from tests.plugins.dist_optimizer.checks import all_cases, apply, check_all, ddp, on, params, versions
 from tests.plugins.dist_optimizer.test_loops import net

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import ovpatch
-from ovpatch.insight.verify.verify import Request
+from ovpatch.insight.verify.verification import Request
 from ovpatch_plugins.recompute import RecomputeError, recomputation, recompute
 from ovpatch_plugins.recompute import recompute_attach as takeover
 from ovpatch_plugins.recompute.recompute_report import COUNTERS

@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, Final
 
 from ovpatch.cli import command_line
 from ovpatch.exit_codes import ExitCode
-from ovpatch.insight.timeline.output import Output
 from ovpatch.insight.timeline.summary import Recording, make_run, read_recording
+from ovpatch.insight.timeline.timeline_export import Output
 from ovpatch.insight.timeline.trace import TraceError
-from ovpatch.session.report import format_report, wants_colour
+from ovpatch.session.report_table import format_report, wants_colour
 from ovpatch.settings import settings
 from ovpatch.settings.settings import SettingsError
 
 PAGE: Final = "https://ui.perfetto.dev"
 PORT: Final = 9001
-_PATIENCE_S: Final = 60.0
+_FETCH_TIMEOUT_S: Final = 60.0
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers the page's request for the one file, and no other."""
+    """A handler that serves one file to the page, and nothing else."""
 
     server: _Server
 
@@ -53,7 +53,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.fetched = True
 
     def do_OPTIONS(self) -> None:
-        """Allow the page to ask: a browser wants to know before a public page reads from this machine."""
+        """Allow the request, which a browser checks before a public page reads from this machine."""
         self._begin(204)
         self.send_header("Access-Control-Allow-Private-Network", "true")
         self.end_headers()
@@ -76,7 +76,10 @@ class _Server(HTTPServer):
 
 
 def show(trace: Path) -> str:
-    """Open a trace in the user's browser, by serving it to Perfetto's page for a minute; return what to tell them."""
+    """Open a trace in the user's browser, and return the message for the user.
+
+    Perfetto's page can fetch the trace from this process for a minute.
+    """
     by_hand = f"open {trace} at {PAGE} by hand"
     try:
         browser = webbrowser.get()
@@ -88,7 +91,7 @@ def show(trace: Path) -> str:
         return f"port {PORT}, from which Perfetto reads, cannot be used ({error.strerror}); {by_hand}"
     with server:
         browser.open(f"{PAGE}/#!/?url=http://127.0.0.1:{server.server_port}/{trace.name}")
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + _FETCH_TIMEOUT_S
         while not server.fetched and (left := end - time.monotonic()) > 0:
             server.timeout = left
             server.handle_request()
@@ -98,7 +101,7 @@ def show(trace: Path) -> str:
 if TYPE_CHECKING:
     from ovpatch.insight.variants import Outcome, Variant
 
-_WORKER: Final = "ovpatch.insight.timeline.worker"
+_WORKER: Final = "ovpatch.insight.timeline.timeline_worker"
 _say: Final = partial(command_line.say, "timeline")
 _ENDINGS: Final = (".json", ".json.gz")
 
@@ -118,7 +121,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="where the files go (./ovpatch-timeline)",
     )
     add("--no-stop", action="store_true", help="let the command run to its end after the last recorded step")
-    add("--operators", action="store_true", help="on GPUs, record torch's operators beside kernels; costs more")
+    add("--operators", action="store_true", help="on GPUs, record torch's operators as well as kernels; costs more")
     add("--no-picture", action="store_true", help="draw no picture, which needs matplotlib")
     add("--open", action="store_true", help="show the trace in a browser, by ui.perfetto.dev, which reads it from here")
     command_line.add_timeout(parser)
@@ -161,7 +164,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def _are_traces(rest: Sequence[str]) -> bool:
-    """Whether the arguments are traces or folders of traces, not a command; a mixture is an error."""
+    """Return whether the arguments are traces or their folders; SettingsError for a mixture."""
     named = [word.endswith(_ENDINGS) or Path(word).is_dir() for word in rest]
     if named[:1] == [True] and not all(named):
         other = rest[named.index(False)]
@@ -217,13 +220,15 @@ def _record(
         code = _judge(outcome) or code
         try:
             recordings.append(read_recording(variant.name, outcome.folder, wanted, pattern))
-        except TraceError as error:  # the other variant may have something to show
+        # The second variant may still have something to show.
+        except TraceError as error:
             _say(str(error))
             code = code or ExitCode.UNDECIDED
         failed = failed or bool(outcome.code or outcome.failures or outcome.timed_out)
         if outcome.interrupted:
             break
-    if not recordings and not failed:  # else the log tells why
+    # After a failure the log has the reason, so the folder stays.
+    if not recordings and not failed:
         output.discard_folder()
     return recordings, code
 

@@ -26,7 +26,7 @@ from ovpatch.insight.timeline.summary import (
 )
 from ovpatch.insight.timeline.trace import MERGED, Intervals, Span, get_time_base, load_trace, to_nanoseconds
 from ovpatch.insight.timeline.tracks import RankTracks, get_step
-from ovpatch.session.workers import save_json
+from ovpatch.session.worker_reports import save_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,9 +43,12 @@ COPIES: Final = "#c9a86a"
 HATCH: Final = "#b0b0b0"
 INK: Final = "#202020"
 
-_HEIGHT: Final = 0.82  # of a row; rows are 1 apart
-_FINEST: Final = 4000  # gaps narrower than the width divided by this are invisible and not drawn
-_WIDE: Final = 25  # blocks wider than the width divided by this have room for a number
+# The height of a bar; rows have a distance of 1.
+_HEIGHT: Final = 0.82
+# Gaps narrower than the width divided by this are invisible and not drawn.
+_FINEST: Final = 4000
+# Blocks wider than the width divided by this have room for a number.
+_WIDE: Final = 25
 
 
 class OutputError(ValueError):
@@ -156,7 +159,7 @@ def _panel(axes: Axes, run: TimelineRun, width: int) -> None:
 
 
 def _mark_steps(axes: Axes, run: TimelineRun, start: int) -> None:
-    """Draw the first rank's borders between steps, with the steps' numbers."""
+    """Draw the first rank's step boundaries, with the steps' numbers."""
     for number in _drawn(run):
         step = get_step(run.ranks[0], number)
         for border in (step.start, step.end):
@@ -221,7 +224,8 @@ def _legend(figure: Figure, runs: Sequence[TimelineRun]) -> None:
 
 
 _Json = dict[str, Any]
-_Ids = defaultdict[tuple[object, ...], int]  # numbers of processes, threads and ids, unique in the merged trace
+# Numbers of processes, threads and ids, unique in the merged trace.
+_Ids = defaultdict[tuple[object, ...], int]
 #: Phases of events with an id, which is unique in one trace only.
 _WITH_ID: Final = frozenset("stfbenOND")
 
@@ -268,15 +272,15 @@ def _tracks(run: TimelineRun, tracks: RankTracks, zero: int, ids: _Ids, owner: s
         ("exposed", [("exposed communication", tracks.exposed)]),
         ("hidden", [("hidden communication", tracks.communication & tracks.compute)]),
         ("idle", [("idle", busy.find_gaps(start, end))]),
-        ("pipeline", [(one.name, Intervals(((one.start, one.end),))) for one in tracks.actions]),
+        ("pipeline", [(action.name, Intervals(((action.start, action.end),))) for action in tracks.actions]),
     ]
     for title, slices in rows if tracks.actions else rows[:-1]:
         tid = ids[owner, "ovpatch", title]
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": title}}
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
         for name, intervals in slices:
-            for one in intervals.clip(start, end):
-                times = {"ts": (one[0] - zero) / 1000, "dur": (one[1] - one[0]) / 1000}
+            for part in intervals.clip(start, end):
+                times = {"ts": (part[0] - zero) / 1000, "dur": (part[1] - part[0]) / 1000}
                 yield {"ph": "X", "cat": "ovpatch", "name": name, "pid": pid, "tid": tid, **times}
 
 
@@ -325,10 +329,10 @@ class Output:
         if folder.exists() and not folder.is_dir():
             raise OutputError(f"--out {folder} is a file. Name a folder.")
         known = {*_PICTURES, _MERGED, _SUMMARY, *_RUNS}
-        others = sorted(path.name for path in folder.glob("*") if path.name not in known)
-        if others:
+        unknown = sorted(path.name for path in folder.glob("*") if path.name not in known)
+        if unknown:
             raise OutputError(
-                f"--out {folder} holds other things, such as {others[0]}. Name an empty folder or a new one."
+                f"--out {folder} holds other things, such as {unknown[0]}. Name an empty folder or a new one."
             )
 
     def check_inputs(self, traces: Iterable[Path]) -> None:
@@ -372,18 +376,18 @@ class Output:
             "version": __version__,
             "unit": "ns",
             "overlap_efficiency": found._asdict() if found is not None else None,
-            "recording_cost": {one.run.name: one.cost and one.cost.share for one in recordings},
-            "remarks": [remark for one in recordings for remark in one.remarks],
+            "recording_cost": {recording.run.name: recording.cost and recording.cost.share for recording in recordings},
+            "remarks": [remark for recording in recordings for remark in recording.remarks],
             "runs": [run_to_json(run) for run in runs],
         }
         save_json(self.folder / _SUMMARY, numbers)
         self.written += [self.trace, self.folder / _SUMMARY]
-        costs = [f"{one.run.name}: {one.cost}" for one in recordings if one.cost is not None]
+        costs = [f"{recording.run.name}: {recording.cost}" for recording in recordings if recording.cost is not None]
         return "\n".join([summary.format_tables(runs, colour=colour), *costs])
 
 
 def _foreign(path: Path) -> bool:
-    """Whether a folder with the name of a run is not one: processes sign in in each run's folder."""
+    """Return whether a folder has only the name of a run: processes sign in in a run's folder."""
     signs = (*path.glob("process-*.json"), *path.glob("failed-*.json"))
     return path.is_dir() and any(path.iterdir()) and not signs
 

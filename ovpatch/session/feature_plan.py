@@ -27,8 +27,8 @@ def sort_by_requirements(features: Mapping[str, Feature]) -> list[str]:
         if name in visiting or name not in features:
             return
         visiting.add(name)
-        for other in features[name].requires:
-            visit(other)
+        for required in features[name].requires:
+            visit(required)
         ordered.append(name)
 
     for name in features:
@@ -42,9 +42,9 @@ def find_dependents(name: str, features: Mapping[str, Feature]) -> list[str]:
     wave = [name]
     while wave:
         wave = [
-            other
-            for other, feature in features.items()
-            if other != name and other not in found and set(wave) & set(feature.requires)
+            dependent
+            for dependent, feature in features.items()
+            if dependent != name and dependent not in found and set(wave) & set(feature.requires)
         ]
         found += wave
     return found
@@ -75,16 +75,16 @@ def _rank(name: str, ranking: Sequence[Collection[str]]) -> int:
 def find_unmet(features: Mapping[str, Feature], reasons: Mapping[str, str]) -> dict[str, str]:
     """Return the features whose requirements are not on, directly or through others, each with the reason.
 
-    ``reasons`` says why other features are not on; a feature without an entry is not installed.
+    ``reasons`` has the reasons why other features are off; a feature without a reason is not installed.
     """
     lost: dict[str, str] = {}
     changed = True
     while changed:
         changed = False
         for name, feature in features.items():
-            missing = [one for one in feature.requires if one not in features or one in lost]
+            missing = [required for required in feature.requires if required not in features or required in lost]
             if missing and name not in lost:
-                lost[name] = "; ".join(_why_missing(one, reasons, lost) for one in missing)
+                lost[name] = "; ".join(_why_missing(required, reasons, lost) for required in missing)
                 changed = True
     return lost
 
@@ -97,6 +97,8 @@ def _why_missing(name: str, reasons: Mapping[str, str], lost: Mapping[str, str])
 
 
 PLANNED: Final = "planned"
+# The beginning of the reasons of settings that turn a feature off.
+SWITCHED_OFF: Final = "off by OVPATCH"
 _FINE: Final = frozenset({"applied", "pending", "disabled", PLANNED})
 
 
@@ -111,13 +113,24 @@ class FeatureRecord:
     """One feature and its state."""
 
     found: FoundPlugin
-    request: FeatureRequest  # whether the settings turn it on, and which setting does
-    state: str = "disabled"  # a state of the report, or ``planned`` during the call
-    reason: str = ""  # why it is in this state
-    feature: Feature | None = None  # its description; None if the plugin is not imported
+    # Whether the settings turn it on, and which setting does.
+    request: FeatureRequest
+    # A state of the report, or ``planned`` during the call.
+    state: str = "disabled"
+    # The reason for this state.
+    reason: str = ""
+    # Its description; None if the plugin is not imported.
+    feature: Feature | None = None
     options: dict[str, opts.OptionValue] = field(default_factory=dict)  # resolved options
-    remarks: tuple[str, ...] = ()  # remarks of the plugin from its activation
-    is_named: bool = False  # whether the settings name it, or those of an earlier call while it was on
+    # Remarks of the plugin from its activation.
+    remarks: tuple[str, ...] = ()
+    # Whether the settings name it, or those of an earlier call while it was on.
+    is_named: bool = False
+
+    @property
+    def is_switched_off(self) -> bool:
+        """True if the user turned this feature off, rather than left it out."""
+        return self.request.on is False and self.reason.startswith(SWITCHED_OFF)
 
     def stand_down(self, state: str, reason: str) -> None:
         """Set the state of a feature that will not be on."""
@@ -143,8 +156,8 @@ class FeaturePlan:
     def drop_unmet(self) -> list[str]:
         """Leave out features whose requirements are not on; returns their names."""
         on = {n: e.feature for n, e in self.records.items() if e.state == "applied" and e.feature is not None}
-        others = (e for e in self.records.values() if e.state not in (PLANNED, "applied"))
-        reasons = {e.found.name: e.reason or e.state for e in others}
+        refused = (e for e in self.records.values() if e.state not in (PLANNED, "applied"))
+        reasons = {e.found.name: e.reason or e.state for e in refused}
         lost = find_unmet({**on, **self.get_planned()}, reasons)
         for name, reason in lost.items():
             record = self.records[name]
@@ -152,7 +165,7 @@ class FeaturePlan:
         return list(lost)
 
     def _follows_setting(self, record: FeatureRecord) -> bool:
-        """Whether a feature is on by default, and the settings turn off what it requires: no fault, also if strict."""
+        """Return whether the settings turn off a requirement of a default feature: no fault, even if strict."""
         required = record.feature.requires if record.feature is not None else ()
         off = [self.records[name].request.on is False for name in required if name in self.records]
         return record.request.on is None and any(off)
@@ -197,12 +210,12 @@ def make_plan(
     settings.check_names(environment, asked, arguments, found)
     is_strict = bool(strict) if environment.strict is None else environment.strict
     plan = FeaturePlan(environment, is_strict, {})
-    for name, one in found.items():
-        if environment.third_party or one.first_party:
+    for name, plugin in found.items():
+        if environment.third_party or plugin.first_party:
             request = settings.get_request(name, environment, asked, found)
         else:
             request = FeatureRequest(False, enforced=True, reason="left out by OVPATCH_THIRD_PARTY=0")
-        plan.records[name] = record = FeatureRecord(one, request, PLANNED)
+        plan.records[name] = record = FeatureRecord(plugin, request, PLANNED)
         if request.on is False and (request.enforced or name not in active):
             record.stand_down("disabled", request.reason)
     _load(plan, plugins)
@@ -210,9 +223,9 @@ def make_plan(
         record.is_named = record.request.by_name or (name in active and active[name].is_named)
     _resolve(plan, arguments)
     if ask_machine:
-        _ask(plan, plugins, active)
+        _check_machine(plan, plugins, active)
     named = {name for name, record in plan.records.items() if record.request.by_name}
-    ranking = (active, named, {name for name, one in found.items() if one.first_party})
+    ranking = (active, named, {name for name, plugin in found.items() if plugin.first_party})
     for name, reason in find_conflicts(plan.get_planned(), ranking).items():
         plan.records[name].stand_down("conflict", reason)
     plan.drop_unmet()
@@ -223,7 +236,7 @@ def _load(plan: FeaturePlan, plugins: Plugins) -> None:
     """Load the plugins that may be on, and leave out those that are off by default."""
     for record in plan.records.values():
         if record.state == PLANNED:
-            with _standing_down(record):
+            with _noting_failure(record):
                 record.feature = plugins.load_feature(record.found)
     for record in plan.records.values():
         if record.feature is not None and record.request.on is None and not record.feature.default:
@@ -231,7 +244,7 @@ def _load(plan: FeaturePlan, plugins: Plugins) -> None:
 
 
 @contextmanager
-def _standing_down(record: FeatureRecord) -> Iterator[None]:
+def _noting_failure(record: FeatureRecord) -> Iterator[None]:
     """Turn a feature off if its plugin raises in the block."""
     try:
         yield
@@ -261,14 +274,14 @@ def _resolve(plan: FeaturePlan, arguments: Mapping[str, Mapping[str, Any]]) -> N
                 record.stand_down("failed", f"parsing its options raised {describe_error(error)}")
 
 
-def _ask(plan: FeaturePlan, plugins: Plugins, active: Mapping[str, FeatureRecord]) -> None:
-    """Ask each planned feature for reasons against, unless it is on already with the same options."""
+def _check_machine(plan: FeaturePlan, plugins: Plugins, active: Mapping[str, FeatureRecord]) -> None:
+    """Let each planned feature check this machine, unless it is on already with the same options."""
     for name in plan.get_planned():
         record = plan.records[name]
         if name in active and active[name].options == record.options:
             continue
         options = opts.get_values(record.options)
-        with _standing_down(record):
+        with _noting_failure(record):
             reasons = (
                 _lacks_distributed(record.feature)
                 or _lacks_packages(record.feature)

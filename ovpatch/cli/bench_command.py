@@ -16,8 +16,8 @@ from ovpatch.insight.bench import analysis, rounds
 from ovpatch.insight.bench.analysis import BenchFigures, UserFigures, compute_figures
 from ovpatch.insight.bench.rounds import PATCHED, STOCK, BenchPlan, BenchRuns, FailedError, StoppedError
 from ovpatch.insight.variants import Outcome
-from ovpatch.session import workers
-from ovpatch.session.report import wants_colour
+from ovpatch.session import worker_reports
+from ovpatch.session.report_table import wants_colour
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--leave-one-out",
         action=argparse.BooleanOptionalAction,
-        help="also run without each feature, to tell its part (default: if more than one did something)",
+        help="also run without each feature, to measure its part (default: if several did something)",
+    )
+    add(
+        "--against",
+        choices=sorted(rounds.PEERS),
+        help="also run a peer on your script, by the own switch of HF Trainer and accelerate",
     )
     figure = command_line.parse_positive
     add("--samples-per-step", type=figure, metavar="X", help="samples of a step, over all ranks (default: found out)")
@@ -52,7 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run all rounds and print the result."""
     command = command_line.check_comparison(arguments, "bench")
     with command_line.open_folder(arguments.out) as out:
-        names = ("steps", "warmup", "rounds", "features", "timeout", "leave_one_out")
+        names = ("steps", "warmup", "rounds", "features", "timeout", "leave_one_out", "against")
         plan = BenchPlan(command, out, **{name: getattr(arguments, name) for name in names})
         return _measure(plan, arguments)
 
@@ -70,11 +75,13 @@ def _measure(plan: BenchPlan, arguments: argparse.Namespace) -> int:
         runs, UserFigures(arguments.samples_per_step, arguments.tokens_per_step, arguments.peak_tflops)
     )
     if arguments.json is not None:
-        workers.save_json(arguments.json, _data(plan, runs, found))
+        worker_reports.save_json(arguments.json, _data(plan, runs, found))
     colour = wants_colour(sys.stdout)
     line = f"ovpatch bench: {analysis.format_verdict(runs, found)}"
     print(f"\033[1m{line}\033[0m" if colour else line)
     print(analysis.format_report(plan, runs, found, colour=colour))
+    if arguments.json is not None:
+        command_line.say("bench", f"everything that was measured is in {arguments.json}")
     return ExitCode.OK
 
 
@@ -82,7 +89,9 @@ def _data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, An
     return {
         "ovpatch": __version__,
         "command": list(plan.command),
-        "settings": {name: getattr(plan, name) for name in ("steps", "warmup", "rounds", "features", "timeout")},
+        "settings": {
+            name: getattr(plan, name) for name in ("steps", "warmup", "rounds", "features", "timeout", "against")
+        },
         "verdict": analysis.format_verdict(runs, found),
         "exercised": runs.exercised,
         **asdict(found),
@@ -95,13 +104,14 @@ def _data(plan: BenchPlan, runs: BenchRuns, found: BenchFigures) -> dict[str, An
 def _explain(error: FailedError, out: Path | None) -> ExitCode:
     """Print which run failed and how, and return the exit code."""
     outcome = error.outcome
-    code = ExitCode.UNDECIDED if error.kind == STOCK or outcome.waits_in_tool else ExitCode.PROBLEM
+    is_ours = error.kind not in (STOCK, *rounds.PEERS) and not outcome.waits_in_tool
+    code = ExitCode.PROBLEM if is_ours else ExitCode.UNDECIDED
     if not outcome.code:  # it took too few steps
         return _fail(f"{str(error).rstrip('.')}.", code)
     for pid, stacks in outcome.stacks.items() if outcome.timed_out else ():
         print(f"--- stacks of process {pid}\n{stacks.rstrip()}", file=sys.stderr)
     print(f"--- how it ended\n{outcome.read_failure()}\n---", file=sys.stderr)
-    where = f"The whole log: {outcome.log}" if out is not None else "Keep whole logs with --out DIR."
+    where = f"The whole log: {outcome.log}" if out is not None else "Keep full logs with --out DIR."
     return _fail(" ".join(filter(None, (f"{str(error).rstrip('.')}.", _whose(error.kind, outcome), where))), code)
 
 
@@ -109,7 +119,9 @@ def _whose(kind: str, outcome: Outcome) -> str:
     if outcome.waits_in_tool:
         return ""
     if kind == STOCK:
-        return "This is the stock run: it is not ovpatch's doing."
+        return "This is the stock run, so ovpatch is not the cause."
+    if kind in rounds.PEERS:
+        return "This is the run of the peer, so ovpatch is not the cause."
     return "The stock run did not." if kind == PATCHED else "The stock run and the run with all features did not."
 
 

@@ -26,16 +26,17 @@ from torch.utils.hooks import RemovableHandle
 
 from ovpatch.insight import steps
 from ovpatch.insight.steps import find_root_modules, list_children
-from ovpatch.session import workers
-from ovpatch.session.workers import Orders, write_at_exit
+from ovpatch.session import worker_reports
+from ovpatch.session.worker_exit import write_at_exit
+from ovpatch.session.worker_orders import Orders
 
 
 class BorderClock:
     """Times at most ``steps`` measured steps without waiting for the device of the parameters.
 
-    On CUDA a border records an event, made beforehand, on the optimizer's stream and reads the host's clock; times are
-    read after the last border. A step that the host only enqueues is timed on the device, and one that the host delays
-    includes that delay.
+    On CUDA a boundary records an event, made beforehand, on the optimizer's stream and reads the
+    host's clock. Times are read after the last boundary. A step that the host only enqueues is timed
+    on the device, and one that the host delays includes that delay.
     """
 
     def __init__(self, device: torch.device, steps: int) -> None:
@@ -46,7 +47,7 @@ class BorderClock:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
 
     def mark_border(self) -> None:
-        """Mark a border."""
+        """Mark a step boundary."""
         if self._events:
             self._events[len(self._host)].record(torch.cuda.current_stream(self._device))
         self._host.append(time.perf_counter_ns())
@@ -56,11 +57,12 @@ class BorderClock:
         return [(after - before) / 1e6 for before, after in pairwise(self._host)]
 
     def read_times(self) -> list[float]:
-        """Return the steps' times in ms, on the device if there is one; waits until it has reached the last border."""
+        """Return the steps' times in ms, on the device if there is one; waits for the last event."""
         used = self._events[: len(self._host)]
         if not used:
             return self.read_host_times()
-        for event in used:  # all of them: the script may have changed streams
+        # Wait for all of them, because the script may have changed streams.
+        for event in used:
             event.synchronize()
         return [before.elapsed_time(after) for before, after in pairwise(used)]
 
@@ -95,6 +97,15 @@ def choose_device(device: torch.device) -> torch.device:
     return device
 
 
+def has_fsdp2_module() -> bool:
+    """Return whether FSDP2 has sharded a module of this process."""
+    # fully_shard() gives a module a class that derives from FSDPModule.
+    base = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if not isinstance(base, type):
+        return False
+    return any(issubclass(type(part), base) for root in find_root_modules() for part in root.modules())
+
+
 def get_device_name(device: torch.device) -> str:
     """Return the name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -118,12 +129,12 @@ def start_worker(orders: Orders) -> None:
 
 
 class _Worker:
-    """Acts at the borders of W warm-up steps and N measured steps.
+    """The actions at the boundaries of W warm-up steps and N measured steps.
 
     - 1 to W-1: counts batches.
     - W-3 to W-1: counts operations of two steps, if ordered; the cheaper counts, since the other may hold an
       evaluation.
-    - W to W+N: marks the clock; the last border writes the file and ends the process.
+    - W to W+N: marks the clock; the last boundary writes the file and ends the process.
 
     A script that ends before W+N leaves the file with the measurements so far.
     """
@@ -134,7 +145,8 @@ class _Worker:
         self._flops = [FlopCount(), FlopCount()] if count_flops else []
         self._clock: BorderClock | None = None
         self._memory: PeakMemory | None = None
-        self._pid: int | None = None  # of the stepping process; a data loader's child inherits this object
+        # The stepping process: a data loader's child inherits this object.
+        self._pid: int | None = None
 
     def start(self) -> None:
         self._steps = steps.StepCounter(self._directory, self._at_border)
@@ -150,9 +162,11 @@ class _Worker:
             steps.exit_with_peers(self._directory)
 
     def _warm(self, number: int) -> None:
-        if self._pid != os.getpid():  # read now: at the end the script may have destroyed its group and optimizer
+        # At the end the script may have destroyed its group and optimizer.
+        if self._pid != os.getpid():
             self._pid, self._rank, self._world = os.getpid(), steps.get_rank(), steps.get_world_size()
             self._device = choose_device(self._steps.find_device())
+            self._has_fsdp2 = has_fsdp2_module()
         left = self._warmup - number
         if self._flops and left in (1, 2):
             self._flops[2 - left].stop_counting()
@@ -173,7 +187,7 @@ class _Worker:
         """Write the file once, if this process has taken steps."""
         if self._pid == os.getpid():
             self._pid = None
-            workers.save_json(self._directory / f"bench-{os.getpid()}.json", self._collect_results())
+            worker_reports.save_json(self._directory / f"bench-{os.getpid()}.json", self._collect_results())
 
     def _collect_results(self) -> dict[str, Any]:
         return {
@@ -181,6 +195,7 @@ class _Worker:
             "world": self._world,
             "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
             "torch": torch.__version__,
+            "has_fsdp2": self._has_fsdp2,
             "device": get_device_name(self._device),
             "clock_mhz": read_clock_mhz(self._device),
             "steps": self._steps.count,
@@ -197,7 +212,7 @@ COMPILED = "the script compiles; compiled code does not come by the counter"
 
 
 class FlopCount:
-    """Counts the floating-point operations between two borders, by a dispatch mode and torch's formulas.
+    """A count of the floating-point operations of a step, by a dispatch mode and torch's formulas.
 
     Matrix products, convolutions and attention count, forward and backward. Recomputation by activation checkpointing
     counts, and separately, since MFU excludes it. Kernels that bypass torch's dispatcher do not count. No error here
@@ -206,23 +221,25 @@ class FlopCount:
 
     def __init__(self) -> None:
         self.by_dtype: Counter[str] = Counter()  # operations by the name of their dtype
-        self.again: Counter[str] = Counter()  # those of them that :mod:`torch.utils.checkpoint` recomputed
-        self.reason = "the script ended before a step was counted"  # why they are unknown; "" if they are known
+        # Operations among these that :mod:`torch.utils.checkpoint` recomputed.
+        self.again: Counter[str] = Counter()
+        # The reason for which they are unknown; "" if they are known.
+        self.reason = "the script ended before a step was counted"
         self._mode: _Counting | None = None
         self._thread = 0
 
     def start_counting(self) -> None:
-        """Start, at a border."""
+        """Start, at a step boundary."""
         objection = _objection()
         if objection:
             self.reason = objection
         else:
             self._mode, self._thread = _Counting(self.by_dtype, self.again), threading.get_ident()
-            # Entered by hand: the step lies between two calls.
+            # No with statement: two calls enter and leave the mode.
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # mypy excuses torch's names, no inherited ones
 
     def stop_counting(self) -> None:
-        """Stop, at the next border; a mode that is no longer on top of the stack stays."""
+        """Stop, at the next step boundary; a mode that is no longer on top of the stack stays."""
         mode, self._mode = self._mode, None
         if mode is None:
             return
@@ -244,12 +261,12 @@ class FlopCount:
 def choose_cheaper(counts: Sequence[FlopCount]) -> dict[str, Any]:
     """Return, as plain data, the count with the fewest operations, or why there is none."""
     found = [count.to_json() for count in counts]
-    known = [one for one in found if not one["reason"]]
-    return min(known, key=lambda one: sum(one["by_dtype"].values())) if known else found[-1]
+    known = [count for count in found if not count["reason"]]
+    return min(known, key=lambda count: sum(count["by_dtype"].values())) if known else found[-1]
 
 
 def is_compiling() -> bool:
-    """Whether Dynamo has captured a graph in this process."""
+    """Return whether Dynamo has captured a graph in this process."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
 
@@ -277,9 +294,11 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, FakeTensor) for kind in types):  # a shape is worked out, nothing is computed
+        # Fake tensors only work out a shape, and compute nothing.
+        if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **(kwargs or {}))
-        if any(map(_dispatches, types)):  # a DTensor has the shape of the whole; it comes again, as local tensors
+        # A DTensor has the full shape. Its operation is dispatched again, with local tensors.
+        if any(map(_dispatches, types)):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
@@ -305,7 +324,7 @@ _RECOMPUTING: Final = ("torch.utils.checkpoint", "ovpatch_plugins.recompute.reco
 
 
 def _recomputes() -> bool:
-    """Whether this is a forward that torch's checkpointing, or feature ``recompute``, runs again within backward."""
+    """Return whether torch's checkpointing, or ``recompute``, runs this forward again in backward."""
     if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe()
@@ -339,22 +358,24 @@ class BatchCounter:
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
-        self._first: int | None = None  # id of the module that this step called first
+        # The id of the module that this step called first.
+        self._first: int | None = None
         self._now = [0, 0, 0]  # samples, tokens and calls of this step
         self._seen: list[list[int]] = []
         self._name = ""
 
     def start_counting(self) -> None:
-        """Install the hooks, at a border."""
+        """Install the hooks, at a step boundary."""
         global _watching
         _watching = self
         self._install_hooks(find_outermost_modules())
 
     def close_step(self) -> None:
-        """Close a step, at its border."""
+        """Close a step, at its boundary."""
         if self._first is not None:
             self._seen.append(self._now)
-        elif not is_compiling():  # a hook inside of compiled code would be traced into it
+        # The compiler would trace a hook into compiled code.
+        elif not is_compiling():
             self._install_hooks(
                 [child for module in self._modules for child in module.children() if _has_trainable(child)]
             )
@@ -405,7 +426,7 @@ def _has_trainable(module: nn.Module) -> bool:
 
 
 def _is_hookable(module: nn.Module) -> bool:
-    """Whether a hook on a module runs, and runs outside of compiled code."""
+    """Return whether a hook on a module runs, and runs outside of compiled code."""
     compiled_in_place = module.__dict__.get("_compiled_call_impl") is not None
     return not compiled_in_place and not isinstance(module, torch.jit.ScriptModule)
 
@@ -413,21 +434,21 @@ def _is_hookable(module: nn.Module) -> bool:
 def measure_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
     """Return the samples and tokens of one batch of a model's arguments, 0 if unknown.
 
-    The argument ``input_ids``, or else the first tensor, has one sample per row; if it holds integers and has two
+    The argument ``input_ids``, otherwise the first tensor, has one sample per row; if it holds integers and has two
     dimensions, they are tokens.
     """
     tensors = list(_named_tensors("", (args, kwargs)))
     first = next((tensor for name, tensor in tensors if name == "input_ids"), tensors[0][1] if tensors else None)
     if first is None or first.dim() == 0:
         return 0, 0
-    whole = not first.dtype.is_floating_point and not first.dtype.is_complex and first.dtype is not torch.bool
-    return first.shape[0], first.numel() if whole and first.dim() == 2 else 0
+    is_integer = not first.dtype.is_floating_point and not first.dtype.is_complex and first.dtype is not torch.bool
+    return first.shape[0], first.numel() if is_integer and first.dim() == 2 else 0
 
 
-def _named_tensors(name: Any, thing: Any, depth: int = 5) -> Iterator[tuple[Any, Tensor]]:
+def _named_tensors(name: Any, value: Any, depth: int = 5) -> Iterator[tuple[Any, Tensor]]:
     """Yield the tensors in nested mappings and sequences, each with its key or index."""
-    if isinstance(thing, Tensor):
-        yield name, thing
+    if isinstance(value, Tensor):
+        yield name, value
     elif depth:
-        for key, part in list_children(thing) or ():
+        for key, part in list_children(value) or ():
             yield from _named_tensors(key, part, depth - 1)

@@ -17,7 +17,9 @@ from ovpatch.insight import steps
 from ovpatch.logs import logger
 from ovpatch.overlap.comm.streams import profiler_label, profiler_span
 from ovpatch.patching import PatchManager
-from ovpatch.session.workers import Orders, save_json, write_at_exit
+from ovpatch.session.worker_exit import write_at_exit
+from ovpatch.session.worker_orders import Orders
+from ovpatch.session.worker_reports import save_json
 
 #: Name of the mark at the end of step n, without its number; it is inside the optimizer's own range.
 BORDER: Final = profiler_label("timeline", "border")
@@ -32,17 +34,19 @@ class ProfilerSession:
     """
 
     def __init__(self, *, operators: bool) -> None:
-        self.yielded = ""  # why there is no recording, "" without a reason
+        # The reason for a missing recording, "" without a reason.
+        self.yielded = ""
         self._operators = operators
         self._profile: profile | None = None
         self._starting = self._running = self._ended = False
         self._foreign: set[int] = set()
-        self.patches = PatchManager()  # patches that detect the script's profilers; active from construction
+        # Patches that detect the script's profilers, active from construction.
+        self.patches = PatchManager()
         self._patch_profilers()
 
     @property
     def running(self) -> bool:
-        """Whether events are being recorded now."""
+        """True while events are being recorded."""
         return self._running
 
     def prepare_profiler(self) -> None:
@@ -87,7 +91,8 @@ class ProfilerSession:
             return
         self._ended = True
         if not self._running:
-            self._profile.start_trace()  # a prepared profiler can be stopped only after a start
+            # A prepared profiler can be stopped only after a start.
+            self._profile.start_trace()
         self._running = False
         self._profile.stop_trace()
 
@@ -136,13 +141,13 @@ class ProfilerSession:
 
 
 def _label_stages(patches: PatchManager) -> None:
-    """Have stock's stages of a pipeline label their computations as feature ``pipeline`` does."""
+    """Label the computations of torch's pipeline stages as feature ``pipeline`` does."""
     methods = {"F": "forward_one_chunk", "B": "backward_one_chunk", "W": "backward_weight_one_chunk"}
     for kind, name in methods.items():
         patches.register_patch(
             f"torch.distributed.pipelining.stage._PipelineStageBase.{name}",
             wrap=partial(_wrap_stage, kind=kind),
-            why="stock's labels have no stage, and those of a schedule with one stage per rank span its waits",
+            why="torch's labels have no stage, and those of a schedule with one stage per rank span its waits",
         )
     patches.apply()
 
@@ -171,10 +176,11 @@ def start_worker(orders: Orders) -> None:
 class _Session:
     """The recording of this process.
 
-    Step n lies between the borders n-1 and n. Recording starts at the border before the first wanted step; the profiler
-    is set up one step earlier. As many steps as were recorded follow unrecorded: with as many before the set-up they
-    give the cost of recording. More distant steps do not: a warming device gets slower. Each block starts and ends with
-    an empty queue of the device, and has no synchronisation inside.
+    Step n is between the boundaries n-1 and n. Recording starts at the boundary before the first
+    wanted step; the profiler is set up one step earlier. The same number of steps follows unrecorded:
+    with as many before the set-up they give the cost of recording. More distant steps do not: a
+    warming device gets slower. Each block starts and ends with an empty queue of the device, and has
+    no synchronisation inside.
     """
 
     def __init__(self, orders: Orders) -> None:
@@ -186,11 +192,13 @@ class _Session:
         self._stop = bool(orders.details["stop"])
         self._recorder = ProfilerSession(operators=bool(orders.details["operators"]))
         _label_stages(self._recorder.patches)
-        self._arrived: dict[int, int] = {}  # nanoseconds at each border, before the work here
+        # The time in ns at each step boundary, before the work of this class.
+        self._arrived: dict[int, int] = {}
         self._left: dict[int, int] = {}  # and after it
         self._recorded: list[int] = []
         self._finished = False
-        self._pid: int | None = None  # of the stepping process; a data loader's forked child inherits this object
+        # The stepping process: a data loader's forked child inherits this object.
+        self._pid: int | None = None
         self._rank, self._world = 0, 1
         self.steps = steps.StepCounter(orders.directory, self.at_border)
 
@@ -198,10 +206,12 @@ class _Session:
         """Act at the end of a step."""
         if number > self._end:
             return
-        if self._pid != os.getpid():  # read now: at the end the script may have destroyed its process group
+        # At the end the script may have destroyed its process group.
+        if self._pid != os.getpid():
             self._pid, self._rank, self._world = os.getpid(), steps.get_rank(), steps.get_world_size()
         if number in self._timed and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # blocks of steps are timed, with their device work
+            # The times of blocks of steps include their device work.
+            torch.cuda.synchronize()
         self._arrived[number] = time.perf_counter_ns()
         self._recorder.mark_border(number)
         if number == self._first - 2:
@@ -229,9 +239,9 @@ class _Session:
             logger.debug("the trace was not written: %r", error)
 
     def _save(self) -> None:
-        whole = [number for number in self._arrived if self._first <= number <= self._last]
-        if whole and self._recorder.save_trace(self._directory / f"trace-rank{self._rank}.json.gz"):
-            self._recorded = whole
+        steps_done = [number for number in self._arrived if self._first <= number <= self._last]
+        if steps_done and self._recorder.save_trace(self._directory / f"trace-rank{self._rank}.json.gz"):
+            self._recorded = steps_done
 
     def _write(self) -> None:
         if self._finished:
