@@ -2,9 +2,9 @@
 
     python tools/docs_table.py docs/settings.md docs/write-a-plugin.md docs/features/*-reference.md
 
-A generated part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. A name is ``variables`` (the table
+A generated part is between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``. A name is ``variables`` (the table
 of all environment variables), ``options:FEATURE`` (that of a feature's options), ``versions`` (the table of
-``versions.json`` beside the page) or the path of a file, relative to the page, which becomes a code block.
+``versions.json`` next to the page) or the path of a file, relative to the page, which becomes a code block.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def make_options_table(feature: Feature) -> str:
     """Return the Markdown table of a feature's options."""
     rows = [
         (
-            f"`{one.name}`",
-            f"`{make_variable_name(feature.name, one.name)}`",
-            f"`{one.default}`{_unless_named(one)}",
-            _explain(one, one.aliases),
+            f"`{option.name}`",
+            f"`{make_variable_name(feature.name, option.name)}`",
+            f"`{option.default}`{_unless_named(option)}",
+            _explain(option, option.aliases),
         )
-        for one in feature.options
+        for option in feature.options
     ]
     return _table([("Option", "Variable", "Default", "Meaning"), ("---",) * 4, *rows])
 
@@ -96,7 +96,7 @@ def _generate(name: str, folder: Path) -> str:
     if name == "variables":
         return make_variables_table()
     if name.startswith("options:"):
-        return make_options_table(next(one for one in _shipped() if one.name == name.partition(":")[2]))
+        return make_options_table(next(feature for feature in _shipped() if feature.name == name.partition(":")[2]))
     if name == "versions":
         record = folder / "versions.json"
         return make_versions_table(json.loads(record.read_text(encoding="utf-8"))) if record.exists() else ""

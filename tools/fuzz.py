@@ -1,10 +1,10 @@
-"""Runs random training programs stock and patched, and tells where ``ddp`` or ``dist_optimizer`` differs from stock.
+"""Run random training programs stock and patched, and report where ``ddp`` or ``dist_optimizer`` differs.
 
     $ python -m tools.fuzz --seconds 300 --seed 1      # programs of seeds 1, 2, 3 ... for five minutes, on two ranks
     $ python -m tools.fuzz --only "batch norm"         # each with a kind whose name holds these words
     $ python -m tools.fuzz --program failed.py         # one program, as it was printed for a failure
 
-A program is made of kinds of what scripts do (``tools/fuzz_kinds.txt``) by its seed. Both runs must show the same bits
+A program consists of habits of scripts (``tools/fuzz_kinds.txt``) by its seed. Both runs must show the same bits
 and raise the same exceptions. One that fails is made smaller as long as it fails, and printed. The program ends with 1
 if one failed.
 """
@@ -32,7 +32,7 @@ _TIMEOUT_S: Final = 20.0
 
 @dataclass
 class Tally:
-    """What a kind took part in, in numbers of programs."""
+    """The numbers of programs that a kind took part in."""
 
     programs: int = 0
     raised: int = 0
@@ -51,11 +51,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a program.
+    """The outcome of a program.
 
     Attributes:
-        failure: How it differs, crashed or hung; "" if it is as stock.
-        error: Stock's exception on rank 0, if it raised one.
+        failure: How it differs, crashed or hung; "" if both runs are equal.
+        error: The exception of the stock run on rank 0, or "".
         counters: What the features did, on rank 0.
     """
 
@@ -84,10 +84,10 @@ class Runner:
         try:
             outcomes: list[Outcome] = self._ranks(run_both, PRELUDE + text, floor, timeout=_TIMEOUT_S)
         except RankFailure as failure:
-            # What stock cannot run is no failure; its ranks may hang or die as well.
+            # A program that fails in stock PyTorch is no failure, and its ranks may hang or die as well.
             is_stock = run_stock.__name__ in str(failure)
             return Result(error="stock hangs or dies") if is_stock else Result(failure=str(failure))
-        failures = [f"rank {rank}: {one.difference}" for rank, one in enumerate(outcomes) if one.difference]
+        failures = [f"rank {rank}: {outcome.difference}" for rank, outcome in enumerate(outcomes) if outcome.difference]
         return Result("\n\n".join(failures), outcomes[0].error, dict(outcomes[0].counters))
 
 
@@ -121,8 +121,8 @@ def fuzz(runner: Runner, seeds: Iterator[int], only: str = "") -> tuple[dict[str
         only: A kind whose name holds this is in each.
 
     Returns:
-        The tally of each kind, "all" for all programs; what stock raised; for each failure, a text with the smallest
-        program.
+        The tally of each kind, "all" for all programs; the exceptions of stock PyTorch; for each failure, a
+        message with the smallest program.
     """
     kinds, tallies, errors, failures = read_kinds(), {"all": Tally()}, Counter[str](), list[str]()
     for seed in seeds:

@@ -27,11 +27,11 @@ _OTHER_BUCKETS: Final = "kwargs['bucket_cap_mb'] = 1e-4 if kwargs.get('bucket_ca
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program on one rank.
+    """The outcome of a program on a rank.
 
     Attributes:
         difference: The worst ones as a table, with both runs' exceptions; "" if there is none.
-        error: Stock's exception, if it raised one.
+        error: The exception of the stock run, or "".
         counters: What the features did.
     """
 
@@ -44,7 +44,7 @@ def run_both(text: str, floor: float) -> Outcome:
     """Run a program stock, then patched.
 
     Args:
-        text: The program. ``see(name, value)`` records; ``ovpatch.apply()`` and ``revert()`` do nothing under stock.
+        text: The program. ``see(name, value)`` records; ``ovpatch.apply()`` and ``revert()`` do nothing in stock.
         floor: A difference that is allowed; 0 demands the same bits.
     """
     warnings.simplefilter("ignore")
@@ -73,12 +73,12 @@ def _describe(compared: Comparison, *, exact: bool) -> str:
 
 
 def run_stock(text: str) -> tuple[dict[str, Any], str]:
-    """Do what :func:`_run` does, under stock; a program that hangs has this name in its stack."""
+    """Call :func:`_run` for the stock run; a program that hangs has this name in its stack."""
     return _run(text, _STOCK)
 
 
 def _run(text: str, package: Any) -> tuple[dict[str, Any], str]:
-    """Return what one run of a program shows, and the exception that ended it, as text."""
+    """Return the records of a run of a program, and the text of the exception that ended it."""
     torch.manual_seed(0)
     # Otherwise the second run would find the code of the first one, and count it.
     torch._dynamo.reset()
@@ -90,19 +90,21 @@ def _run(text: str, package: Any) -> tuple[dict[str, Any], str]:
     def see(name: str, value: Any) -> None:
         records[f"{len(records)} {name}"] = _copied(value)
 
-    module = sys.modules["program"] = types.ModuleType("program")  # where pickle and options find its classes
+    # Pickle and options find the classes of the program in this module.
+    module = sys.modules["program"] = types.ModuleType("program")
     vars(module).update(ovpatch=package, see=see)
     try:
         exec(compile(text, "program", "exec"), vars(module))
-    except Exception as error:  # noqa: BLE001 - whatever a program raises is to be raised by both
-        # Ours derive from stock's.
+    except Exception as error:  # noqa: BLE001 - both runs must raise the same
+        # The errors of ovpatch derive from torch's.
         records["error"] = next(cls.__name__ for cls in type(error).__mro__ if not cls.__module__.startswith("ovpatch"))
         error_text = f"{type(error).__name__}: {error}\n{''.join(traceback.format_tb(error.__traceback__, limit=-8))}"
         error.__traceback__ = None  # its frames hold the model
     package.revert()
     del sys.modules["program"]
     vars(module).clear()
-    gc.collect()  # the next run shall not meet this one's model
+    # The next run must not meet the model of this run.
+    gc.collect()
     dist.barrier()
     return records, error_text
 
@@ -111,9 +113,9 @@ def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {name: _copied(one) for name, one in value.items()}
+        return {name: _copied(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_copied(one) for one in value]
+        return [_copied(item) for item in value]
     return value
 
 

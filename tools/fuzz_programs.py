@@ -1,4 +1,4 @@
-"""Random training programs for ``tools/fuzz.py``: kinds of what scripts do, put together to a text.
+"""Random training programs for ``tools/fuzz.py``: habits of scripts, combined into the source of a program.
 
 A kind is lines of Python for some places of one training loop; ``fuzz_kinds.txt`` has all of them.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-#: What stands before every program.
+#: The beginning of each program.
 PRELUDE: Final = """\
 import contextlib, copy, io, pickle
 import torch, torch.distributed as dist
@@ -67,7 +67,7 @@ def params_with_grad():
 options = {"ddp": {}, "dist_optimizer": {"min_param_numel": 1}}
 """
 
-#: The loop. A place that no kind fills has the text behind "or", if there is one.
+#: The loop. A place that no kind fills has the text after "or", if there is one.
 SKELETON: Final = """\
 DEFINE
 APPLY or ovpatch.apply("ddp", "dist_optimizer", options=options)
@@ -121,7 +121,7 @@ class Kind:
     Attributes:
         family: ``layer``, ``kwarg``, ``optimizer`` or ``habit``.
         name: What it is.
-        lines: For each place, what stands there.
+        lines: The code for each place.
     """
 
     family: str
@@ -196,7 +196,7 @@ class Program:
         return _PLACE.sub(lambda line: _fill(line, found), self._inline(found))
 
     def _inline(self, found: dict[str, list[str]]) -> str:
-        """Fill the places inside of lines; have the optimizer made before the wrapper, where a kind says so."""
+        """Fill the places inside of lines; have the optimizer made before the wrapper, if a kind demands it."""
         if "EARLY" in found:
             optimizer = found.pop("OPTIMIZER", [_OPTIMIZER + "SGD(params, lr=0.1)"])
             found["EARLY"] = [*found.pop("PARAMS", ["params = list(net.parameters())"]), *optimizer]
@@ -210,7 +210,7 @@ class Program:
 
 def _fill(line: re.Match[str], found: Mapping[str, Sequence[str]]) -> str:
     texts = found.get(line[2], [line[3]] if line[3] else [])
-    return "".join(f"{line[1]}{one}\n" for text in texts for one in text.split("\n"))
+    return "".join(f"{line[1]}{part}\n" for text in texts for part in text.split("\n"))
 
 
 def make_program(kinds: Sequence[Kind], rng: random.Random, word: str = "") -> Program:

@@ -24,7 +24,8 @@ def ovpatch_feature() -> Feature:
 
 @hookimpl
 def ovpatch_reasons_against(options: Mapping[str, Any]) -> Sequence[str]:
-    import torch  # not at the top: a plugin's module is imported even where the feature then stays off
+    # Not at the top, because the module of a plugin is imported even if the feature stays off.
+    import torch
 
     needs_gpu = options["count_clipped"] and torch.version.hip is not None
     return ["count_clipped was never tried on ROCm; set OVPATCH_CLIP_WATCH_COUNT_CLIPPED=0"] if needs_gpu else []
