@@ -4,7 +4,7 @@
 
 The script is as users write it: ``parallelize_module`` with sequence and loss parallelism over one dimension of a mesh,
 ``DistributedDataParallel(device_mesh=)`` over the other, fused AdamW, random tokens. Arms alternate; each is built
-anew, warmed up and timed, step after step without a stop; the slowest rank counts. A result has each arm's
+again, warmed up and timed, step after step without a stop; the slowest rank counts. A result has each arm's
 features and counters: an overlap with counter 0 was not active.
 
 ``ovpatch, no overlap`` has all features on and all overlaps off. Its difference to ``stock`` is the gain of linears
@@ -51,7 +51,7 @@ LR = 1e-4
 
 
 class Problem:
-    """What all arms train: a model, its data, and the mesh.
+    """The training of all arms: a model, its data, and the mesh.
 
     Args:
         args: The command line.
@@ -69,7 +69,7 @@ class Problem:
         )
 
     def model(self) -> Decoder:
-        """Build the model, alike on all ranks."""
+        """Build the same model on all ranks."""
         torch.manual_seed(0)
         with torch.device(device()):
             return Decoder(self.shape).to(self.dtype)
@@ -95,7 +95,7 @@ def mesh_of(args: argparse.Namespace) -> DeviceMesh:
 
 
 def trained(problem: Problem, **kwargs: Any) -> Step:
-    """A training step, stock or as far as ovpatch is applied: the script is the same.
+    """A training step, stock or patched: the script is the same.
 
     Args:
         problem: What is trained.
@@ -105,7 +105,7 @@ def trained(problem: Problem, **kwargs: Any) -> Step:
     cut(model, problem.mesh["tp"])
     # DDP refuses DTensors by process_group=, and makes local tensors of them by device_mesh=.
     wrapped = DistributedDataParallel(model, device_mesh=problem.mesh["dp"], **kwargs)
-    # From the first forward on, stock has DTensors in the place of the module's parameters.
+    # From the first forward on, torch has DTensors instead of the module's parameters.
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=LR, fused=CUDA)
 
     def step() -> Tensor:
@@ -190,16 +190,18 @@ def since(before: ovpatch.Report, names: Iterable[str]) -> dict[str, dict[str, A
 def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Run one arm once."""
     problem = Problem(args, mesh)
-    with built(name, problem) as (step, told):
+    with built(name, problem) as (step, description):
         found = clocked(step, args, running)
         loss = step()
         value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
-        features = told()
+        features = description()
         del step, loss
-        gc.collect()  # or reverting would gather tensors that are not used any more
+        # Otherwise reverting would gather tensors that are no longer used.
+        gc.collect()
     gc.collect()
-    dist.barrier()  # not after an error: it would wait for ranks that have none
-    drop_values(Retention, mesh["dp"].get_group())  # no peer pulls from this arm any more
+    # After an error this would wait for ranks without an error.
+    dist.barrier()
+    drop_values(Retention, mesh["dp"].get_group())  # no peer pulls from this arm now
     if CUDA:
         torch.cuda.empty_cache()
     row = {"arm": name, **found, "loss": round(value, 4), "features": features}
@@ -239,7 +241,7 @@ def remarks(rows: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-# Sizes of a model that are divided among the ranks that share it.
+# Sizes of a model that are split among the ranks that share it.
 DIVIDED = ("heads", "groups", "hidden", "vocabulary", "context")
 
 
@@ -258,7 +260,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def objection(args: argparse.Namespace, world: int) -> str:
-    """Return why a model cannot be cut as told, or ""."""
+    """Return the reason against this cut of a model, or ""."""
     if args.tp < 1 or world % args.tp:
         return f"--tp {args.tp} does not divide {world} processes; start a multiple of it"
     uneven = [name for name in DIVIDED if getattr(shape_of(args), name) % args.tp]

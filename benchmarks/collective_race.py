@@ -1,15 +1,15 @@
-"""All-gathers and reduce-scatters beside matrix products: the copy engines against NCCL's own ways.
+"""All-gathers and reduce-scatters concurrently with GEMMs: the copy engines against NCCL's own ways.
 
     torchrun --nproc-per-node 2 -m benchmarks.collective_race --json benchmarks/results/collective_race.jsonl
 
-A step is some products, a collective, and the products that hide it; ``products alone`` is the limit. The arms:
+A step is some GEMMs, a collective, and the GEMMs that hide it; ``products alone`` is the limit. The arms:
 
 * ``NCCL``: an ordinary communicator.
 * ``NCCL, symmetric``: buffers registered as symmetric windows.
 * ``NCCL, zero CTA``: the same with the policy ``NCCL_CTA_POLICY_ZERO``, by which NCCL copies with copy engines.
 * ``copy engines``: those of ovpatch.
 
-``alone_ms`` is the time of the collective without products.
+``alone_ms`` is the time of the collective without GEMMs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ WAYS = ("NCCL", "NCCL, symmetric", "NCCL, zero CTA", "copy engines")
 
 
 class Race:
-    """The tensors and products of all arms.
+    """The tensors and GEMMs of all arms.
 
     Args:
         size: Bytes of a collective's full tensor.
-        products: Products beside the collective; three more are in front of it.
+        products: GEMMs concurrent with the collective; three more run before it.
         dtype: Of the collective's tensors.
     """
 
@@ -50,12 +50,12 @@ class Race:
         self._pools: list[Any] = []
 
     def start_products(self, count: int) -> None:
-        """Launch products."""
+        """Launch GEMMs."""
         for _ in range(count):
             torch.mm(self._x, self._weight, out=self._out)
 
     def make_step(self, collective: Callable[[], Sequence[Work]] | None) -> Callable[[], None]:
-        """Return a step with a collective beside its products, or with products alone."""
+        """Return a step with a collective and its GEMMs, or with GEMMs alone."""
 
         def step() -> None:
             self.start_products(3)
@@ -83,7 +83,7 @@ class Race:
         return lambda: reduce_scatter([shard], [full])
 
     def _tensors(self, group: dist.ProcessGroup, *, registered: bool) -> tuple[Tensor, Tensor]:
-        """Return the full tensor, and this rank's shard with memory of its own."""
+        """Return the full tensor, and this rank's shard with its own memory."""
 
         def draw() -> tuple[Tensor, Tensor]:
             full = torch.randn(self._numel, device=device(), dtype=self._dtype)

@@ -1,8 +1,8 @@
-"""One training step under stock DistributedDataParallel and under feature ``ddp``, in one run.
+"""One training step of stock DistributedDataParallel and of feature ``ddp``, in one run.
 
     torchrun --nproc-per-node 8 -m benchmarks.ddp_step --size 3.8b --rounds 2 --json benchmarks/results/ddp_step.json
 
-Arms alternate (A B C A B C …); each is built anew, warmed up and timed; the slowest rank counts.
+Arms alternate (A B C A B C …); each is built again, warmed up and timed; the slowest rank counts.
 Stock runs with several bucket sizes and with gradient_as_bucket_view, so that its best is in the table. The arm
 ``no sync`` is the same step without any gradient communication. Without CUDA it runs on gloo (use ``--size tiny``).
 """
@@ -101,7 +101,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
         del step, model
         if args.compile:
-            torch._dynamo.reset()  # or the last arms meet Dynamo's recompile limit and run eagerly
+            # Otherwise the last arms reach the recompile limit of Dynamo and run eagerly.
+            torch._dynamo.reset()
         gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
@@ -122,7 +123,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 **one,
                 "tflops": round(tflops, 1),
                 "mfu": round(tflops / peak, 3) if peak else None,
-                # What the warm-up steps took beyond as many steady ones: compilation, communicators, first buckets.
+                # The warm-up steps take this beyond as many steady ones: compilation, communicators, first buckets.
                 "start_ms": round(min(sum(row["first_ms"]) for row in mine) - steady, 1),
             }
         )

@@ -1,6 +1,6 @@
 """Decoder-only transformers for tensor parallelism: Llama's and GPT's, on random data.
 
-Attention and feed-forward are modules of their own, so that a plan can all-gather once for the linears in them; the
+Attention and feed-forward are separate modules, so that a plan can all-gather once for the linears in them; the
 ``GPT`` of :mod:`benchmarks.models` has its projections in the block.
 """
 
@@ -152,7 +152,7 @@ def rotated(x: Tensor, rotation: Tensor) -> Tensor:
 def flops_per_step(shape: Shape, tokens: int) -> float:
     """Return model FLOPs of one forward and backward over ``tokens`` tokens: 6 per weight and token, plus attention.
 
-    Weights are those of linears; attention counts the causal half.
+    Weights of linears count; attention counts the causal half.
     """
     with torch.device("meta"):
         linears = [module for module in Decoder(shape).modules() if isinstance(module, nn.Linear)]

@@ -1,6 +1,6 @@
 """Draws the pictures of the documentation from ``benchmarks/results``: ``make figures``.
 
-Texts in the SVG files stay texts, so that they can be searched for, and no date is written.
+Words in the SVG files stay searchable text, so that they can be searched for, and no date is written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARTS = {
 
 
 def steps() -> Figure:
-    """Draw step time and memory of ``ddp`` and of stock's fastest setting, for the models of 8 GPUs."""
+    """Draw step time and memory of ``ddp`` and of the fastest stock setting, for the models of 8 GPUs."""
     runs = [runs for runs in group_runs("ddp_step") if "tiny" not in name_run(runs[0])]
     names = [name_run(group[0]).replace(", 16", ",\n16") for group in runs]
     best = [pick_best(group[0]) for group in runs]
@@ -63,7 +63,7 @@ def steps() -> Figure:
 
 
 def memory_and_time() -> Figure:
-    """Draw step time over memory of stock, FSDP2 and ``dist_optimizer``, GPT 3.8B on two GPUs."""
+    """Draw step time over memory of stock DDP, FSDP2 and ``dist_optimizer``, GPT 3.8B on two GPUs."""
     (run,) = next(runs for runs in group_runs("zero_step") if name_run(runs[0]) == "GPT 3.8B")
     shown = {
         pick_best(run)["arm"]: ("stock DDP, fastest setting", STOCK),
@@ -175,7 +175,7 @@ def draw(name: str, folder: Path) -> Path:
         "font.size": 11,
         "axes.titlesize": 11,
         "figure.titlesize": 12,
-    }  # another font of the browser must fit, too
+    }  # other fonts must fit, too
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, **sizes}):
         figure = FIGURES[name]()
         for axes in figure.axes:

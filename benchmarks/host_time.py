@@ -1,4 +1,4 @@
-"""Host time of a training step per parameter, beyond stock's own: what Python costs where the host is the limit.
+"""Host time of a training step per parameter, beyond stock PyTorch: what Python costs where the host is the limit.
 
     python -m benchmarks.host_time                              # 200 and 2,000 parameters
     python -m benchmarks.host_time --parameters 200 2000 10000 --rounds 5
@@ -6,11 +6,11 @@
 
 Arms are stock DDP, ``ddp``, ``ddp`` with ``dist_optimizer``, and FSDP2, with AdamW, on models of linears with 256
 weights and 16 biases each. ``dist_optimizer`` shards them all here (``min_param_numel=1``); with its defaults, the last
-arm, it leaves parameters as small as these whole. On the CPU two gloo ranks train, each with one thread. Where there is
+arm, it shards no parameters of this size. On the CPU two gloo ranks train, each with one thread. Where there is
 a GPU, one rank of eight trains alone, its collectives faked as in ``zero_alone``. A figure is the median over rounds of
 rank 0's CPU time per step: that of the thread that trains, and of all its threads, gloo's included. Each round starts
-every arm anew. ``least`` compares the fastest step of all rounds, since other work on the machine only adds to a step.
-Wall-clock time is told beside it. Time per arm is limited: large models have fewer steps
+every arm again. ``least`` compares the fastest step of all rounds, since other work on the machine only adds to a step.
+Wall-clock time is reported, too. Time per arm is limited: large models have fewer steps
 (``--seconds``).
 
 ``--profile`` prints where the time goes by function, in microseconds per parameter and step, cProfile's own overhead
@@ -46,14 +46,17 @@ from benchmarks.runs import CUDA, described
 _DEFAULTS: Final = "ddp + dist_optimizer, defaults"
 ARMS: Final = ("stock", "ddp", "ddp + dist_optimizer", "FSDP2", _DEFAULTS)
 OPTIONS: Final = {"dist_optimizer": {"min_param_numel": 1}}
-_BLOCK = 10  # linears in a block, the unit that FSDP2 gathers
-_WARM_STEPS = 4  # in the first 16, flags of all ranks take effect in the next step
+# Linears in a block, the unit that FSDP2 gathers.
+_BLOCK = 10
+# In the first 16 steps, flags of all ranks take effect in the next step.
+_WARM_STEPS = 4
 _MIN_STEPS = 5
 _FAKED_WORLD = 8
 
 
 _CLOCKS: Final = ("main ms", "cpu ms", "wall ms")
-_COLUMNS: Final = {  # of the table, by the name of the figure
+# The columns of the table, by the name of the figure.
+_COLUMNS: Final = {
     "main ms": "main thread ms",
     "main beyond us": "beyond, us",
     "least beyond us": "least, us",
@@ -75,8 +78,8 @@ def make_step(
     if arm == "FSDP2":
         from torch.distributed.fsdp import fully_shard
 
-        for one in model:
-            fully_shard(one)
+        for linear in model:
+            fully_shard(linear)
         fully_shard(model)
         trained = model
     else:
@@ -145,7 +148,7 @@ def clock(step: Callable[[], object], steps: int) -> dict[str, float]:
 
 
 def profile(step: Callable[[], object], steps: int, parameters: int) -> list[tuple[str, float, float, float]]:
-    """Return, by function, calls per step, and own and whole time in microseconds per parameter and step."""
+    """Return, by function, calls per step, and own and total time in microseconds per parameter and step."""
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(steps):
@@ -153,9 +156,9 @@ def profile(step: Callable[[], object], steps: int, parameters: int) -> list[tup
     profiler.disable()
     rows = []
     functions = pstats.Stats(profiler).stats  # type: ignore[attr-defined]  # no stub
-    for (file, line, name), (_, calls, own, whole, _) in functions.items():
+    for (file, line, name), (_, calls, own, total, _) in functions.items():
         place = name if file == "~" else f"{Path(file).parent.name}/{Path(file).name}:{line} {name}"
-        rows.append((place, calls / steps, 1e6 * own / steps / parameters, 1e6 * whole / steps / parameters))
+        rows.append((place, calls / steps, 1e6 * own / steps / parameters, 1e6 * total / steps / parameters))
     return sorted(rows, key=lambda row: -row[2])
 
 
@@ -175,24 +178,24 @@ def show(rows: list[dict[str, Any]]) -> Table:
 
 
 def summarize(found: dict[str, list[dict[str, float]]], parameters: int) -> list[dict[str, Any]]:
-    """Return one row per arm: medians over rounds, and what they are beyond stock's in the same round."""
+    """Return one row per arm: medians over rounds, and the excess over stock PyTorch in the same round."""
 
     def least(arm: str, clock: str) -> float:
-        return min(one[f"least {clock}"] for one in found[arm])
+        return min(row[f"least {clock}"] for row in found[arm])
 
     rows = []
     for arm, times in found.items():
         pairs = list(zip(times, found["stock"], strict=True))
 
         def beyond(clock: str, pairs: Any = pairs) -> float:
-            return statistics.median(1e3 * (one[clock] - stock[clock]) / parameters for one, stock in pairs)
+            return statistics.median(1e3 * (row[clock] - stock[clock]) / parameters for row, stock in pairs)
 
         rows.append(
             {"arm": arm, "parameters": parameters}
-            | {clock: statistics.median(one[clock] for one in times) for clock in _CLOCKS}
+            | {clock: statistics.median(row[clock] for row in times) for clock in _CLOCKS}
             | {
-                "cpu ratio": statistics.median(one["cpu ms"] / stock["cpu ms"] for one, stock in pairs),
-                "wall ratio": statistics.median(one["wall ms"] / stock["wall ms"] for one, stock in pairs),
+                "cpu ratio": statistics.median(row["cpu ms"] / stock["cpu ms"] for row, stock in pairs),
+                "wall ratio": statistics.median(row["wall ms"] / stock["wall ms"] for row, stock in pairs),
                 "main beyond us": beyond("main ms"),
                 "beyond us": beyond("cpu ms"),
                 "least main ms": least(arm, "main ms"),
@@ -219,7 +222,7 @@ def main() -> None:
     for parameters in args.parameters:
         if args.profile:
             for arm in args.arms:
-                table = Table("function", "calls a step", "own us", "whole us", title=f"{arm}, {parameters} parameters")
+                table = Table("function", "calls a step", "own us", "total us", title=f"{arm}, {parameters} parameters")
                 for place, *figures in measure(arm, parameters, args.steps, args.seconds, profiled=True)[
                     : args.functions
                 ]:
@@ -234,9 +237,9 @@ def main() -> None:
     if rows:
         console.print(show(rows))
     if rows and args.json:
-        told = described("host_time", {}, world=_FAKED_WORLD if CUDA else 2) | {"rows": rows}
+        description = described("host_time", {}, world=_FAKED_WORLD if CUDA else 2) | {"rows": rows}
         with args.json.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(told) + "\n")
+            file.write(json.dumps(description) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m benchmarks.megatron_step --tp 4 --pp 2 --json benchmarks/results/megatron_step.jsonl
     torchrun --nproc-per-node 2 -m benchmarks.megatron_step --linear
 
-The model is that of ``examples/train_megatron.py``: the local specification, since Transformer Engine's linears are not
-the feature's. Arms alternate, and each is built anew, with weights that the device draws: on the CPU, as the example
+The model comes from ``examples/train_megatron.py``: the local specification, since Transformer Engine's linears are not
+the feature's. Arms alternate, and each is built again, with weights that the device draws: on the CPU, as the example
 has it, that takes longer than all steps of an arm. A schedule of linears runs with Megatron's own pipeline, and one of
 the pipeline with ``bulk``. ``--arms stock bulk`` runs a part. ``--linear`` takes tiny activations, so that the host is
 the limit, and also counts the Python functions and the C functions that Python calls in forward and backward.
@@ -38,7 +38,8 @@ ARMS: Final[dict[str, dict[str, Any] | None]] = {
     **{name: {"schedule": name, "pipeline_schedule": "stock"} for name in ("bulk", "ring", "chunk", "fused")},
     **{name: {"pipeline_schedule": name} for name in ("1f1b", "zb-h1")},
 }
-WIDTH, ROWS = 256, 16  # of one linear
+# The size of the input of a linear.
+WIDTH, ROWS = 256, 16
 
 
 @functools.cache
@@ -55,7 +56,7 @@ def load_example() -> Any:
     return module
 
 
-def tell(begin: float, what: str) -> None:
+def print_progress(begin: float, what: str) -> None:
     """Print on rank 0 what is done, with the seconds since ``begin``."""
     if not dist.get_rank():
         print(f"{time.perf_counter() - begin:6.1f} s  {what}", flush=True)
@@ -226,16 +227,16 @@ def main() -> None:
     args = parser().parse_args()
     args.device = device().type
     start()
-    tell(begin, "process group")
+    print_progress(begin, "process group")
     example = load_example()
-    tell(begin, "Megatron-Core is imported")
+    print_progress(begin, "Megatron-Core is imported")
     if not CUDA:
         example.answer_for_the_cpu()
     if args.linear:
         args.tp = dist.get_world_size()
     example.parallel_state.initialize_model_parallel(args.tp, args.pp)
     example.random.initialize_rng_tracker(inference_rng_tracker=True)
-    tell(begin, "groups of ranks")
+    print_progress(begin, "groups of ranks")
     if args.linear:
         report_linears(args)
     else:

@@ -1,9 +1,9 @@
-"""The time that steps would take if each rank had a core of its own, on a machine whose cores are shared.
+"""The time that steps would take if each rank had its own core, on a machine whose cores are shared.
 
-A rank's clock is the CPU time of its main thread. It stands still while the rank waits, and jumps ahead to the time at
+A rank's clock is the CPU time of its main thread. It stops while the rank waits, and jumps ahead to the time at
 which the awaited message was sent, or received where the rank waits for its own send. So what other processes take of
 the cores is left out, and what a schedule waits for stays in; the message itself takes no time. Stock schedules and
-feature ``pipeline`` are measured alike, as both call ``ProcessGroup.send`` and ``recv``. For gloo, one thread a rank.
+feature ``pipeline`` are measured equally, as both call ``ProcessGroup.send`` and ``recv``. For gloo, one thread a rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Message: TypeAlias = tuple[int, int, int]
 """Sender, receiver, and number among their messages."""
 
 Event: TypeAlias = tuple[str, Message | None, float]
-"""What a rank did (``send``, ``post``, ``wait for message``, ``wait for receiver``, ``step``), and its CPU time."""
+"""An action of a rank (``send``, ``post``, ``wait for message``, ``wait for receiver``, ``step``), and its CPU time."""
 
 
 class _Work:
@@ -90,7 +90,7 @@ def replay(ranks: Sequence[Sequence[Event]]) -> list[list[float]]:
         ranks: Events by rank; all begin at the same time.
 
     Raises:
-        RuntimeError: A rank waits for a message that nobody sends.
+        RuntimeError: A rank waits for a message that no rank sends.
     """
     clocks, done = [0.0] * len(ranks), [0] * len(ranks)
     times: dict[tuple[str, Message | None], float] = {}
@@ -112,7 +112,7 @@ def replay(ranks: Sequence[Sequence[Event]]) -> list[list[float]]:
                     ends[rank].append(clocks[rank])
                 done[rank], moved = done[rank] + 1, True
     if any(count < len(events) for count, events in zip(done, ranks, strict=True)):
-        raise RuntimeError("a rank waits for a message that nobody sends, or that was sent before the recording began")
+        raise RuntimeError("a rank waits for a message that no rank sends, or that was sent before the recording began")
     return ends
 
 

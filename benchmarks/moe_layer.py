@@ -30,7 +30,8 @@ from ovpatch_plugins.pipe_experts.all_to_all import get_transport, list_unsuppor
 from ovpatch_plugins.pipe_experts.experts import swiglu
 from ovpatch_plugins.pipe_experts.grouped_gemm import GroupSizes, grouped_linear
 
-SHAPES = {  # tokens of a rank, experts of a token, features, those between, experts of a rank
+# Tokens of a rank, experts of a token, features, features between, experts of a rank.
+SHAPES = {
     "mixtral": (4096, 2, 4096, 14336, 1),
     "dsv3": (4096, 8, 7168, 2048, 8),
     "qwen3": (4096, 8, 2048, 768, 16),
@@ -45,7 +46,8 @@ OURS = {
     **{f"ovpatch, tokens {n}": MoEConfig("tokens", n) for n in (2, 4)},
     "ovpatch, tokens 2, 2 communicators": MoEConfig("tokens", 2, multi_stream=True),
 }
-PROGRAMS = (8, 16)  # of the kernel that sends rows over symmetric memory
+# The numbers of programs of the kernel that sends rows over symmetric memory.
+PROGRAMS = (8, 16)
 OVER_SYMMETRIC = {
     f"ovpatch, {name}, symmetric, {programs} programs": (dataclasses.replace(config, exchange="symmetric"), programs)
     for name, config in (("none", MoEConfig("none")), ("experts 8", MoEConfig("experts", 8)))
@@ -108,7 +110,7 @@ class Problem:
         return self.ours(config)
 
     def in_sequence(self) -> Tensor:
-        """Compute with torch's own operations, one after the other."""
+        """Compute with torch's own operations, in sequence."""
         rows, order, sent, received, numbers = self.dispatched(self.x, self.index)
         return self.combined(self.computed(rows, numbers), order, sent, received, self.weights)
 
@@ -134,7 +136,7 @@ class Problem:
         return rows, order, sent, received, arriving
 
     def computed(self, rows: Tensor, arriving: Tensor) -> Tensor:
-        """Apply this rank's experts to rows that lie by rank."""
+        """Apply this rank's experts to rows that are sorted by rank."""
         rows = torch.ops._c10d_functional.wait_tensor(rows) if not rows.requires_grad else rows * 1
         numbers = torch.arange(self.local, device=rows.device).repeat(len(arriving))
         order = numbers.repeat_interleave(arriving.reshape(-1), output_size=len(rows)).argsort(stable=True)
@@ -196,7 +198,7 @@ def transformers_layer(problem: Problem) -> Layer:
 
 
 def defer(compute: Callable[..., Tensor], *args: Any) -> Callable[[], Layer]:
-    """Return what makes an arm that calls a function with arguments."""
+    """Return the maker of an arm that calls a function with arguments."""
     return lambda: functools.partial(compute, *args)
 
 

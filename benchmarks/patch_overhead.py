@@ -1,10 +1,10 @@
-"""What the patch layer costs: time added to ``import torch``, to the first step, and to each call through a wrap.
+"""The cost of the patch layer: time added to ``import torch``, to the first step, and to each call through a wrap.
 
     python -m benchmarks.patch_overhead [--json FILE] [--rounds N]
 
 Start-up is measured in fresh interpreters that take turns: stock, ovpatch after torch, ovpatch before torch. CPU time
-is compared, the least of all rounds, since other work on the machine only adds to it; wall time is printed beside it.
-A first step is that of two gloo ranks: wrap a model, then forward, backward, step and a read of the parameters.
+is compared, the least of all rounds, since other work on the machine only adds to it; wall time is printed, too.
+A first step runs on two gloo ranks: wrap a model, then forward, backward, step and a read of the parameters.
 Exits with 1 if a budget is exceeded.
 """
 
@@ -28,7 +28,7 @@ STEP_BUDGET_MS = 200.0
 CALL_BUDGET_NS = 500.0
 
 _APPLY = "import ovpatch; ovpatch.apply()"
-# What comes before the measured part, and that part.
+# The code before the measured part, and the measured part.
 _ORDERS = {
     "stock": ("", "import torch"),
     "torch, then ovpatch": ("import torch", _APPLY),
@@ -101,7 +101,7 @@ def measure_first_steps(rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {"rounds": rounds}
     for number, clock in enumerate(("wall_ms", "cpu_ms")):
         found[clock] = least = {features: min(run[number] for run in runs[1:]) for features, runs in times.items()}
-        found[f"added_{clock}"] = {one: least[one] - least["stock"] for one in least if one != "stock"}
+        found[f"added_{clock}"] = {arm: least[arm] - least["stock"] for arm in least if arm != "stock"}
     return found
 
 
@@ -129,7 +129,7 @@ def measure_calls(rounds: int) -> dict[str, Any]:
     """Return medians in ns per call of several ways to call, stock and through an enabled wrap.
 
     Args:
-        rounds: Turns of each, stock and patched by turns.
+        rounds: Turns of each, stock and patched alternately.
     """
     from ovpatch.patching import PatchManager
 
@@ -210,8 +210,8 @@ def _record(imports: dict[str, Any], steps: dict[str, Any], calls: dict[str, Any
     from benchmarks.runs import described
 
     budget = {"import_ms": IMPORT_BUDGET_MS, "step_ms": STEP_BUDGET_MS, "call_ns": CALL_BUDGET_NS, "kept": good}
-    told = described("patch_overhead", {}, world=2)
-    return told | {"imports": imports, "first_steps": steps, "calls": calls, "budget": budget}
+    description = described("patch_overhead", {}, world=2)
+    return description | {"imports": imports, "first_steps": steps, "calls": calls, "budget": budget}
 
 
 if __name__ == "__main__":

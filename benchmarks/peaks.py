@@ -1,4 +1,4 @@
-"""What GPUs can compute, by their makers' data sheets; for MFU."""
+"""The peak rates of GPUs, by their makers' data sheets; for MFU."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""One training step of a pipeline under stock schedules and under feature ``pipeline``, in one run.
+"""One training step of a pipeline with schedules of torch and with feature ``pipeline``, in one run.
 
     torchrun --nproc-per-node 4 -m benchmarks.pipeline_step --json pipeline_step.jsonl                     # on 4 GPUs
     torchrun --nproc-per-node 1 -m benchmarks.pipeline_step --json pipeline_step.jsonl                     # on one
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.pipeline_step --width 256 --batch 4        # on a CPU
 
-With several processes, arms alternate; each is built anew, warmed up and timed while its steps follow each other; the
-slowest rank counts. ``limit`` is m(F + B + W) by stock: all microbatches of a step one after the other, every rank
+With several processes, arms alternate; each is built again, warmed up and timed while its steps follow each other; the
+slowest rank counts. ``limit`` is m(F + B + W) by stock: all microbatches of a step in sequence, every rank
 alone with its own stage. Beside each order of the feature stands the time of a step that the simulator expects from the
 costs that the engine measured in the same steps, and from the time of a message to and fro before them. Arms whose
 names end with ``copies`` have copy engines carry their messages; they are for GPUs of one host.
@@ -14,7 +14,7 @@ With one process, a stage alone is timed: F, B and W with weight gradients defer
 computes them; time of the device, time in which the host issues them, and memory.
 
 On gloo, choose a width whose F takes much longer than a message, and no more ranks than the machine has cores; or have
-steps timed by ``--clock cpu``, as if each rank had a core of its own, see ``benchmarks.message_clock``.
+steps timed by ``--clock cpu``, as if each rank had its own core, see ``benchmarks.message_clock``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from ovpatch_plugins.pipeline.pipeline_report import list_schedules
 from ovpatch_plugins.pipeline.runtime.step_clock import HostClock
 from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 
-COPIES = ", copies"  # ends the names of arms whose messages copy engines carry
+# The ending of the names of arms whose messages copy engines carry.
+COPIES = ", copies"
 # Name of the arm: class, stages per rank, order of the feature or None for stock.
 ARMS: dict[str, tuple[str, int, str | None]] = {
     "stock 1F1B": ("Schedule1F1B", 1, None),
@@ -72,13 +73,14 @@ ARMS: dict[str, tuple[str, int, str | None]] = {
     "ZBVZeroBubble, auto": ("ScheduleZBVZeroBubble", 2, "auto"),
 }
 LIMIT = "limit"
-_STEPS_TO_CHOOSE = 100  # of schedule=auto, at most: to measure, and to race one order against another
+# The most steps that schedule=auto takes to measure, and to race one order against another.
+_STEPS_TO_CHOOSE = 100
 _CHOOSING = ("races against the order as given", "while costs are measured")  # in what the report says until then
 STAGE_ARMS = ("stock", "deferred", "stock, checkpoint", "deferred, checkpoint")
 
 
 class Blocks(nn.Module):
-    """The blocks of a stage, each checkpointed if asked for."""
+    """The blocks of a stage, each checkpointed if ``checkpoint`` is on."""
 
     def __init__(self, args: argparse.Namespace, count: int, *, checkpointed: bool = False) -> None:
         super().__init__()
@@ -187,7 +189,7 @@ def measure_schedule(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def choose(step: Callable[[], object]) -> None:
-    """Run steps until ``schedule=auto`` has chosen: those of its race are not what a training run is like behind it."""
+    """Run steps until ``schedule=auto`` has chosen: the steps of its race differ from the steps after it."""
     for _ in range(_STEPS_TO_CHOOSE):
         step()
         if not any(text in note for note in list_schedules()[-1].notes for text in _CHOOSING):
@@ -283,13 +285,14 @@ class StageAlone:
         stage = PipelineStage(make_part(args, checkpointed="checkpoint" in arm), 0, 1, device())
         self.x = make_rows(args, 1)
         schedule = schedules.ScheduleGPipe(stage, 1, loss_fn=lambda out, _: out.square().mean())
-        schedule.step(self.x, target=self.x, return_outputs=False)  # initialises the stage and makes gradients
+        # This step initialises the stage and makes gradients.
+        schedule.step(self.x, target=self.x, return_outputs=False)
         self.is_deferred = arm.startswith("deferred")
         delay = "on" if self.is_deferred else "off"
         self.run = Stage(StageInfo(0, stage), StageOptions(delay, sends=True))
 
     def compute(self, mark: Callable[[str], None]) -> None:
-        """Compute a microbatch; ``mark`` is called behind each part with its name."""
+        """Compute a microbatch; ``mark`` is called after each part with its name."""
         self.run.start_step(finalizes=True)
         mark("")
         out = self.run.forward(0, (self.x,), {}, False)
@@ -337,7 +340,7 @@ def measure_stage(args: argparse.Namespace, arm: str) -> dict[str, Any]:
 
 
 def _measure_memory(alone: StageAlone) -> dict[str, float]:
-    """Return what is allocated behind each part of a microbatch, and at most, beside parameters and gradients."""
+    """Return the memory after each part of a microbatch, and its peak, without parameters and gradients."""
     if not CUDA:
         return {}
     torch.cuda.synchronize()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.recompute_step --size 1b --rounds 3 --json benchmarks/results/recompute_step.jsonl
 
-Arms alternate; each is built anew and warmed up. ``kept`` keeps all activations. ``checkpoint`` is
+Arms alternate; each is built again and warmed up. ``kept`` keeps all activations. ``checkpoint`` is
 ``torch.utils.checkpoint`` around each block, ``checkpoint, attention kept`` the same with a selective policy that saves
 attention. Memory is what a step holds beyond parameters, gradients and optimizer state at its peak: of the allocator on
 CUDA; on a CPU of the tensors that operators make, which a dispatch mode watches in a step that is not timed.
@@ -48,7 +48,7 @@ def checkpoint_blocks(model: GPT, *, selective: bool) -> None:
     if selective:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     for block in model.blocks:
-        block.forward = functools.partial(checkpoint, block.forward, **options)  # as scripts do
+        block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
 class Watch(TorchDispatchMode):
@@ -65,7 +65,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count what an operator makes."""
-        given = {one.untyped_storage().data_ptr() for one in _list_tensors((args, kwargs))}
+        given = {tensor.untyped_storage().data_ptr() for tensor in _list_tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         for tensor in _list_tensors(out):
             storage = tensor.untyped_storage()
@@ -107,7 +107,8 @@ def build(args: argparse.Namespace, arm: str) -> Callable[[], None]:
         loss.backward()
         del loss
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)  # gradients stay, so that the peak is that of activations
+        # Gradients stay, so that the peak comes from activations.
+        optimizer.zero_grad(set_to_none=False)
 
     return step
 
@@ -119,9 +120,9 @@ def measure(args: argparse.Namespace, arm: str) -> dict[str, Any]:
     if apply:
         ovpatch.apply("recompute", options={"recompute": {"granularity": arm}})
     step = build(args, arm)
-    step()  # gradients and state are there behind it
-    beside = torch.cuda.memory_allocated() if CUDA else 0
-    found = {"arm": arm, **clocked(step, args, running, beside=beside)}
+    step()  # creates gradients and state
+    base_bytes = torch.cuda.memory_allocated() if CUDA else 0
+    found = {"arm": arm, **clocked(step, args, running, beside=base_bytes)}
     if not CUDA:
         with Watch() as watch:
             step()

@@ -1,4 +1,4 @@
-"""What one warm training step calls of a library's own Python: functions, and the files they are in.
+"""The calls of a warm training step in a library's own Python: functions, and the files they are in.
 
     python -m benchmarks.step_calls                 # two gloo ranks, a model of 4 parameters
     python -m benchmarks.step_calls --layers 8 --functions 20

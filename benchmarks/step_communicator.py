@@ -1,4 +1,4 @@
-"""What a second communicator over the same ranks takes: of the devices' memory, and of time, once.
+"""The cost of a second communicator over the same ranks: memory of the devices, and time, once.
 
     torchrun --nproc-per-node=2 -m benchmarks.step_communicator
 
@@ -33,26 +33,26 @@ def used() -> float:
 def taken(group: dist.ProcessGroup, world: int) -> dict[str, float]:
     """Return the time of a group's first collectives, which connect its ranks."""
     part = torch.zeros(64 * MIB // 4 // world, device=device())
-    whole = torch.zeros(part.numel() * world, device=device())
+    full = torch.zeros(part.numel() * world, device=device())
     number = torch.zeros(1, device=device())
     before, begin = used(), time.perf_counter()
     dist.all_reduce(number, group=group)
     after_number = used()
-    dist.all_gather_into_tensor(whole, part, group=group)
+    dist.all_gather_into_tensor(full, part, group=group)
     after = used()
     seconds = time.perf_counter() - begin
     return {"all-reduce of a number, MiB": after_number - before, "all-gather, MiB": after - after_number, "s": seconds}
 
 
 def main() -> None:
-    """Measure the default group first, then the communicator beside it."""
+    """Measure the default group first, then the second communicator."""
     start()
     group = dist.distributed_c10d._get_default_group()
     found: dict[str, Any] = {"ranks": group.size(), "torch": torch.__version__, "first": taken(group, group.size())}
     begin = time.perf_counter()
-    beside = step_communicator(group, device())
+    second = step_communicator(group, device())
     found["made, s"] = time.perf_counter() - begin
-    found["second"] = taken(beside, group.size())
+    found["second"] = taken(second, group.size())
     if group.rank() == 0:
         print(json.dumps(found))
     dist.barrier()

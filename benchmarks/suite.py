@@ -1,4 +1,4 @@
-"""Runs the rows of the result tables one after the other, the most wanted first, within a limit of time.
+"""Run the rows of the result tables sequentially, the most wanted first, within a limit of time.
 
     python -m benchmarks.suite                               # on all GPUs: each feature once, in at most 9 minutes
     python -m benchmarks.suite zero_step tp_blocks --minutes 30     # all rows of two tables
@@ -26,7 +26,8 @@ import torch
 
 from benchmarks.tables import RESULTS, ROOT
 
-_PATIENCE = 15  # seconds for a row that was interrupted to write its stacks and end
+# The time in which an interrupted row writes its stacks and exits.
+_EXIT_TIMEOUT_S = 15
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Row:
 
 
 _STEPS = "'limit, fp32' stock 'stock, bucket view' 'stock, bucket view, 400 MiB' 'ovpatch, no overlap' ovpatch"
-_HALVES = "'limit, bf16' 'limit, bf16 linears' 'FSDP2, ZeRO-2' Megatron-Core 'ovpatch, bf16 weights'"
+_LOW_PRECISION_ARMS = "'limit, bf16' 'limit, bf16 linears' 'FSDP2, ZeRO-2' Megatron-Core 'ovpatch, bf16 weights'"
 _FEW = "'limit, fp32' 'stock, bucket view' 'FSDP2, ZeRO-2' ovpatch"
 _TUNED = (
     "ovpatch 'ovpatch, NCCL' 'ovpatch, copy engines' 'ovpatch, gradients kept' "
@@ -85,9 +86,9 @@ SHORT: list[Row] = [
 ]
 SUITE: dict[str, list[Row]] = {
     "zero_step": [
-        Row("zero_step", f"--size 3.8b --arms {_STEPS} {_HALVES}"),
+        Row("zero_step", f"--size 3.8b --arms {_STEPS} {_LOW_PRECISION_ARMS}"),
         Row("zero_step", f"--size 3.8b --rounds 1 --arms {_TUNED}"),
-        Row("zero_step", f"--size 1b --arms {_STEPS} ZeroRedundancyOptimizer {_HALVES}"),
+        Row("zero_step", f"--size 1b --arms {_STEPS} ZeroRedundancyOptimizer {_LOW_PRECISION_ARMS}"),
         Row("zero_step", f"--size 3.8b --clip 1.0 --arms {_FEW}"),
         Row("zero_step", f"--size 3.8b --accumulate 16 --steps 4 --rounds 1 --arms {_FEW} Megatron-Core"),
         Row("zero_step", f"--size 3.8b --compile blocks --rounds 1 --arms {_FEW}"),
@@ -170,7 +171,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             break
         os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_PATIENCE)
+            process.wait(_EXIT_TIMEOUT_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # workers that outlived their launcher
 
@@ -193,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the rows that are asked for, and say how each went."""
+    """Run the chosen rows, and report the outcome of each."""
     args = parser().parse_args()
     rows = [row for name in args.benchmarks for row in SUITE[name]] or SHORT
     rows = [row for row in rows if row.least <= args.nproc]

@@ -1,6 +1,6 @@
 """Writes the tables of README.md, docs/ and the notes from ``benchmarks/results``: ``make tables``.
 
-python -m benchmarks.tables           # rewrite what lies between <!-- table NAME --> and <!-- /table -->
+python -m benchmarks.tables           # rewrite the parts between <!-- table NAME --> and <!-- /table -->
 python -m benchmarks.tables --check   # exit 1 if a page is not up to date
 """
 
@@ -73,7 +73,8 @@ def summary() -> str:
     groups = [
         *group_runs("zero_step", _default_arm),
         *group_runs("zero_step_2_h100", _default_arm),
-        *group_runs("ddp_step"),  # of before dist_optimizer was on by default
+        # These runs are older than dist_optimizer as a default.
+        *group_runs("ddp_step"),
     ]
     groups.sort(key=lambda runs: (max(run["date"] for run in runs), pick_best(runs[0])["peak_gib"]), reverse=True)
     rows = []
@@ -170,7 +171,7 @@ def _summary_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def ddp_step() -> str:
-    """Return the table of ``benchmarks/ddp_step.py``: one row per run, stock's best setting beside our default."""
+    """Return the table of ``benchmarks/ddp_step.py``: one row per run, the best stock setting and our default."""
     results = read_results("ddp_step")
     header = ["run", "GPUs", "no communication", "stock", "stock, best setting", "ovpatch", "against best"]
     header += ["TFLOP/s", "MFU", "peak GiB, stock's least → ovpatch"]
@@ -209,9 +210,10 @@ def _ddp_row(result: dict[str, Any]) -> str:
 
 
 def zero_step() -> str:
-    """Return the table of ``benchmarks/zero_step.py``: one row per run, with the ratios to the limit and to stock."""
-    needed = {"limit, fp32", "ovpatch"}  # comparisons of ovpatch's own settings have no row
-    results = [one for one in read_results("zero_step") if needed <= {row["arm"] for row in one["summary"]}]
+    """Return the table of ``benchmarks/zero_step.py``: one row per run, with ratios to the limit and stock DDP."""
+    # Comparisons of settings of ovpatch have no row.
+    needed = {"limit, fp32", "ovpatch"}
+    results = [run for run in read_results("zero_step") if needed <= {row["arm"] for row in run["summary"]}]
     columns = _seen(ZERO_ARMS, results)
     header = ["run", "GPUs", *columns.values(), "ovpatch / limit", "stock / ovpatch", "TFLOP/s", "MFU"]
     header += ["peak GiB, stock → ovpatch"]
@@ -249,7 +251,8 @@ def zero_alone() -> str:
     """Return the table of ``benchmarks/zero_alone.py``: one row per run."""
     results = read_results("zero_alone")
     for row in (row for result in results for row in result["summary"]):
-        if row["arm"] == "ovpatch":  # which has NCCL carry everything there
+        # NCCL carries everything in this arm.
+        if row["arm"] == "ovpatch":
             row["arm"] = "ovpatch, NCCL"
     columns = _seen(ALONE_ARMS, results)
     header = ["run", "ranks", *columns.values(), "ovpatch / limit"]
@@ -387,7 +390,7 @@ OVERLAPPED = {
 
 
 def _overlapped(features: dict[str, dict[str, Any]]) -> str:
-    """Return the hidden share of each feature's collectives, and features that stayed stock."""
+    """Return the hidden share of each feature's collectives, and features that fell back."""
     found = [f"{name} {how['state']}" for name, how in features.items() if how["state"] != "applied"]
     for name, (hidden, whole, what) in OVERLAPPED.items():
         counters = features.get(name, {}).get("counters", {})
@@ -538,13 +541,13 @@ def _ms(row: dict[str, Any]) -> str:
 
 
 def _gpus(result: dict[str, Any]) -> str:
-    """Return on how many GPUs, and of what kind, a run was measured."""
+    """Return the number and kind of the GPUs on which a run was measured."""
     _, _, model = result["device"].rpartition("NVIDIA ")
     return f"{result['world']} {model.split()[0]}"
 
 
 def _where_and_when(result: dict[str, Any]) -> str:
-    """Return on how many GPUs, of what kind, and on which day a run was measured."""
+    """Return the number and kind of the GPUs, and the day, on which a run was measured."""
     return f"{_gpus(result)}, {result['date']}"
 
 
@@ -582,7 +585,7 @@ def read_results(name: str) -> list[dict[str, Any]]:
 
 
 def fill(text: str) -> str:
-    """Return ``text`` with every marked table made anew."""
+    """Return ``text`` with every marked table made again."""
     return re.sub(
         r"(<!-- table (\w+) -->\n).*?(<!-- /table -->)",
         lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}",

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 -m benchmarks.tp_blocks --size 8b --json benchmarks/results/tp_blocks.jsonl
 
-One stack of blocks, cut by stock ``parallelize_module`` over all ranks, on random data in bf16. Arms alternate; each is
-built anew, warmed up and timed; the slowest rank counts. The arm ``limit`` is a rank's computation, without any
+One stack of blocks, cut by ``parallelize_module`` over all ranks, on random data in bf16. Arms alternate; each is
+built again, warmed up and timed; the slowest rank counts. The arm ``limit`` is a rank's computation, without any
 communication. ``graphed`` arms replay a CUDA graph of forward and backward. Without CUDA it runs on gloo
 (``--size tiny``).
 """
@@ -190,7 +190,8 @@ def settings(arm: dict[str, Any], mesh: DeviceMesh) -> Iterator[None]:
 def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Run one arm once."""
     step = None
-    before = torch.cuda.memory_allocated() if CUDA else 0  # a graph's stream leaves workspaces of cuBLAS behind
+    # The stream of a graph leaves workspaces of cuBLAS.
+    before = torch.cuda.memory_allocated() if CUDA else 0
     try:
         with settings(ARMS[name], mesh):
             step = build(ARMS[name], args, mesh)

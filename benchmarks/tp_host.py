@@ -1,4 +1,4 @@
-"""Host time of one tensor-parallel linear: ``F.linear``, stock's styles, and ``tp_linear``.
+"""Host time of one tensor-parallel linear: ``F.linear``, the styles of torch, and ``tp_linear``.
 
     torchrun --nproc-per-node 2 -m benchmarks.tp_host --json benchmarks/results/tp_host.json
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 -m benchmarks.tp_operators --shapes 8b 70b --json benchmarks/results/tp_operators.jsonl
 
-Forward only, bf16, random data. Arms alternate; a step is ``--inner`` calls one behind the other, of which the time of
+Forward only, bf16, random data. Arms alternate; a step is ``--inner`` calls in sequence, of which the time of
 one is reported; the slowest rank counts. ``graphed`` arms replay a CUDA graph of such a step; ``stock`` arms are
 torch's styles, on DTensors. All arms must compute the results of cuBLAS and NCCL in sequence, but for ``product`` and
 ``collective``, the limits. ``--tp`` cuts features for more ranks than there are, so that a product's share is that of a
@@ -31,7 +31,8 @@ from benchmarks.runs import CUDA, add_timing, alternate, clocked, device, get_wo
 from ovpatch.overlap.tensor_parallel import tp_group
 from ovpatch.overlap.tensor_parallel.schedules import parse_schedule
 
-SHAPES = {  # tokens, features outside, features between, over all ranks
+# Tokens, features outside, features between, over all ranks.
+SHAPES = {
     "gpt": (4096, 3072, 12288),
     "8b": (8192, 4096, 14336),
     "70b": (8192, 8192, 28672),
@@ -78,7 +79,7 @@ class Linear:
 
 
 class Gather(Linear):
-    """All-gather, then a product.
+    """All-gather, then GEMM.
 
     Args:
         tokens: Over all ranks.
@@ -91,16 +92,16 @@ class Gather(Linear):
     def __init__(self, tokens: int, outside: int, between: int) -> None:
         super().__init__()
         self.x, self.weight = self.draw(tokens // self.world, outside), self.draw(between, outside) * outside**-0.5
-        self.whole, self.cut = self.draw(tokens, outside), self.sharded(self.weight, 0)
+        self.full, self.cut = self.draw(tokens, outside), self.sharded(self.weight, 0)
 
     def product(self) -> Tensor:
         """Multiply rows that are there already."""
-        return self.whole @ self.weight.t()
+        return self.full @ self.weight.t()
 
     def collective(self) -> Tensor:
         """Gather only."""
-        dist.all_gather_into_tensor(self.whole, self.x, group=self.group)
-        return self.whole
+        dist.all_gather_into_tensor(self.full, self.x, group=self.group)
+        return self.full
 
     def in_sequence(self) -> Tensor:
         """Gather by NCCL, then multiply by cuBLAS."""
@@ -108,8 +109,9 @@ class Gather(Linear):
 
     def stock(self) -> Tensor:
         """Compute as a linear under ``ColwiseParallel`` does."""
-        whole = self.sharded(self.x, 0).redistribute(placements=(Replicate(),))
-        product: Any = F.linear(whole, self.cut)  # a DTensor, which torch's stubs do not know
+        full = self.sharded(self.x, 0).redistribute(placements=(Replicate(),))
+        # The stubs of torch do not know that this is a DTensor.
+        product: Any = F.linear(full, self.cut)
         return product.to_local()
 
     def torch_fused(self) -> Tensor:
@@ -132,7 +134,7 @@ class Gather(Linear):
 
 
 class Scatter(Linear):
-    """A product, then reduce-scatter.
+    """GEMM, then reduce-scatter.
 
     Args:
         tokens: Over all ranks.
@@ -222,7 +224,7 @@ def arms(operator: Any) -> dict[str, Operator]:
 
 @contextlib.contextmanager
 def settings(name: str, group: Any) -> Iterator[None]:
-    """Compile an arm anew, as it wants."""
+    """Compile an arm again, as it demands."""
     if name not in COMPILED:
         yield
         return

@@ -4,7 +4,7 @@
     ovpatch bench -- torchrun --nproc-per-node 8 benchmarks/train_plain.py --size 3.8b
     ovpatch timeline --compare -- torchrun --nproc-per-node 8 benchmarks/train_plain.py --size 3.8b
 
-Model, dtype and optimizer are those of ``ddp_step.py``; on CPU it runs on gloo (``--size tiny``).
+Model, dtype and optimizer come from ``ddp_step.py``; on CPU it runs on gloo (``--size tiny``).
 """
 
 from __future__ import annotations

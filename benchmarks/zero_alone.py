@@ -1,15 +1,15 @@
-"""One rank of many, alone: its memory, and the time of its own work, without communication.
+"""One rank of many, alone: its memory, and the time of its work, without communication.
 
     python -m benchmarks.zero_alone --world 8 --size 3.8b --json benchmarks/results/zero_alone.jsonl
 
-The arms are those of ``zero_step``, on a process group of torch's backend ``fake``, whose collectives return at once.
+The arms of ``zero_step`` run on a process group of torch's backend ``fake``, whose collectives return at once.
 Allocations, copies, casts and updates are those of one of so many ranks, so the difference to the arm ``limit`` is an
 arm's cost on device and host without the network. Sums of copy engines' arms are left out. Each arm has a process of
 its own; NCCL's buffers, a few hundred MiB, are not included.
 
 Power, and with it time, depends on the numbers in products: those of NaN are the fastest. So all arms compute with
 initial weights in every step: the learning rate is zero, and received data are this rank's. ovpatch's all-gathers are
-filled with that until times are taken; FSDP2's, which use other memory each time, always, by copies beside its compute.
+filled with that until times are taken; FSDP2's, which use other memory each time, always, by copies during its compute.
 Each arm reports its loss.
 """
 
@@ -80,7 +80,7 @@ def without_peers(warming: Callable[[], bool], *, copied: bool) -> Iterator[None
         return [WorkGroup([])]
 
     def scattered(self: object, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Work]:
-        _copy([(part.view(-1), _own(whole)) for part, whole in zip(outputs, inputs, strict=True)])
+        _copy([(part.view(-1), _own(full)) for part, full in zip(outputs, inputs, strict=True)])
         return [WorkGroup([])]
 
     come = mock.patch.multiple(HostBarrier, arrive=mock.DEFAULT, defer_wait=mock.DEFAULT)
@@ -101,8 +101,8 @@ def without_peers(warming: Callable[[], bool], *, copied: bool) -> Iterator[None
         yield
 
 
-def _own(whole: Tensor) -> Tensor:
-    return whole.view(dist.get_world_size(), -1)[dist.get_rank()]
+def _own(full: Tensor) -> Tensor:
+    return full.view(dist.get_world_size(), -1)[dist.get_rank()]
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -114,7 +114,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 @contextlib.contextmanager
 def stock_alone() -> Iterator[None]:
-    """Let stock's reducer reduce by a hook, since a fake work has no future, and FSDP2's sums be this rank's shard."""
+    """Let the stock reducer reduce by a hook, as a fake work has no future, and FSDP2's sums be this rank's shard."""
     real = DistributedDataParallel.__init__
 
     @functools.wraps(real)
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         found = clocked(step, args, clock)
     loss = problem.last.item()
     if not math.isfinite(loss):
-        raise RuntimeError(f"the loss is {loss}, so the times are those of other numbers")
+        raise RuntimeError(f"the loss is {loss}, so the times belong to other numbers")
     return {"arm": args.arm, **found, "loss": loss, "counters": counted() if ours else {}}
 
 
@@ -176,7 +176,7 @@ def counted() -> dict[str, int]:
 
 
 def in_a_process(name: str) -> dict[str, Any]:
-    """Run an arm in a process of its own.
+    """Run an arm in its own process.
 
     Raises:
         RuntimeError: It ended without a result.
@@ -201,7 +201,7 @@ def main() -> None:
     args = made.parse_args()
     if args.arm:
         print(json.dumps(run(args)), flush=True)
-        os._exit(0)  # without asking anybody for anything
+        os._exit(0)  # skips the exit of all libraries
     join(args.world)
     alternate("zero_alone", args.arms, in_a_process, args, chooses=lambda name: False)
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 -m benchmarks.zero_step --size 3.8b --json benchmarks/results/zero_step.jsonl
 
-Arms alternate (A B C A B C …); each is built anew, warmed up and timed, step after step without a stop, so that
+Arms alternate (A B C A B C …); each is built again, warmed up and timed, step after step without a stop, so that
 all-gathers overlap the next forward; the slowest rank counts. Arms named ``limit`` do the same forward and backward and
 the update of a rank's share, and communicate nothing: one with fp32 weights under autocast, one with bf16 weights, and
 one with bf16 weights in linears alone, under autocast. Megatron-Core is a peer where it is installed. Without CUDA it
@@ -34,7 +34,7 @@ LR = 1e-4
 
 
 class Problem:
-    """What all arms train: a GPT, its data, and how often it accumulates, clips and compiles.
+    """The training of all arms: a GPT, its data, and how often it accumulates, clips and compiles.
 
     Args:
         args: The command line.
@@ -49,7 +49,7 @@ class Problem:
         )
 
     def model(self, dtype: torch.dtype = torch.float32) -> GPT:
-        """Build the model, alike on all ranks."""
+        """Build the same model on all ranks."""
         torch.manual_seed(0)
         with torch.device(device()):
             model = GPT(**self.size).to(dtype)
@@ -59,7 +59,7 @@ class Problem:
         return model
 
     def ready(self, model: nn.Module) -> nn.Module:
-        """Compile a model, or a wrapper of one, if that is asked for."""
+        """Compile a model, or a wrapper of one, if ``compile`` is on."""
         return torch.compile(model) if self.compile == "model" else model  # type: ignore[return-value]  # a module
 
     def backwards(
@@ -77,7 +77,7 @@ class Problem:
         return loss.detach()
 
     def clipped(self, params: Iterable[Tensor]) -> None:
-        """Clip gradients as scripts do, if that is asked for."""
+        """Clip gradients as scripts do, if ``clip`` is on."""
         if self.clip:
             nn.utils.clip_grad_norm_(params, self.clip)
 
@@ -248,7 +248,7 @@ ARMS = [*PEERS, *OURS]
 
 @contextlib.contextmanager
 def built(name: str, problem: Problem) -> Iterator[Step]:
-    """Build an arm's step, with ovpatch applied as far as the arm wants it."""
+    """Build an arm's step, with ovpatch applied as the arm demands."""
     if name in PEERS:
         yield PEERS[name](problem)
         return
@@ -263,12 +263,13 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         with built(name, Problem(args)) as step:
             found = clocked(step, args, running)
             del step
-            gc.collect()  # or reverting would gather tensors that are not used any more
+            # Otherwise reverting would gather tensors that are no longer used.
+            gc.collect()
     finally:
         torch._dynamo.reset()
         gc.collect()
         dist.barrier()
-        drop_values(Retention, dist.group.WORLD)  # no peer pulls from this arm any more
+        drop_values(Retention, dist.group.WORLD)  # no peer pulls from this arm now
         if CUDA:
             torch.cuda.empty_cache()
     return {"arm": name, **found}

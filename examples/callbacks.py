@@ -53,7 +53,8 @@ def make_trainer_callback(writer: Any = None) -> Any:
 
     class ReportCallback(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.log_history:  # what the Trainer saves as trainer_state.json
+            # The Trainer saves this history as trainer_state.json.
+            if state.log_history:
                 state.log_history[-1].update(counters())
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

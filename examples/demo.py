@@ -6,7 +6,7 @@ The first run has ``OVPATCH=0`` in its environment, the second is started by ``o
 and its seed are the same. Two processes on the CPU with gloo, or one process per GPU with NCCL where there are at
 least two GPUs.
 
-Exits with 1, and says why, if a run failed, the losses disagree, a worker was not patched, or the feature never ran.
+Exits with 1 and the reason if a run failed, the losses disagree, a worker was not patched, or the feature never ran.
 Losses and gradient norms must be bitwise equal on two ranks. On more ranks a sum depends on its order, which depends on
 the buckets; there a third run, stock with other buckets, shows how much that is worth, and twice as much is allowed.
 
@@ -43,15 +43,18 @@ SCRIPT = ROOT / "examples" / "train_gpt.py"
 OUT = ROOT / ".demo"
 FEATURE = "ddp"
 MAX_GPUS = 8
-STALL_S = 300.0  # a run that shows no new step for so long has hung
-FLOOR = 1e-6  # differences up to this are never held against a run on more than two ranks
+# A run without a new step for this time has hung.
+STALL_S = 300.0
+# Smaller differences are no failure on more than two ranks.
+FLOOR = 1e-6
 BY_PARTS = "dist_optimizer"
-LAST_BITS = 1e-5  # of a norm that is summed from parts
+# The relative difference of a norm that is summed from parts.
+LAST_BITS = 1e-5
 TINY = ["--layers=2", "--width=128", "--heads=4"]
 MUST_COUNT = ("models", "backwards", "collectives", "collectives_in_backward", "bytes_reduced")
 ON_GPU = ["--batch-size=32", "--context=256", "--dtype=bfloat16", "--deterministic"]
 
-Entry = Mapping[str, float]
+Record = Mapping[str, float]
 Advance = Callable[[int, str], None]
 
 
@@ -61,7 +64,7 @@ class Run:
 
     name: str
     command: list[str]
-    entries: list[Entry] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
     returncode: int = 0
     output: str = ""
     seconds: float = 0.0
@@ -75,12 +78,12 @@ def progress(console: Console, name: str, steps: int) -> Iterator[Advance]:
     """A bar on a terminal; elsewhere a line for each tenth of the steps. Yields what to call with (done, note)."""
     if not console.is_terminal:
         console.print(f"{name}: starting")
-        told = 0
+        shown = 0
 
         def line(done: int, note: str) -> None:
-            nonlocal told
-            if done * 10 // steps > told:
-                told = done * 10 // steps
+            nonlocal shown
+            if done * 10 // steps > shown:
+                shown = done * 10 // steps
                 console.print(f"{name}: {done}/{steps} steps, {note}")
 
         yield line
@@ -91,7 +94,7 @@ def progress(console: Console, name: str, steps: int) -> Iterator[Advance]:
         yield lambda done, note: bar.update(task, completed=done, note=note)
 
 
-def read_log(log: Path) -> list[Entry]:
+def read_log(log: Path) -> list[Record]:
     """Return the finished lines of a log that is perhaps still being written."""
     text = log.read_text() if log.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -102,23 +105,24 @@ def follow(process: subprocess.Popen[bytes], log: Path, advance: Advance) -> boo
     seen, latest = 0, time.monotonic()
     while process.poll() is None:
         time.sleep(0.1)
-        entries = read_log(log)
-        if len(entries) > seen:
-            seen, latest = len(entries), time.monotonic()
-            advance(seen, f"loss {entries[-1]['loss']:.4f}")
+        records = read_log(log)
+        if len(records) > seen:
+            seen, latest = len(records), time.monotonic()
+            advance(seen, f"loss {records[-1]['loss']:.4f}")
         elif time.monotonic() - latest > STALL_S:
             return False
-    entries = read_log(log)
-    if entries:
-        advance(len(entries), f"loss {entries[-1]['loss']:.4f}")
+    records = read_log(log)
+    if records:
+        advance(len(records), f"loss {records[-1]['loss']:.4f}")
     return True
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a run: torchrun takes its workers along on SIGTERM."""
+    """End a run: torchrun ends its workers on SIGTERM."""
     if process.poll() is not None:
         return
-    process.terminate()  # only the first process: it hands the signal on, and a second one would disturb torchrun
+    # Only the first process gets the signal and hands it to its workers. A second signal would disturb torchrun.
+    process.terminate()
     try:
         process.wait(30)
     except subprocess.TimeoutExpired:
@@ -141,7 +145,7 @@ def train(name: str, command: Sequence[str], env: Mapping[str, str], steps: int,
         finally:
             end(process)
     run.seconds = time.monotonic() - started
-    run.entries, run.output, run.returncode = read_log(log), out.read_text(errors="replace"), process.returncode
+    run.records, run.output, run.returncode = read_log(log), out.read_text(errors="replace"), process.returncode
     if not finished:
         run.returncode = 1
         run.output += f"\nNo new step for {STALL_S:.0f} s: the run hung and was ended.\n"
@@ -157,18 +161,18 @@ def read_report(file: Path) -> dict[str, Any]:
 
 
 def check_run(run: Run, steps: int) -> list[str]:
-    """Return what is wrong with a run by itself."""
+    """Return the faults of a run by itself."""
     if run.returncode != 0:
         tail = "\n    ".join(run.output.strip().splitlines()[-25:])
         return [f"the {run.name} run failed with exit status {run.returncode}; its last lines:\n    {tail}"]
-    if len(run.entries) != steps:
-        return [f"the {run.name} run logged {len(run.entries)} steps instead of {steps}"]
+    if len(run.records) != steps:
+        return [f"the {run.name} run logged {len(run.records)} steps instead of {steps}"]
     return []
 
 
 def largest_difference(a: Run, b: Run, key: str) -> float:
     """Return the largest difference over all steps; infinite if a value is not finite in one of the runs only."""
-    pairs = [(x[key], y[key]) for x, y in zip(a.entries, b.entries, strict=True)]
+    pairs = [(x[key], y[key]) for x, y in zip(a.records, b.records, strict=True)]
     gaps = [0.0 if x == y or (x != x and y != y) else abs(x - y) for x, y in pairs]
     return max(float("inf") if gap != gap else gap for gap in gaps)
 
@@ -179,17 +183,17 @@ def check_losses(stock: Run, patched: Run, reordered: Run | None = None, *, by_p
     for key in ("loss", "grad_norm"):
         allowed = max(FLOOR, 2 * largest_difference(stock, reordered, key)) if reordered else 0.0
         if by_parts and key == "grad_norm":
-            allowed = max(allowed, LAST_BITS * max(entry[key] for entry in stock.entries))
+            allowed = max(allowed, LAST_BITS * max(record[key] for record in stock.records))
         gap = largest_difference(stock, patched, key)
         if gap > allowed:
-            pairs = zip(stock.entries, patched.entries, strict=True)
+            pairs = zip(stock.records, patched.records, strict=True)
             step = next(i for i, (x, y) in enumerate(pairs) if x[key] != y[key])
             problems.append(f"{key} differs by up to {gap:.3g}, allowed is {allowed:.3g}; first at step {step}")
     return problems
 
 
 def check_report(report: Mapping[str, Any], nproc: int, *, by_parts: bool = False) -> list[str]:
-    """Return what ``ovpatch run --report`` says against the run: workers not patched, a feature that never ran."""
+    """Return the faults that ``ovpatch run --report`` shows: workers not patched, a feature that never ran."""
     if not report.get("processes"):
         return ["no worker was patched: ovpatch got no report of any process"]
     feature = next((feature for feature in report["features"] if feature["name"] == FEATURE), None)
@@ -197,13 +201,13 @@ def check_report(report: Mapping[str, Any], nproc: int, *, by_parts: bool = Fals
         return [f"the report does not know the feature {FEATURE}; is the package installed (pip install -e .)?"]
     workers = {worker["rank"]: worker for worker in feature["processes"]}
     problems = [problem for rank in range(nproc) for problem in check_worker(rank, workers.get(rank))]
-    if by_parts and not any(one["name"] == BY_PARTS and one["counters"].get("steps") for one in report["features"]):
+    if by_parts and not any(row["name"] == BY_PARTS and row["counters"].get("steps") for row in report["features"]):
         problems.append(f"the feature {BY_PARTS} made no step")
     return problems
 
 
 def check_worker(rank: int, worker: Mapping[str, Any] | None) -> list[str]:
-    """Return what one worker's part of the report says against the run; None: it has no part in it."""
+    """Return the faults in a worker's part of the report; None: the worker has no part in it."""
     if worker is None:
         return [f"the worker of rank {rank} was not patched: it is not in the report"]
     if worker["state"] != "applied":
@@ -226,18 +230,18 @@ def show_runs(console: Console, stock: Run, patched: Run) -> None:
     table = Table("step", title="the same script, stock and patched", title_justify="left")
     for column in ("stock loss", "patched loss", "|difference|", "stock norm", "patched norm", "|difference|"):
         table.add_column(column, justify="right")
-    last = len(stock.entries) - 1
+    last = len(stock.records) - 1
     for i in sorted({0, 1, 2, 5, *range(10, last, max(10, last // 6 // 10 * 10)), last} & set(range(last + 1))):
         cells = []
         for key in ("loss", "grad_norm"):
-            a, b = stock.entries[i][key], patched.entries[i][key]
+            a, b = stock.records[i][key], patched.records[i][key]
             cells += [f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.3g}"]
         table.add_row(str(i), *cells)
     console.print(table)
-    final = mean(entry["loss"] for entry in stock.entries[-10:])
+    final = mean(record["loss"] for record in stock.records[-10:])
     gaps = (largest_difference(stock, patched, key) for key in ("loss", "grad_norm"))
     for line in (
-        f"the loss fell from {stock.entries[0]['loss']:.3f} to {final:.3f}, the mean of the last ten steps",
+        f"the loss fell from {stock.records[0]['loss']:.3f} to {final:.3f}, the mean of the last ten steps",
         "largest difference over all steps: loss {:.3g}, gradient norm {:.3g}".format(*gaps),
         "whether it is faster: ovpatch bench -- torchrun … measures that, in several runs of each",
     ):

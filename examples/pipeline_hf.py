@@ -64,7 +64,7 @@ def build(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def batch(args: argparse.Namespace, data: Tensor, step: int, replica: int) -> Tensor:
-    """Return the tokens of a replica's step: all microbatches, one behind the other, ``[batch, context + 1]``."""
+    """Return the tokens of a replica's step: all microbatches in order, ``[batch, context + 1]``."""
     generator = torch.Generator().manual_seed(1000 * replica + step)
     rows = args.microbatches * args.batch_size
     places = torch.randint(len(data) - args.context - 1, (rows,), generator=generator)
@@ -102,7 +102,8 @@ def train_pipeline(args: argparse.Namespace, device: torch.device) -> None:
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=device.type == "cpu", step_scheduler_with_optimizer=False)
-        optimizer, rates = accelerator.prepare(optimizer, rates)  # not the stages: they are where they belong
+        # The stages are already on their devices.
+        optimizer, rates = accelerator.prepare(optimizer, rates)
     for step in range(args.steps):
         tokens = batch(args, data, step, replica).to(device)
         losses: list[Tensor] = []

@@ -31,7 +31,7 @@ import ovpatch
 
 ovpatch.apply()
 
-from train_tp import Llama, batch, cut  # noqa: E402  # the model and its plan, of the example beside this one
+from train_tp import Llama, batch, cut  # noqa: E402  # the model and its plan, of the example next to this one
 
 
 def parse_args() -> argparse.Namespace:

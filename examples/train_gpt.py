@@ -5,7 +5,7 @@
         torchrun --nproc-per-node 2 examples/train_gpt.py --resume gpt.pt --steps 200
     python examples/train_gpt.py --accumulate 2
 
-It is written as people write such scripts: plain torch, nothing prepared for anybody. The import of ovpatch and the
+It is written as people write such scripts: plain torch, nothing prepared for ovpatch. The import of ovpatch and the
 call of ``apply()`` below it are all that ovpatch adds; without them it is the same program (so it is with OVPATCH=0).
 The text is ``pydoc_data.topics``, which every Python brings along: nothing is downloaded.
 """
@@ -247,12 +247,12 @@ def main() -> None:
         scheduler.step()
 
         if rank == 0:
-            entry = {"step": step, "loss": total_loss.item(), "grad_norm": grad_norm.item()}
-            entry["ms"] = (time.perf_counter() - start) * 1e3
-            print(f"step {step:4d}  loss {entry['loss']:.4f}  {entry['ms']:.1f} ms", flush=True)
+            record = {"step": step, "loss": total_loss.item(), "grad_norm": grad_norm.item()}
+            record["ms"] = (time.perf_counter() - start) * 1e3
+            print(f"step {step:4d}  loss {record['loss']:.4f}  {record['ms']:.1f} ms", flush=True)
             if args.log_file:
                 with args.log_file.open("a") as file:
-                    print(json.dumps(entry), file=file)
+                    print(json.dumps(record), file=file)
     save(args.steps)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -51,7 +51,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def answer_for_the_cpu() -> None:
-    """Have Megatron, which asks for memory on CUDA throughout, work without it."""
+    """Have Megatron work without CUDA, although it requests memory there throughout."""
 
     def on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(make)
@@ -105,7 +105,7 @@ def make_model(args: argparse.Namespace) -> Any:
 
 
 def batches(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield tokens and the tokens behind them, ``[batch, time]``; each copy of the model gets its own."""
+    """Yield tokens and the next tokens, ``[batch, time]``; each copy of the model gets its own."""
     text = torch.tensor(list("".join(pydoc_data.topics.topics.values()).encode()), dtype=torch.long)
     generator = torch.Generator().manual_seed(1000 * args.seed + parallel_state.get_data_parallel_rank())
     while True:
@@ -123,7 +123,7 @@ def forward(data: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, 
 
     def loss(output: Tensor) -> Any:
         mean = output.float().mean()
-        return mean, {"loss": mean.detach().clone()}  # Megatron divides the mean in place
+        return mean, {"loss": mean.detach().clone()}  # Megatron changes the mean in place
 
     return model(tokens, positions, mask, labels=targets), loss
 
@@ -151,7 +151,7 @@ def train(args: argparse.Namespace) -> None:
         for param in model.parameters():
             param.grad = None
         if losses and parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0:
-            mean = sum(float(one["loss"]) for one in losses) / len(losses)
+            mean = sum(float(record["loss"]) for record in losses) / len(losses)
             print(f"step {step:3d}  loss {mean:.6f}", flush=True)
 
 
@@ -178,7 +178,8 @@ def main() -> None:
     else:
         answer_for_the_cpu()
     parallel_state.initialize_model_parallel(args.tp, args.pp)
-    random.initialize_rng_tracker(inference_rng_tracker=True)  # without dropout one stream of random numbers will do
+    # Without dropout one stream of random numbers is enough.
+    random.initialize_rng_tracker(inference_rng_tracker=True)
     train(args)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

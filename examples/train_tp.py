@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_tp.py
     torchrun --nproc-per-node 4 examples/train_tp.py --tp 2                    # FSDP2 over the other dimension
     torchrun --nproc-per-node 2 examples/train_tp.py --checkpoint tp --steps 50 && \\
-        torchrun --nproc-per-node 2 examples/train_tp.py --checkpoint tp       # goes on from step 50
+        torchrun --nproc-per-node 2 examples/train_tp.py --checkpoint tp       # continues from step 50
 
 It is written as people write such scripts: stock ``parallelize_module`` with a plan of its styles, DTensors, loss
 parallel, distributed checkpoints. The import of ovpatch and the call of ``apply()`` below it are all that ovpatch adds.
@@ -218,7 +218,8 @@ def main() -> None:
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         optimizer.zero_grad()
-        norm, value = norm.full_tensor().item(), loss.full_tensor().item()  # reduced over the ranks, so on all of them
+        # All ranks take part, because both are reduced over the ranks.
+        norm, value = norm.full_tensor().item(), loss.full_tensor().item()
         if rank == 0:
             ms = (time.perf_counter() - start) * 1e3
             print(f"step {step:4d}  loss {value:.4f}  norm {norm:.4f}  {ms:.1f} ms", flush=True)
@@ -229,16 +230,16 @@ def main() -> None:
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, step: int) -> None:
     """Write a checkpoint, each rank its parts."""
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": of_model, "optimizer": of_optimizer, "step": step}, checkpoint_id=folder)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state, "step": step}, checkpoint_id=folder)
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """Read a checkpoint, whoever wrote it over however many ranks, and return its step."""
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": of_model, "optimizer": of_optimizer, "step": 0}
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return int(state["step"])
 
 

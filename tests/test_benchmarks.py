@@ -129,5 +129,5 @@ def test_a_rank_waits_for_messages_on_the_clock_of_their_sender():
     first += [("step", None, 8.5)]
     second += [("wait for receiver", answer, 5.0), ("step", None, 6.0)]
     assert replay([first, second]) == [[0.0, 6.0], [0.0, 6.0]]
-    with pytest.raises(RuntimeError, match="nobody sends"):
+    with pytest.raises(RuntimeError, match="no rank sends"):
         replay([first, second[:3]])

@@ -42,17 +42,17 @@ class Box:
 
     @property
     def left(self) -> float:
-        """Where the box begins, in pixels."""
+        """The left end of the box, in pixels."""
         return (WIDTH - 4 * COLUMN) / 2 + MARGIN + self.column * COLUMN
 
     @property
     def right(self) -> float:
-        """Where the box ends, in pixels."""
+        """The right end of the box, in pixels."""
         return self.left + self.columns * COLUMN - 2 * MARGIN
 
     @property
     def top(self) -> float:
-        """The upper border, in pixels."""
+        """The upper edge, in pixels."""
         return MARGIN + self.row * ROW
 
 
@@ -133,9 +133,9 @@ def draw_parts(title: str, boxes: list[Box], arrows: list[Arrow]) -> str:
 
 
 def draw_sequence(title: str, participants: list[str], events: list[Message | Note]) -> str:
-    """Return the SVG of what participants do, one event below the other."""
-    apart = (WIDTH - 2 * MARGIN) / len(participants)
-    centres = {name: MARGIN + apart * (index + 0.5) for index, name in enumerate(participants)}
+    """Return the SVG of the events of participants, from top to bottom."""
+    distance = (WIDTH - 2 * MARGIN) / len(participants)
+    centres = {name: MARGIN + distance * (index + 0.5) for index, name in enumerate(participants)}
     y: float = MARGIN + HEIGHT
     drawn: list[str] = []
     loop, loop_top = "", 0.0
@@ -168,7 +168,7 @@ def draw_sequence(title: str, participants: list[str], events: list[Message | No
         for x in centres.values()
     ]
     heads = [
-        _rectangle(x - apart / 2 + 8, MARGIN, apart - 16, HEIGHT - 12, "") + _text(x, MARGIN + 24, name, "name")
+        _rectangle(x - distance / 2 + 8, MARGIN, distance - 16, HEIGHT - 12, "") + _text(x, MARGIN + 24, name, "name")
         for name, x in centres.items()
     ]
     head = _HEAD.format(width=WIDTH, height=f"{bottom + MARGIN:g}", title=escape(title))
@@ -176,7 +176,7 @@ def draw_sequence(title: str, participants: list[str], events: list[Message | No
 
 
 def layers() -> str:
-    """Draw who calls whom, from a script down to what runs."""
+    """Draw the calls from a script down to the runtime."""
     boxes = [
         Box(0, 0, "your script", style="plain"),
         Box(1, 0, "ovpatch run\nlist, doctor", style="plain"),

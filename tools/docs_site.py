@@ -1,6 +1,6 @@
-"""What MkDocs does not do by itself for the documentation site; ``mkdocs.yml`` names this file as a hook.
+"""The hook of MkDocs for the documentation site, which ``mkdocs.yml`` names.
 
-Some pages stand outside of ``docs/``, because people and package indexes look for them elsewhere. They are added here.
+Some pages are outside of ``docs/``, because people and package indexes look for them elsewhere. They are added here.
 Links between pages are written for the repository, and are rewritten for the site. A link to a file that is not a page,
 such as a source file, becomes its text. The site shows the version, and links the repository if the project has one.
 The search ranks guides above pages for reference.
@@ -113,7 +113,7 @@ def rewrite_links(text: str, source: Path, uri: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that stand outside of ``docs/``."""
+    """Add the pages outside of ``docs/``."""
     from mkdocs.structure.files import File
 
     for uri, name in OUTSIDE.items():
@@ -134,7 +134,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Refuse a page that would ask another host for a script, style or picture: the site works offline."""
+    """Refuse a page that would load from another host a script, style or picture: the site works offline."""
     found = _FOREIGN.search(output)
     if found:
         raise ValueError(f"{page.file.src_uri} loads {found[1] or 'Mermaid'} when it is read. Keep that file in docs/.")

@@ -63,12 +63,12 @@ def make_options_table(feature: Feature) -> str:
     """Return the Markdown table of a feature's options."""
     rows = [
         (
-            f"`{one.name}`",
-            f"`{make_variable_name(feature.name, one.name)}`",
-            ("unset" if one.default == "" else f"`{one.default}`") + _unless_named(one),
-            _explain(one, one.aliases),
+            f"`{option.name}`",
+            f"`{make_variable_name(feature.name, option.name)}`",
+            ("unset" if option.default == "" else f"`{option.default}`") + _unless_named(option),
+            _explain(option, option.aliases),
         )
-        for one in feature.options
+        for option in feature.options
     ]
     return _table([("Option", "Variable", "Default", "Meaning"), ("---",) * 4, *rows])
 

@@ -32,7 +32,7 @@ class Fault:
     Attributes:
         name: What is wrong then.
         file: Where, relative to the repository.
-        old: A text that stands there exactly once.
+        old: The code that is replaced, which the file has exactly once.
         new: What takes its place.
         tests: What should fail: arguments for pytest.
     """

@@ -1,4 +1,4 @@
-"""Runs random pipelines stock and patched, and tells where feature ``pipeline`` differs from stock in a bit.
+"""Run random pipelines stock and patched, and report where feature ``pipeline`` differs in a bit.
 
     $ python -m tools.fuzz_pipelines --seconds 300 --seed 1      # pipelines of seeds 1, 2, 3 ... for five minutes
     $ python -m tools.fuzz_pipelines --seed 41 --seconds 0       # one of them
@@ -23,7 +23,7 @@ _TIMEOUT_S: Final = 60.0
 
 
 def fuzz(pool: Pool, seed: int) -> tuple[str, str]:
-    """Run the pipeline of a seed; return what became of it (stock raises, equal, failed) and how it failed."""
+    """Run the pipeline of a seed; return its outcome (stock raises, equal, failed) and how it failed."""
     world = make_pipeline(seed).world
     try:
         pool(world)(run_stock, seed, timeout=_TIMEOUT_S)

@@ -18,7 +18,8 @@ from tests.plugins.pipeline.order_sources import SOURCES
 
 _SINGLE: Final = ("Schedule1F1B", "ScheduleGPipe")
 _LOOPS: Final = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")
-_VEES: Final = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # which torch cannot evaluate
+# Torch cannot evaluate a model with these.
+_VEES: Final = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 _ORDERS: Final = ("as-given", "auto", "gpipe", "1f1b", "zb-h1", "zb-h2")
 
 
@@ -29,7 +30,7 @@ class RandomPipeline:
     Attributes:
         seed: The seed.
         world: On how many ranks.
-        case: What is trained; its steps are those of one call of the loop.
+        case: The model and its training; its steps are the steps of one call of the loop.
         kind: The kind of its stages' modules.
         options: Of the feature.
         rounds: How often the loop trains.
@@ -86,7 +87,7 @@ def make_pipeline(seed: int) -> RandomPipeline:
         "memory_limit": draw.choice(["auto", "1x", "1.5x", "3x"]),
     }
     possible = ("evaluates", "freezes", "clips", "changes mode", "loads") if not case.vee else ("clips", "loads")
-    habits = frozenset(one for one in possible if draw.random() < 0.25)
+    habits = frozenset(habit for habit in possible if draw.random() < 0.25)
     return RandomPipeline(seed, world, case, kind, options, draw.choice([2, 3, 6]), habits)
 
 
@@ -106,7 +107,7 @@ def _make_part(seed: int, kind: str, dropout: float, reentrant: bool | None, ind
 
 
 def _train(pipeline: RandomPipeline) -> list[Any]:
-    """Return what the loop shows on this rank."""
+    """Return the records of the loop on this rank."""
     case, habits = pipeline.case, pipeline.habits
     schedule, parts = make_schedule(case)
     params = [(f"{i}.{name}", param) for i, part in enumerate(parts) for name, param in part.named_parameters()]
@@ -137,9 +138,9 @@ def _train(pipeline: RandomPipeline) -> list[Any]:
 def _finite(value: Any) -> Any:
     """Return a result in which NaN, which no comparison finds equal, is a number."""
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return value.nan_to_num(nan=7.5) if isinstance(value, Tensor) else value
 
 

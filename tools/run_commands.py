@@ -1,10 +1,10 @@
-"""Runs the console commands of README.md and of the pages in docs/, as a reader would, and tells which fail.
+"""Run the console commands of README.md and of the pages in docs/, as a reader would, and report failures.
 
     python tools/run_commands.py                   # all of them, in some ten minutes on two cores
     python tools/run_commands.py features/ddp.md   # those of one page
     python tools/run_commands.py --list            # what would run, and what would not
 
-Each block runs in a folder of its own, in which ``train.py`` is a small program with ``ovpatch.apply()`` and
+Each block runs in its own folder, in which ``train.py`` is a small program with ``ovpatch.apply()`` and
 ``examples`` are those of the project. Where a page has eight ranks for ``train.py``, two run. What installs packages,
 needs containers, GPUs or traces, or is a target of make or a test by itself is left out. ``make test`` runs most of the
 others, with a launcher that costs less (``tests/test_docs_commands.py``).
@@ -37,7 +37,8 @@ LEFT_OUT: Final = (
     "trace0.json",
     "stock/",
 )
-LIMIT_S: Final = 600  # of a block
+# The limit of a block of commands.
+LIMIT_S: Final = 600
 
 TRAIN: Final = """
 import torch
@@ -103,7 +104,7 @@ def console_blocks(page: Path) -> Iterator[list[str]]:
 
 
 def is_left_out(command: str) -> bool:
-    """Tell whether a command is not for this tool."""
+    """Return whether a command is not for this tool."""
     return any(part in command.lower() for part in LEFT_OUT)
 
 
@@ -122,7 +123,7 @@ def make_folder(folder: Path, commands: list[str]) -> None:
 
 
 def run(command: str, folder: Path) -> tuple[str, str]:
-    """Run a command; return what became of it, and its output."""
+    """Run a command; return its outcome and its output."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("OVPATCH")}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     env["OVPATCH_CACHE_DIR"] = str(folder / "cache")

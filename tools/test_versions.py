@@ -1,4 +1,4 @@
-"""Runs the core of the tests on other versions of torch and Python, each in an environment of its own.
+"""Run the core of the tests on other versions of torch and Python, each in its own environment.
 
     python tools/test_versions.py                              # every torch from 2.11 on, every Python from 3.10 on
     python tools/test_versions.py --torch 2.15.0 --python 3.13
@@ -77,7 +77,7 @@ def list_torches() -> list[str]:
     if line is None:
         raise SystemExit(f"pip names no versions of torch: {text!r}. Name them: --torch 2.13.0 ...")
     found = {Version(part.strip()) for part in line[1].split(",")}
-    return [str(one) for one in sorted(found) if one >= OLDEST_TORCH and not one.local]
+    return [str(version) for version in sorted(found) if version >= OLDEST_TORCH and not version.local]
 
 
 def list_pythons() -> dict[str, str]:
@@ -124,31 +124,31 @@ def run_tests(torch: str, python: str, interpreter: str, folder: Path, arguments
 def read_report(report: Path, torch: str, python: str, today: str) -> Row:
     """Return the row of a report that pytest wrote."""
     cases = list(ElementTree.parse(report).iter("testcase"))
-    failed = [f"{one.get('classname')}.{one.get('name')}" for one in cases if _has(one, "failure", "error")]
-    skipped = sum(_has(one, "skipped") for one in cases)
+    failed = [f"{case.get('classname')}.{case.get('name')}" for case in cases if _has_tag(case, "failure", "error")]
+    skipped = sum(_has_tag(case, "skipped") for case in cases)
     passed = len(cases) - skipped - len(failed)
     return Row(torch, python, today, passed, skipped, tuple(sorted(set(failed))))
 
 
-def _has(case: ElementTree.Element, *tags: str) -> bool:
+def _has_tag(case: ElementTree.Element, *tags: str) -> bool:
     return any(case.find(tag) is not None for tag in tags)
 
 
 def add_row(row: Row, record: Path = RECORD) -> None:
-    """Put a row in the record, in the place of an earlier one of the same versions."""
-    rows = [Row(**one) for one in json.loads(record.read_text())] if record.exists() else []
-    rows = [one for one in rows if _versions(one) != _versions(row)] + [row]
+    """Put a row in the record, instead of an earlier row of the same versions."""
+    rows = [Row(**fields) for fields in json.loads(record.read_text())] if record.exists() else []
+    rows = [known for known in rows if _versions(known) != _versions(row)] + [row]
     rows.sort(key=_versions)
-    record.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+    record.write_text(json.dumps([asdict(known) for known in rows], indent=1) + "\n")
 
 
 def _versions(row: Row) -> tuple[Version, Version]:
-    """Return what a row is found by. What could not be installed has no build such as ``+cpu`` in its name."""
+    """Return the key of a row. A torch that could not be installed has no build such as ``+cpu`` in its name."""
     return Version(Version(row.torch).public), Version(row.python)
 
 
 def main() -> int:
-    """Run what was asked for; return the exit code."""
+    """Run the chosen versions; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--torch", nargs="+", default=[], help="versions of torch (default: all published from 2.11 on)"
@@ -161,7 +161,7 @@ def main() -> int:
     options = parser.parse_args()
 
     interpreters = list_pythons()
-    unknown = [one for one in options.python if one not in interpreters]
+    unknown = [python for python in options.python if python not in interpreters]
     if unknown:
         parser.error(f"no Python {', '.join(unknown)} here; there are {', '.join(interpreters)}")
     here = f"{sys.version_info.major}.{sys.version_info.minor}"

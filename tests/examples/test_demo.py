@@ -57,14 +57,14 @@ def test_equal_runs_and_a_full_report_pass(report):
 
 def test_two_ranks_must_agree_to_the_last_bit():
     stock, patched = run_of("stock"), run_of("patched")
-    patched.entries[3] = {**patched.entries[3], "loss": patched.entries[3]["loss"] + 2**-50}
+    patched.records[3] = {**patched.records[3], "loss": patched.records[3]["loss"] + 2**-50}
     (problem,) = demo.check_losses(stock, patched)
     assert "first at step 3" in problem
 
 
 def test_a_gradient_norm_that_differs_is_found_although_the_losses_agree():
     stock, patched = run_of("stock"), run_of("patched")
-    patched.entries[-1] = {**patched.entries[-1], "grad_norm": 0.0}
+    patched.records[-1] = {**patched.records[-1], "grad_norm": 0.0}
     (problem,) = demo.check_losses(stock, patched)
     assert problem.startswith("grad_norm")
 
@@ -73,14 +73,14 @@ def test_a_gradient_norm_that_differs_is_found_although_the_losses_agree():
 def test_more_ranks_may_differ_by_twice_what_stock_differs_by_with_other_buckets(gap, allowed):
     stock, reordered, patched = run_of("stock"), run_of("reordered"), run_of("patched")
     for run, by in ((reordered, 1e-3), (patched, gap)):
-        run.entries[4] = {key: value + by for key, value in run.entries[4].items()}
+        run.records[4] = {key: value + by for key, value in run.records[4].items()}
     assert (demo.check_losses(stock, patched, reordered) == []) is allowed
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_finite_in_one_run_only_disagrees(value):
     stock, patched = run_of("stock"), run_of("patched")
-    patched.entries[2] = {**patched.entries[2], "loss": value}
+    patched.records[2] = {**patched.records[2], "loss": value}
     assert demo.check_losses(stock, patched)
 
 
@@ -156,7 +156,7 @@ def test_progress_without_a_terminal_is_lines(out):
     )
     console = quiet()
     run = demo.train("stock", [sys.executable, "-c", code], {}, STEPS, console)
-    assert len(run.entries) == STEPS
+    assert len(run.records) == STEPS
     assert "stock: 8/8 steps, loss 1.0000" in console.file.getvalue()
 
 
@@ -222,7 +222,7 @@ def test_main_succeeds_and_runs_the_same_job_twice(main):
 def test_single_runs_are_not_compared_by_their_times(main):
     """On a busy machine either run may be the slower one, by chance."""
     stock, patched = run_of("stock"), run_of("patched")
-    patched.entries = [{**entry, "ms": 777.0 * entry["ms"]} for entry in patched.entries]
+    patched.records = [{**entry, "ms": 777.0 * entry["ms"]} for entry in patched.records]
     status, text, _ = main([], {"stock": stock, "patched": patched})
     assert status == 0
     assert "777" not in text
@@ -251,7 +251,7 @@ def test_main_stops_at_a_stock_run_that_failed(main):
 def test_main_measures_the_order_of_sums_on_more_than_two_ranks(main, report):
     report["features"][0]["processes"].append({**report["features"][0]["processes"][0], "rank": 2})
     nearly = run_of("patched")
-    nearly.entries[5] = {**nearly.entries[5], "loss": nearly.entries[5]["loss"] + 5e-7}
+    nearly.records[5] = {**nearly.records[5], "loss": nearly.records[5]["loss"] + 5e-7}
     status, _, calls = main(["--nproc=3"], {"stock": run_of("s"), "patched": nearly, "reordered": run_of("r")})
     assert (status, [name for name, *_ in calls]) == (0, ["stock", "patched", "reordered"])
     assert calls[2][2]["OVPATCH"] == "0"
@@ -260,7 +260,7 @@ def test_main_measures_the_order_of_sums_on_more_than_two_ranks(main, report):
 def test_main_with_optimizer_state_by_parts(main, report):
     """Nothing is clipped in either run; losses are bitwise equal, and norms but for their last bits."""
     nearly = run_of("patched")
-    nearly.entries[5] = {**nearly.entries[5], "grad_norm": nearly.entries[5]["grad_norm"] * (1 + 1e-7)}
+    nearly.records[5] = {**nearly.records[5], "grad_norm": nearly.records[5]["grad_norm"] * (1 + 1e-7)}
     runs = {"stock": run_of("stock"), "patched": nearly}
     argv = ["--features=+dist_optimizer"]
     status, text, _ = main(argv, runs)
@@ -274,5 +274,5 @@ def test_main_with_optimizer_state_by_parts(main, report):
     assert "OK: losses are bitwise equal" in text
     assert "optimizer state per process: 8.0 MiB, where stock keeps 16.0 MiB" in text
     assert main([], runs)[0] == 1, "without the feature norms are bitwise equal, too"
-    nearly.entries[5] = {**nearly.entries[5], "loss": nearly.entries[5]["loss"] * (1 + 1e-7)}
+    nearly.records[5] = {**nearly.records[5], "loss": nearly.records[5]["loss"] * (1 + 1e-7)}
     assert main(argv, runs)[0] == 1

@@ -104,8 +104,8 @@ class clips_in_any_order(_SecondOptimizer):
 
 
 # Votes of two process groups do not see each other: dist_optimizer-reference.md, "Limits".
-# The step of Adafactor raises for an empty parameter: on one rank before a step that ranks take together, and on another
-# one after it.
+# The step of Adafactor raises for an empty parameter: before a step that ranks take together on one rank, after it on
+# another one.
 @habit(without=("process_group", "empty_parameter"))
 class unscales_in_any_order(_SecondOptimizer):
     """Ranks unscale two optimizers in different orders."""
