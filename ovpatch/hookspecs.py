@@ -45,9 +45,9 @@ class Option:
         default_unless_named: Value without any setting where the feature is on by default, and nothing names it; None
             if that is ``default``, too.
         verified: Value without any setting in the patched runs of ``ovpatch verify``; None if that is ``default``, too.
-        experimental: Values without a measured gain in ``benchmarks/value.toml``.
         values: The kind of value for the documentation, such as "a size in MiB, or `none`", unless ``choices`` or a
             bool as ``default`` show it.
+        experimental: Values without a measured gain in ``benchmarks/value.toml``.
     """
 
     name: str
