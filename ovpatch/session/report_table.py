@@ -97,7 +97,7 @@ def summarise_report(data: Mapping[str, Any], command: str = "", *, width: int |
     lines = _wrap(f"{'ovpatch:':<{_LABEL_WIDTH}}{_describe_work(worked, ranks)}", columns)
     if reasons := "; ".join(_list_fallbacks(data["features"], worked)):
         lines += _wrap(f"{'  fell back':<{_LABEL_WIDTH}}{reasons}", columns, _MAX_REASON_LINES)
-    fitting = {row["name"]: row["fits"] for row in data["features"] if row["fits"]}
+    fitting = {row["name"]: row["fits"] for row in data["features"] if row.get("fits")}
     for name, reason in fitting.items():
         advice = f"--features=+{name}, because this script {reason}"
         lines += _wrap(f"{'  try':<{_LABEL_WIDTH}}{advice}", columns)
@@ -142,7 +142,8 @@ def _describe_row(row: Mapping[str, Any]) -> str:
     processes = row.get("processes") or [row]
     names = row["work"] or list(row["counters"])
     most = max(processes, key=lambda process: sum(process["counters"].get(n, 0) for n in names))
-    return describe_gains(row["gains"], most["counters"])
+    # Files of earlier versions have no clauses.
+    return describe_gains(row.get("gains", ()), most["counters"])
 
 
 def _list_fallbacks(rows: Iterable[Mapping[str, Any]], worked: Collection[Mapping[str, Any]]) -> Iterator[str]:
@@ -154,7 +155,7 @@ def _list_fallbacks(rows: Iterable[Mapping[str, Any]], worked: Collection[Mappin
             continue
         fell_back = any(count for key, count in row["counters"].items() if key[:6] == "stock_")
         # The script has a use for a feature if the features that it requires did work.
-        is_useful = bool(row["requires"]) and names.issuperset(row["requires"])
+        is_useful = bool(row.get("requires")) and names.issuperset(row["requires"])
         is_idle = row["name"] not in names
         if row["state"] == "applied" and (fell_back or (is_idle and is_useful)):
             yield from (f"{row['name']}: {remark}" for remark in _list_reasons(row))

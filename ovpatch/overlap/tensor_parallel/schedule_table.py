@@ -21,6 +21,7 @@ class ScheduleInfo(NamedTuple):
         keeps_operands: Whether the operands of a weight gradient stay valid after the backward, so that the gradient
             can be computed later. Kernels gather into memory that the next linear overwrites, and ``auto`` may take
             them.
+        is_experimental: Whether no result file shows a gain; see ``benchmarks/value.toml``.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ScheduleInfo(NamedTuple):
     takes_chunks: bool = False
     is_measured: bool = True
     keeps_operands: bool = True
+    is_experimental: bool = False
 
 
 #: All schedules. ``auto`` compares all of them with the first.
@@ -37,12 +39,18 @@ SCHEDULES: Final = (
     ScheduleInfo(
         "bulk", "overlapped:Bulk", "in backward, each collective runs under the product that does not need it."
     ),
-    ScheduleInfo("ring", "overlapped:Ring", "rows go from rank to rank, under products of rows that are there."),
+    ScheduleInfo(
+        "ring",
+        "overlapped:Ring",
+        "rows go from rank to rank, under products of rows that are there.",
+        is_experimental=True,
+    ),
     ScheduleInfo(
         "chunk",
         "overlapped:Chunk",
         "products are cut into parts, and a part's collective runs under the next part.",
         takes_chunks=True,
+        is_experimental=True,
     ),
     ScheduleInfo(
         "fused",
@@ -58,11 +66,13 @@ SCHEDULES: Final = (
         takes_chunks=True,
         is_measured=False,
         keeps_operands=False,
+        is_experimental=True,
     ),
 )
 
 SCHEDULE_NAMES: Final = tuple(info.name for info in SCHEDULES)
 MEASURED_NAMES: Final = tuple(info.name for info in SCHEDULES if info.is_measured)
+EXPERIMENTAL_NAMES: Final = tuple(info.name for info in SCHEDULES if info.is_experimental)
 
 #: The schedule without any setting, which ``auto`` also takes where it does not measure.
 DEFAULT_SCHEDULE: Final = "bulk"

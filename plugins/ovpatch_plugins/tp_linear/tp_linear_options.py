@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from ovpatch.hookspecs import Option, make_count_parser
-from ovpatch.overlap.tensor_parallel.schedule_table import DEFAULT_SCHEDULE, SCHEDULE_NAMES, describe_schedules
+from ovpatch.overlap.tensor_parallel.schedule_table import (
+    DEFAULT_SCHEDULE,
+    EXPERIMENTAL_NAMES,
+    SCHEDULE_NAMES,
+    describe_schedules,
+)
 
 OPTIONS: Final = (
     Option(
@@ -13,7 +18,7 @@ OPTIONS: Final = (
         DEFAULT_SCHEDULE,
         f"Order of products and collectives. {describe_schedules()}",
         choices=SCHEDULE_NAMES,
-        experimental=("ring", "chunk", "auto"),
+        experimental=EXPERIMENTAL_NAMES,
     ),
     Option(
         "chunks",
