@@ -160,8 +160,8 @@ def test_every_shipped_feature_says_its_gains_by_counters_that_exist():
         assert feature.gains
         counters = FakeCounters()
         describe_gains(feature.gains, counters)
-        module = importlib.import_module(f"ovpatch_plugins.{feature.name}.report")
-        assert counters.read <= set(module.COUNTERS.as_dict()), feature.name
+        hooks = importlib.import_module(f"ovpatch_plugins.{feature.name}.{feature.name}_feature").hooks
+        assert counters.read <= set(hooks.ovpatch_counters()), feature.name
 
 
 class FakeCounters(dict):
@@ -224,8 +224,8 @@ GIB = 2**30
     ],
 )
 def test_a_feature_knows_whether_it_fits_a_script(name, names, counters, reason):
-    plugin = importlib.import_module(f"ovpatch_plugins.{name}.plugin")
-    assert plugin.ovpatch_fits(names, counters) == reason
+    hooks = importlib.import_module(f"ovpatch_plugins.{name}.{name}_feature").hooks
+    assert hooks.ovpatch_fits(names, counters) == reason
 
 
 def test_the_end_of_a_run_on_ranks_is_as_in_its_golden_file():

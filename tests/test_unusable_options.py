@@ -73,9 +73,9 @@ UNUSABLE: dict[tuple[str, str], tuple[Any, Callable[[], None], str]] = {
 # Options that need nothing but their feature. A new option belongs here, or into the table above.
 USABLE = {
     "ddp": "overlap_grad_reduce bucket_cap_mb bucket_granularity grad_reduce_in_fp32 grad_accumulate_in_fp32 "
-    "agreement_timeout_s",
+    "agreement_timeout_s hierarchical",
     "dist_optimizer": "shard overlap_param_gather gather_granularity gather_bucket_mb grads_in_flight_mb "
-    "min_param_numel main_params_in_fp32 element_wise per_parameter",
+    "min_param_numel main_params_in_fp32 element_wise per_parameter shard_over",
     "megatron": "linears min_linear_gflop chunks regather ordered_grad_reduce early_param_gather pipeline_schedule",
     "pipe_experts": "cut parts delay_wgrad multi_stream",
     "pipeline": "schedule memory_limit delay_wgrad_compute overlap_p2p_comm variable_seq_lengths plan_file "
