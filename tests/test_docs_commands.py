@@ -360,7 +360,7 @@ def test_every_command_line_in_the_documentation_is_understood():
     assert {words[0] for _, words in found} == {*main.COMMANDS}
     for place, words in found:
         try:
-            main._parser(words[0]).parse_args(words)
+            main._make_parser(words[0]).parse_args(words)
         except SystemExit:
             pytest.fail(f"{place}: ovpatch {' '.join(words)}")
 
