@@ -49,7 +49,7 @@ def test_hosts_have_their_own_names_addresses_and_memory(cluster):
 
 
 def exchange(numel: int) -> Any:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     tensor = torch.full((numel,), float(dist.get_rank()))
     dist.all_reduce(tensor)
     return socket.gethostname(), float(tensor[-1]), os.environ["LOCAL_RANK"]

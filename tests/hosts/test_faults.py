@@ -1,4 +1,8 @@
-"""Faults of hosts and links: training ends as stock PyTorch ends it, or with an error that names ranks."""
+"""Faults of hosts and links: training ends as stock PyTorch ends it, or with an error that names ranks.
+
+The process groups have short timeouts, so that a dead host is noticed within the test. A busy machine exceeds these
+timeouts, so the tests run with ``ALL_CASES=1`` alone.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ovpatch
 from tests.support.hosts import Cluster, hosts, reason_to_skip
+from tests.support.rarely import RARELY
+
+pytestmark = RARELY
 
 TIMEOUT_S = 20.0
 FEATURES = ("ddp", "dist_optimizer")
