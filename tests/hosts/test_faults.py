@@ -1,7 +1,7 @@
 """Faults of hosts and links: training ends as stock PyTorch ends it, or with an error that names ranks.
 
-The process groups have short timeouts, so that a dead host is noticed within the test. A busy machine exceeds these
-timeouts, so the tests run with ``ALL_CASES=1`` alone.
+The process groups have short timeouts, so that the test finds a dead host soon. A busy machine exceeds them, so these
+tests need ``ALL_CASES=1``.
 """
 
 from __future__ import annotations
