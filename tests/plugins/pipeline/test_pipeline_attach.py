@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -374,3 +375,33 @@ def test_no_receive_waits_on_the_device_in_the_first_step(ranks: Any) -> None:
         assert not changes
         assert max(first) == 1
         assert max(later) == 2
+
+
+class _Schedule:
+    """The part of a torch schedule with several stages that the decision about it reads."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.pipeline_order: dict[int, list[str]] = {0: ["0F0"]}
+        self._stages = [SimpleNamespace(submod=object(), dw_builder=None)]
+
+
+def test_a_replaced_order_module_or_builder_is_attached_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def attach(schedule: Any, owner: str, options: Any, facts: tuple[Any, ...]) -> Any:
+        made.append(SimpleNamespace(facts=facts))
+        return made[-1]
+
+    monkeypatch.setattr(pipeline_attach, "attach_schedule", attach)
+    schedule = _Schedule()
+    changes: list[tuple[Any, str, Any]] = [
+        (schedule, "pipeline_order", {0: ["0F0"]}),
+        (schedule._stages[0], "submod", object()),
+        (schedule._stages[0], "dw_builder", print),
+    ]
+    for number, change in enumerate([(schedule, "rank", 0), *changes], 1):
+        setattr(*change)
+        found = [pipeline_attach._find_attached(schedule, "PipelineScheduleMulti", {}) for _ in range(2)]
+        assert found == [made[-1]] * 2
+        assert len(made) == number, change[1]
