@@ -22,7 +22,8 @@ def _optimizer(
     def optimizer(self, params):
         chosen = dict(kwargs)
         for i in range(len(variants)):
-            chosen |= getattr(self, f"_{name}__variant{i}")
+            # A scheduler writes into a learning rate that is a tensor, so each run has its own.
+            chosen |= copy.deepcopy(getattr(self, f"_{name}__variant{i}"))
         return getattr(torch.optim, getattr(self, f"_{name}__class"))(params, **chosen)
 
     members = {f"_{name}__variant{i}": Choice(*values) for i, values in enumerate(variants)}
