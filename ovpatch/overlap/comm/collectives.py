@@ -773,9 +773,14 @@ def _make_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.P
         kind = dist.ProcessGroup.BackendType.GLOO
         timeout = timedelta(seconds=timeout_s)
         made = dist.ProcessGroupGloo(own_store, rank, size, timeout=timeout)
-    communicator = dist.ProcessGroup(own_store, rank, size)
+    return wrap_backend(own_store, device, kind, made)
+
+
+def wrap_backend(store: dist.Store, device: torch.device, kind: Any, backend: Any) -> dist.ProcessGroup:
+    """Return a communicator that torch does not register; see [Note: step communicators]."""
+    communicator = dist.ProcessGroup(store, backend.rank(), backend.size())
     communicator._set_default_backend(kind)
-    communicator._register_backend(torch.device(device.type), kind, made)
+    communicator._register_backend(torch.device(device.type), kind, backend)
     return communicator
 
 

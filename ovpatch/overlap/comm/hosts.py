@@ -28,6 +28,7 @@ from ovpatch.overlap.comm.collectives import (
     WorkWithEpilogue,
     backend_name,
     step_communicator,
+    wrap_backend,
 )
 from ovpatch.overlap.comm.consensus import agree_on_name, gather_values, identify_host
 from ovpatch.overlap.comm.lifetimes import (
@@ -209,12 +210,8 @@ def _make_gloo(
     assert store is not None, "the process group exists"
     own_store = dist.PrefixStore(f"ovpatch/communicator/{name}", store)
     rank = list(ranks).index(group.rank())
-    communicator = dist.ProcessGroup(own_store, rank, len(ranks))
-    kind = dist.ProcessGroup.BackendType.GLOO
     made = dist.ProcessGroupGloo(own_store, rank, len(ranks), timeout=timedelta(seconds=timeout_s))
-    communicator._set_default_backend(kind)
-    communicator._register_backend(torch.device(device.type), kind, made)
-    return communicator
+    return wrap_backend(own_store, device, dist.ProcessGroup.BackendType.GLOO, made)
 
 
 _ERROR_FAILED: Final = (
