@@ -143,6 +143,26 @@ def test_a_default_that_cannot_act_is_a_remark_until_the_feature_goes_off():
     assert hookspecs.list_failures("a") == []
 
 
+def fail_before_apply() -> tuple[list[str], list[str]]:
+    """Return what is noted after an error of a layer whose feature is off, and the remarks once it is on."""
+    from ovpatch_plugins.pipe_experts import MoEConfig, expert_parallel_ffn
+
+    weights = [torch.ones(1, 4, 4), torch.ones(1, 4, 4)]
+    index = torch.zeros(2, 1, dtype=torch.long)
+    config = MoEConfig(exchange="symmetric")
+    with pytest.raises(OptionError):
+        expert_parallel_ffn(torch.ones(2, 4), index, torch.ones(2, 1), weights, torch.relu, None, config)
+    noted = hookspecs.list_failures("pipe_experts")
+    with ovpatch.applied("pipe_experts"):
+        return noted, list(ovpatch.report()["pipe_experts"].remarks)
+
+
+def test_the_report_leaves_out_errors_from_before_the_feature_was_on(ranks):
+    for noted, remarks in ranks(2)(fail_before_apply):
+        assert len(noted) == 1
+        assert not any("failed with" in text for text in remarks)
+
+
 # An option whose values differ by rank, and what the report calls the first use.
 DIFFERENT: dict[str, tuple[str, tuple[Any, Any], Callable[[], None], str]] = {
     "ddp": ("overlap_grad_reduce", (True, False), wrap_model, "wrapping Linear in DistributedDataParallel"),

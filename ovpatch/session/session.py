@@ -113,6 +113,8 @@ class ActiveFeatures:
         for name in sort_by_requirements(plan.get_planned()):
             record = plan.records[name]
             self._manager.unregister(name)
+            # A layer of the feature that was used while the feature was off may have noted some.
+            drop_failures(name)
             try:
                 options = opts.get_values(record.options)
                 registrar = _Registrar(self._manager, name, options)
