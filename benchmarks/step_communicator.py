@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 -m benchmarks.step_communicator
 
 Prints a line of JSON. ``dist_optimizer`` has one for what it issues where stock torch issues nothing
-(ovpatch/overlap/comm/collectives.py).
+(ovpatch/overlap/comm/step_communicators.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.runs import CUDA, device, start
-from ovpatch.overlap.comm.collectives import step_communicator
+from ovpatch.overlap.comm.step_communicators import step_communicator
 
 MIB = 1024 * 1024
 

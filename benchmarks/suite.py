@@ -65,7 +65,8 @@ _LOW_PRECISION_ARMS = "'limit, bf16' 'limit, bf16 linears' 'FSDP2, ZeRO-2' Megat
 _FEW = "'limit, fp32' 'stock, bucket view' 'FSDP2, ZeRO-2' ovpatch"
 _TUNED = (
     "ovpatch 'ovpatch, NCCL' 'ovpatch, copy engines' 'ovpatch, gradients kept' "
-    "'ovpatch, gather 128 MiB' 'ovpatch, gather 256 MiB' 'ovpatch, bucket 100 MiB' 'ovpatch, bucket 200 MiB' "
+    "'ovpatch, gather 128 MiB' 'ovpatch, gather 256 MiB' 'ovpatch, bucket 100 MiB' 'ovpatch, "
+    "bucket 200 MiB' "
     "'ovpatch, max_ctas 8' 'ovpatch, max_ctas 16'"
 )
 _DATA_PARALLEL = "'limit, fp32' stock 'stock, bucket view' 'FSDP2, ZeRO-2' 'ovpatch, ddp alone' ovpatch"

@@ -179,11 +179,15 @@ def ddp_step() -> str:
     lines += [_ddp_row(result) for result in results]
     newest = results[-1]
     return "\n".join(lines) + (
-        f"\n\nMilliseconds per training step, median, the slowest rank counts; torch {newest['torch']}, fp32 weights "
-        "under bf16 autocast, fused AdamW, 4 sequences of 1024 tokens per GPU and microbatch, random data, settings "
+        "\n\nMilliseconds per training step, median, the slowest rank counts; torch "
+        f"{newest['torch']}, fp32 weights "
+        "under bf16 autocast, fused AdamW, 4 sequences of 1024 tokens per GPU and microbatch, "
+        "random data, settings "
         "by turns in one run. TFLOP/s per GPU and MFU are "
-        "ovpatch's. Stock's settings: 25, 100, 200 and 400 MiB buckets, with and without `gradient_as_bucket_view`, as "
-        "far as the run has them. Raw data, with worst cases and more settings: `benchmarks/results/ddp_step.jsonl`."
+        "ovpatch's. Stock's settings: 25, 100, 200 and 400 MiB buckets, with and without "
+        "`gradient_as_bucket_view`, as "
+        "far as the run has them. Raw data, with worst cases and more settings: "
+        "`benchmarks/results/ddp_step.jsonl`."
     )
 
 
@@ -239,9 +243,12 @@ def zero_step() -> str:
         )
     newest = results[-1]
     return "\n".join(lines) + (
-        f"\n\nMilliseconds per training step, median, the slowest rank counts; torch {newest['torch']}, fused AdamW, "
-        "4 sequences of 1024 tokens per GPU and microbatch, random data, settings by turns in one run. Stock in "
-        "the ratios is the best of its settings in the run. TFLOP/s per GPU and MFU are ovpatch's. Raw data, with "
+        "\n\nMilliseconds per training step, median, the slowest rank counts; torch "
+        f"{newest['torch']}, fused AdamW, "
+        "4 sequences of 1024 tokens per GPU and microbatch, random data, settings by turns in one "
+        "run. Stock in "
+        "the ratios is the best of its settings in the run. TFLOP/s per GPU and MFU are ovpatch's. "
+        "Raw data, with "
         "worst cases and more settings: "
         "`benchmarks/results/zero_step.jsonl`."
     )
@@ -265,8 +272,10 @@ def zero_alone() -> str:
         lines.append(_row([name, str(result["world"]), *cells, f"{against:.3f}"]))
     newest = results[-1]
     return "\n".join(lines) + (
-        f"\n\nMilliseconds per training step, median, and peak of memory of one rank on one GPU, whose "
-        f"peers are not there: nothing is communicated. torch {newest['torch']}, otherwise as above. "
+        "\n\nMilliseconds per training step, median, and peak of memory of one rank on one GPU, "
+        "whose "
+        f"peers are not there: nothing is communicated. torch {newest['torch']}, otherwise as "
+        "above. "
         "Raw data, with worst cases: `benchmarks/results/zero_alone.jsonl`."
     )
 
@@ -295,9 +304,12 @@ def tp_blocks() -> str:
             _row([name, gpus, *medians, " → ".join(f"{peaks[arm]:.2f}" if arm in peaks else "?" for arm in compared)])
         )
     return "\n".join(lines) + (
-        "\n\nMilliseconds, forward and backward of a stack of blocks, bf16, the slowest rank counts; the median of "
-        "all steps, and of all runs of a row that have the column, which are not the same for all columns; "
-        f"torch {results[-1]['torch']}, NCCL without NVLink multicast, random data, 8192 tokens (h 3072: "
+        "\n\nMilliseconds, forward and backward of a stack of blocks, bf16, the slowest rank "
+        "counts; the median of "
+        "all steps, and of all runs of a row that have the column, which are not the same for all "
+        "columns; "
+        f"torch {results[-1]['torch']}, NCCL without NVLink multicast, random data, 8192 tokens (h "
+        "3072: "
         "4096). ovpatch: schedule `bulk`, the default, or `fused`. Raw data, with worst cases: "
         "`benchmarks/results/tp_blocks.jsonl`."
     )
@@ -339,8 +351,10 @@ def moe_layer() -> str:
         )
     newest = results[-1]
     return "\n".join(lines) + (
-        f"\n\nMilliseconds, median, the slowest rank counts; torch {newest['torch']}, bf16, random data, 4096 tokens a "
-        "rank unless said, balanced routing unless said. Raw data, with worst cases and more settings: "
+        f"\n\nMilliseconds, median, the slowest rank counts; torch {newest['torch']}, bf16, random "
+        "data, 4096 tokens a "
+        "rank unless said, balanced routing unless said. Raw data, with worst cases and more "
+        "settings: "
         "`benchmarks/results/moe_layer.jsonl`."
     )
 
@@ -355,9 +369,11 @@ def ablation() -> str:
         lines += _ablation_rows(result)
     newest = results[-1]
     return "\n".join(lines) + (
-        f"\n\nMilliseconds per training step, median, the slowest rank counts; torch {newest['torch']}, fused AdamW, "
+        "\n\nMilliseconds per training step, median, the slowest rank counts; torch "
+        f"{newest['torch']}, fused AdamW, "
         "random data, settings by turns in one run. MFU is of the "
-        "989 dense bf16 TFLOP/s that the maker states. No overlap: all features on, each with its overlap off. Raw "
+        "989 dense bf16 TFLOP/s that the maker states. No overlap: all features on, each with its "
+        "overlap off. Raw "
         "data, with worst cases, losses and counters: `benchmarks/results/ablation.jsonl`."
     )
 
@@ -443,9 +459,11 @@ def tp_operators() -> str:
         )
     newest = results[-1]
     return "\n".join(lines) + (
-        f"\n\nMilliseconds of one call, forward, bf16, median, the slowest rank counts; torch {newest['torch']}, NCCL "
+        "\n\nMilliseconds of one call, forward, bf16, median, the slowest rank counts; torch "
+        f"{newest['torch']}, NCCL "
         "without NVLink multicast, random data. Speed of light: the longer "
-        "one of cuBLAS's product and NCCL's collective, over ours, both graphed. Raw data, with worst cases: "
+        "one of cuBLAS's product and NCCL's collective, over ours, both graphed. Raw data, with "
+        "worst cases: "
         "`benchmarks/results/tp_operators.jsonl`."
     )
 
@@ -468,7 +486,8 @@ def tp_host() -> str:
         times = [f"{row[name]:.0f}" for name in names]
         lines.append(_row([row["kind"], "with" if row["grad"] else "without", *times]))
     return "\n".join(lines) + (
-        f"\n\nMicroseconds of host time for a forward, median; {result['world']} x {result['device']}, torch "
+        f"\n\nMicroseconds of host time for a forward, median; {result['world']} x "
+        f"{result['device']}, torch "
         f"{result['torch']}, {result['date']}."
     )
 
@@ -480,8 +499,10 @@ def programs() -> str:
 
     results = read_results("programs")
     return make_table(results) + (
-        f"\n\nMilliseconds of a step: the median of a round's steps, the slowest rank counts, then the median of the "
-        f"rounds. In brackets: the ratio to the stock run of the same round. Memory is the peak of torch's allocator "
+        "\n\nMilliseconds of a step: the median of a round's steps, the slowest rank counts, then "
+        "the median of the "
+        "rounds. In brackets: the ratio to the stock run of the same round. Memory is the peak of "
+        "torch's allocator "
         f"after warm-up. torch {results[-1]['torch']}, random weights and data. Raw data: "
         "`benchmarks/results/programs.jsonl`."
     )
@@ -509,8 +530,10 @@ def programs_short() -> str:
         lines.append(_row([result["title"], *cells]))
     newest = shown[-1]
     return "\n".join(lines) + (
-        f"\n\n{_gpus(newest)}, {newest['date']}, torch {newest['torch'].partition('+')[0]}, unmodified programs, "
-        f"`ovpatch run` without settings, {min(rounds)} alternating rounds. Medians, and the peak of torch's allocator."
+        f"\n\n{_gpus(newest)}, {newest['date']}, torch {newest['torch'].partition('+')[0]}, "
+        "unmodified programs, "
+        f"`ovpatch run` without settings, {min(rounds)} alternating rounds. Medians, and the peak "
+        "of torch's allocator."
     )
 
 

@@ -18,7 +18,8 @@ class ExitCode(IntEnum):
     PROBLEM = (
         1,
         (
-            "a problem; verify: different results; run: no process was patched, or a patched run failed; list, doctor: "
+            "a problem; verify: different results; run: no process was patched, or a patched run "
+            "failed; list, doctor: "
             "something is wrong on this machine"
         ),
     )

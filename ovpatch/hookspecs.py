@@ -119,8 +119,10 @@ def refuse_option(feature: str, options: Sequence[Option], name: str, value: Any
         _failures.setdefault(feature, {})[f"{name}={value} does not act here: {reason.rstrip('.')}"] = None
         return
     raise OptionError(
-        f"ovpatch: option {name}={value} of feature {feature!r} cannot act here: {reason.rstrip('.')}. Set "
-        f"{make_variable_name(feature, name)}={'none' if default is None else default} on all ranks, or remove the "
+        f"ovpatch: option {name}={value} of feature {feature!r} cannot act here: "
+        f"{reason.rstrip('.')}. Set "
+        f"{make_variable_name(feature, name)}={'none' if default is None else default} on all "
+        "ranks, or remove the "
         "variable and the argument of that name."
     )
 
@@ -319,7 +321,6 @@ class FeatureSpecs:
         Returns:
             A clause after "this script", such as ``uses Schedule1F1B``.
         """
-
 
 
 class FeatureHooks:

@@ -317,7 +317,8 @@ def test_tensors_of_the_runtime_depend_on_no_mode():
 
 def test_tensors_that_outlive_a_call_are_made_outside_of_modes():
     text = (
-        "self.a = torch.zeros(1)\nb = torch.zeros(1)\nwith outside_modes():\n    self.c = torch.zeros(1)\n"
+        "self.a = torch.zeros(1)\nb = torch.zeros(1)\nwith outside_modes():\n    self.c = "
+        "torch.zeros(1)\n"
         "d[1] = x.new_empty(1).pin_memory()\nself.e = x.clone()\n"
         "@functools.lru_cache(maxsize=1)\ndef f(): return torch.ones(1)\n"
         "@cached_property\ndef g(self):\n    with outside_modes(): return torch.ones(1)\n"
@@ -343,7 +344,7 @@ def test_files_stay_small():
 
 
 # Rooms that features share, and files of one noun, count here: raise it with a reason in the commit.
-MOST_FILES = {"": 245, "ovpatch.insight": 25, "ovpatch.patching": 8}
+MOST_FILES = {"": 247, "ovpatch.insight": 25, "ovpatch.patching": 8}
 
 
 def test_files_are_few():

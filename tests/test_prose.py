@@ -13,7 +13,8 @@ from tools import prose
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = prose.read_words(prose.WORDS.read_text(encoding="utf-8"))
 LIST = prose.read_words(
-    "[phrases]\nhop/hops on -> continue\nleave ... grey -> fall back\nentire unless an entire number -> full\n"
+    "[phrases]\nhop/hops on -> continue\nleave ... grey -> fall back\nentire unless an entire "
+    "number -> full\n"
     "[names]\nof_*, one -> the noun\n"
 )
 

@@ -80,7 +80,7 @@ STEPS = {
     ("ddp", "dist_optimizer"): {
         "calls": 226,
         "functions": 156,
-        "files": 26,
+        "files": 27,
         "calls above": 158,
         "functions above": 122,
         "files above": 21,
@@ -278,12 +278,12 @@ def test_a_class_has_no_more_methods_and_state(name):
 
 # Logical lines: comments, docstrings, and how a statement is broken into lines do not count.
 ROOMS = {
-    "ovpatch/overlap/comm": 1367,
+    "ovpatch/overlap/comm": 1372,
     "ovpatch/overlap/data_parallel": 1445,
     "ovpatch/overlap/tensors": 567,
     "ovpatch/overlap/peer_rpc": 857,
     "plugins/ovpatch_plugins/ddp": 685,
-    "plugins/ovpatch_plugins/dist_optimizer": 3598,
+    "plugins/ovpatch_plugins/dist_optimizer": 3600,
 }
 
 

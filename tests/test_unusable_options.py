@@ -125,7 +125,8 @@ def test_the_first_use_is_an_error_with_reason_and_remedy(ranks, feature, name):
     variable = f"OVPATCH_{feature}_{name}".upper()
     instead = "none" if default is None else default
     expected = (
-        f"ovpatch: option {name}={value} of feature {feature!r} cannot act here: {reason}. Set {variable}={instead} on "
+        f"ovpatch: option {name}={value} of feature {feature!r} cannot act here: {reason}. Set "
+        f"{variable}={instead} on "
         "all ranks, or remove the variable and the argument of that name."
     )
     for error, remarks, by_default in ranks(2)(use, feature, name):
@@ -144,7 +145,7 @@ def test_a_default_that_cannot_act_is_a_remark_until_the_feature_goes_off():
 
 
 def fail_before_apply() -> tuple[list[str], list[str]]:
-    """Return what is noted after an error of a layer whose feature is off, and the remarks once it is on."""
+    """Return the messages after an error of a layer whose feature is off, and the remarks once it is on."""
     from ovpatch_plugins.pipe_experts import MoEConfig, expert_parallel_ffn
 
     weights = [torch.ones(1, 4, 4), torch.ones(1, 4, 4)]

@@ -53,7 +53,8 @@ class Fault:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if text.count(self.old) != 1:
             raise FaultNotFoundError(
-                f"fault '{self.name}': {self.file} has {text.count(self.old)} times what it replaces, not once: "
+                f"fault '{self.name}': {self.file} has {text.count(self.old)} times what it "
+                "replaces, not once: "
                 f"{self.old!r}. Adapt the fault in tools/faults.py to the sources."
             )
         path.write_text(text.replace(self.old, self.new), encoding="utf-8")
@@ -388,7 +389,8 @@ FAULTS: Final = (
     Fault(
         "a vote that a promise has ended is reported as another order",
         _SHARDING + "agreement.py",
-        "elif outcome == _ENDS:\n            # A rank has promised to end this vote to a peer that missed the rank.\n"
+        "elif outcome == _ENDS:\n            # A rank has promised to end this vote to a peer that "
+        "missed the rank.\n"
         "            self._end(_REASON_MISSING)",
         "elif outcome == _ENDS:\n            self._end(_REASON_ORDER)",
         (_SHARDING_TESTS + "test_step_votes.py",),
@@ -581,7 +583,7 @@ FAULTS: Final = (
     ),
     Fault(
         "stages are compared in evaluation alone",
-        _CUTTING + "cut_schedule.py",
+        _CUTTING + "cut_check.py",
         "    model.train()\n",
         "",
         (_CUTTING_TESTS,),
@@ -748,7 +750,8 @@ FAULTS: Final = (
         "an interrupted update of state does not end",
         _SHARDING + "sharded_state.py",
         "        finally:\n"
-        "            # Peers wait for the end of a version that has begun, whatever error ended the step.\n",
+        "            # Peers wait for the end of a version that has begun, whatever error ended "
+        "the step.\n",
         "        except OSError:\n            raise\n        else:\n",
         (_SHARDING_TESTS + "test_state.py",),
     ),

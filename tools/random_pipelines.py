@@ -48,7 +48,8 @@ class RandomPipeline:
     def __str__(self) -> str:
         case, habits = self.case, ", ".join(sorted(self.habits))
         return (
-            f"seed {self.seed}: {case.schedule}, {self.world} ranks, {case.microbatches} microbatches, {case.chunks} "
+            f"seed {self.seed}: {case.schedule}, {self.world} ranks, {case.microbatches} "
+            f"microbatches, {case.chunks} "
             f"stages a rank, {self.kind}, {case.dtype}, order {case.source}, {case.pieces} pieces, "
             f"{self.rounds} rounds; {self.options}; {dict(case.options)}; {habits}"
         )

@@ -83,7 +83,8 @@ def read_ledger(text: str) -> list[LedgerRow]:
         unknown = sorted(fields.keys() - {"reason", "remove_when", "issue"})
         if not symbols or not versions or missing or unknown:
             raise ValueError(
-                f"ledger: row {symbols or table} lacks {missing or 'a symbol or a range of versions'} or has unknown "
+                f"ledger: row {symbols or table} lacks "
+                f"{missing or 'a symbol or a range of versions'} or has unknown "
                 f"fields {unknown}. Write symbol, torch, reason and remove_when."
             )
         rows.append(LedgerRow(symbols, versions, **fields))

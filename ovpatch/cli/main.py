@@ -80,7 +80,8 @@ COMMANDS: Final = {
     "run": _Command(
         "run_command",
         "run a training command with every worker patched",
-        "Run a command with ovpatch on in each of its Python processes, and report the gain of each "
+        "Run a command with ovpatch on in each of its Python processes, and report the gain of "
+        "each "
         "feature. The script needs no change.",
         (
             "run -- torchrun --nproc-per-node 8 train.py",
@@ -95,7 +96,8 @@ COMMANDS: Final = {
     "report": _Command(
         "report_command",
         "show the reports of run, merged over nodes",
-        "Merge the files that `ovpatch run --report FILE` wrote on each node of a job, and show the "
+        "Merge the files that `ovpatch run --report FILE` wrote on each node of a job, and show "
+        "the "
         "gain of each feature.",
         ("report node0.json node1.json", "report --full report.json"),
         {ExitCode.OK: "the reports were shown", **_USAGE},
@@ -104,7 +106,8 @@ COMMANDS: Final = {
         "verify_command",
         "whether a command computes the same stock and patched",
         "Run a command stock and patched with the same seeds, and compare losses, gradients, "
-        "parameters, optimizer state and checkpoints on every rank after each step. Each run writes "
+        "parameters, optimizer state and checkpoints on every rank after each step. Each run "
+        "writes "
         "the files that the script writes.",
         (
             "verify -- torchrun --nproc-per-node 2 train.py",

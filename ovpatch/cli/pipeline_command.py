@@ -53,7 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--what-if",
         metavar="p=8,m=32,…",
         help="p ranks and m microbatches; memory=1x/1.5x/2x of 1F1B's, placement=straight/loop/vee/bidirectional; f, "
-        "b, w: times of forward, input gradient and weight gradient of a rank's share of the model; c: of a transfer",
+        "b, w: times of forward, input gradient and weight gradient of a rank's share of the "
+        "model; c: of a transfer",
     )
     add("--json", action="store_true", help="print JSON, with the best order's actions and their times")
     add(
@@ -79,7 +80,8 @@ def main(arguments: argparse.Namespace) -> int:
     command = command_line.get_command(arguments.command)
     if (arguments.what_if is None) == (not command):
         raise SettingsError(
-            "give either --what-if or a command. Write for example: ovpatch pipeline --what-if p=8,m=32, or: "
+            "give either --what-if or a command. Write for example: ovpatch pipeline --what-if "
+            "p=8,m=32, or: "
             "ovpatch pipeline -- torchrun train.py"
         )
     if arguments.picture is not None:
@@ -152,7 +154,8 @@ def _explain(outcome: variants.Outcome) -> int:
         return ExitCode.PROBLEM
     if not outcome.counters.get(_FEATURE, {}).get("steps"):
         _say(
-            "no schedule of torch.distributed.pipelining was run by the feature. Give a command that trains with one; "
+            "no schedule of torch.distributed.pipelining was run by the feature. Give a command "
+            "that trains with one; "
             "the remarks above tell why one was left to stock."
         )
     else:
@@ -203,13 +206,15 @@ def parse_question(text: str) -> dict[str, Any]:
     for placement in question["placements"]:
         if placement not in _PLACEMENTS:
             raise SettingsError(
-                f"--what-if: placement={placement} is unknown{suggest_name(placement, _PLACEMENTS)}. "
+                f"--what-if: placement={placement} is "
+                f"unknown{suggest_name(placement, _PLACEMENTS)}. "
                 f"Write some of {'/'.join(_PLACEMENTS)}."
             )
     odd = [f"{word}={question[name]}" for word, name in (("p", "ranks"), ("m", "microbatches")) if question[name] % 2]
     if odd and _BIDIRECTIONAL in question["placements"]:
         raise SettingsError(
-            f"--what-if: {' and '.join(odd)} cannot be divided into two directions, as placement={_BIDIRECTIONAL} has "
+            f"--what-if: {' and '.join(odd)} cannot be divided into two directions, as "
+            f"placement={_BIDIRECTIONAL} has "
             "them. Give even numbers, or leave that placement out."
         )
     for word, (name, default) in _COSTS.items():
@@ -280,7 +285,8 @@ def format_answer(question: Mapping[str, Any], answer: Mapping[str, Any], *, col
     with console.capture() as capture:
         console.print(table)
     lines = [
-        f"{question['ranks']} ranks, {question['microbatches']} microbatches, F {question['forward']:g}, "
+        f"{question['ranks']} ranks, {question['microbatches']} microbatches, F "
+        f"{question['forward']:g}, "
         f"B {question['backward']:g}, W {question['weight']:g}, transfer {question['send']:g}",
         capture.get().rstrip(),
         "memory: of the fullest rank, in units of 1F1B's; step: in units of m(F+B+W), steps chain without a barrier",

@@ -180,7 +180,8 @@ def _read(arguments: argparse.Namespace, pattern: re.Pattern[str] | None) -> Ite
     words = [[word] for word in arguments.rest] if arguments.compare else [arguments.rest]
     if arguments.compare and len(words) != 2:
         raise SettingsError(
-            f"--compare takes two folders of traces (or two traces), stock first; {len(arguments.rest)} were given. "
+            "--compare takes two folders of traces (or two traces), stock first; "
+            f"{len(arguments.rest)} were given. "
             "Write: ovpatch timeline --compare stock/ patched/"
         )
     for name, own in zip(("stock", "patched") if arguments.compare else ("recorded",), words, strict=True):

@@ -47,7 +47,8 @@ def format_plan(plan: Mapping[str, Any], command: str, *, colour: bool) -> str:
         [
             *(table.rstrip() for table in tables),
             "memory: of the fullest rank, in units of 1F1B's; bubble: part of a step in which the busiest rank waits",
-            f"a transfer takes {send:.3f} ms; no order is below {1000 * plan['limit']:.1f} ms, m(F+B+W) of the busiest "
+            f"a transfer takes {send:.3f} ms; no order is below {1000 * plan['limit']:.1f} ms, "
+            "m(F+B+W) of the busiest "
             f"rank, and none of this placement below {1000 * plan['bound']:.1f} ms",
             "",
             f"{best['order']}, as simulated (a dot: the rank waits):",

@@ -146,7 +146,8 @@ class PatchManager:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f" Did you mean {close[0]!r}?" if close else ""
                 raise PatchError(
-                    f"nothing is registered for feature {name!r}.{hint} Correct the name, or register its patches "
+                    f"nothing is registered for feature {name!r}.{hint} Correct the name, or "
+                    "register its patches "
                     "before they are applied"
                 )
         self._apply(self._select(features))

@@ -242,7 +242,8 @@ class Patch:
         for name, kind in (("feature", str), ("order", int)):
             if not isinstance(getattr(self, name), kind):
                 raise DeclarationError(
-                    f"{name}={getattr(self, name)!r} of the patch of {self.target} is of the wrong type: "
+                    f"{name}={getattr(self, name)!r} of the patch of {self.target} is of the wrong "
+                    "type: "
                     f"pass {'a text' if kind is str else 'a whole number'}"
                 )
         if self.torch is not None and not is_version_range(self.torch):

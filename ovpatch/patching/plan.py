@@ -99,7 +99,8 @@ def make_conflict_error(one: Patch, other: Patch, slot: Slot) -> PatchConflictEr
     names = " and ".join(dict.fromkeys((one.target, other.target)))
     remedies = " or ".join(dict.fromkeys((_turn_off(one), _turn_off(other))))
     return PatchConflictError(
-        f"{one} and {other} both replace {format_owner(slot.owner)}.{slot.name} (as {names}), and a function can have "
+        f"{one} and {other} both replace {format_owner(slot.owner)}.{slot.name} (as {names}), and "
+        "a function can have "
         f"one replacement only. Turn one of them off ({remedies}), or let one of them wrap it: "
         "register_patch(target, wrap=function)",
         other,
@@ -302,7 +303,8 @@ def _install(hook: Hook) -> Removable:
         ) from error
     if not callable(getattr(handle, "remove", None)):
         raise PatchError(
-            f"{hook} returned {handle!r} when it was installed: it must return a handle. Return one with a method "
+            f"{hook} returned {handle!r} when it was installed: it must return a handle. Return "
+            "one with a method "
             "remove()",
             hook,
         )

@@ -59,12 +59,14 @@ def get_slot_kind(slot: Slot) -> SlotKind:
         raise IncompatiblePatchError(_refusal(slot))
     if slot.inherited_from is object:
         raise IncompatiblePatchError(
-            f"{slot.path} is inherited from object, whose methods check whether they were overridden: patch "
+            f"{slot.path} is inherited from object, whose methods check whether they were "
+            "overridden: patch "
             f"a method that {format_owner(slot.owner)} or one of its bases defines"
         )
     if not is_writable(slot.owner):
         raise IncompatiblePatchError(
-            f"{format_owner(slot.owner)} is a built-in class and its attributes cannot be set: patch the function that "
+            f"{format_owner(slot.owner)} is a built-in class and its attributes cannot be set: "
+            "patch the function that "
             f"calls {slot.name!r}, or a Python subclass"
         )
     return kind
@@ -75,7 +77,8 @@ def _refusal(slot: Slot) -> str:
         return f"{slot.path} is a module: name a function or method in it"
     if is_class(slot.raw):
         return (
-            f"{slot.path} is a class. Replacing classes breaks isinstance, pickling and super(): patch its methods, "
+            f"{slot.path} is a class. Replacing classes breaks isinstance, pickling and super(): "
+            "patch its methods, "
             f"for example '{slot.path}.__init__'"
         )
     cls = type(slot.raw)
@@ -108,13 +111,15 @@ def unwrap_replacement(replacement: Any, slot: Slot, kind: SlotKind) -> Function
     )
     if wanted not in (None, kind):
         raise IncompatiblePatchError(
-            f"{slot.path} is a {kind.value} and its replacement is a {type(replacement).__name__}: pass a plain "
+            f"{slot.path} is a {kind.value} and its replacement is a {type(replacement).__name__}: "
+            "pass a plain "
             "function, the descriptor is kept"
         )
     accessors = getattr(slot.raw, "fset", None), getattr(slot.raw, "fdel", None)
     if wanted is SlotKind.GETTER and (replacement.fset, replacement.fdel) not in ((None, None), accessors):
         raise IncompatiblePatchError(
-            f"the replacement of property {slot.path} brings a setter or deleter, and only the getter of a property "
+            f"the replacement of property {slot.path} brings a setter or deleter, and only the "
+            "getter of a property "
             "is patched: pass the getter function"
         )
     function: Function = unwrap_descriptor(replacement)

@@ -161,7 +161,8 @@ def _absent(target: str, owner: Owner, parts: list[str], index: int, imported: s
     lazy = is_module(owner) and "__getattr__" in get_namespace(owner)
     remedy = "name the module that defines it (this one makes its attributes on demand)" if lazy else "correct it"
     error = (
-        f"{target} does not exist: {reason.rstrip('.')}.{hint} Nothing was created; {remedy}, or register the patch "
+        f"{target} does not exist: {reason.rstrip('.')}.{hint} Nothing was created; {remedy}, or "
+        "register the patch "
         "with optional=True"
     )
     return MissingTarget(f"{reason}, and makes its attributes on demand" if lazy else reason, error)
@@ -170,7 +171,8 @@ def _absent(target: str, owner: Owner, parts: list[str], index: int, imported: s
 def _through_an_object(target: str, parts: list[str], index: int, value: object) -> str:
     cls = type(value)
     return (
-        f"{target} cannot be patched: {'.'.join(parts[: index + 1])} is an object of type {cls.__name__}, neither a "
+        f"{target} cannot be patched: {'.'.join(parts[: index + 1])} is an object of type "
+        f"{cls.__name__}, neither a "
         f"module nor a class. Patch the method on its class, {cls.__module__}.{cls.__qualname__}"
     )
 

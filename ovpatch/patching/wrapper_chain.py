@@ -381,7 +381,8 @@ class WrapperChain:
             function = patch.wrap(below)
         except Exception as error:
             raise PatchError(
-                f"wrap of {patch} failed for {patch.target}: {error!r}. Nothing of this call is applied; correct it, "
+                f"wrap of {patch} failed for {patch.target}: {error!r}. Nothing of this call is "
+                "applied; correct it, "
                 "or leave this patch out",
                 patch,
             ) from error
@@ -407,9 +408,12 @@ class WrapperChain:
         if problem:
             raise IncompatiblePatchError(
                 f"{patch} does not fit {patch.target}: {problem} (the original is "
-                f"{describe_callable(self.original)} with {_show_signature(self.original)}, the new function "
-                f"{describe_callable(function)} with {_show_signature(_undisguised(function))}). Give the new function "
-                "the original's signature, names and defaults included, or (*args, **kwargs) with functools.wraps",
+                f"{describe_callable(self.original)} with {_show_signature(self.original)}, the "
+                "new function "
+                f"{describe_callable(function)} with {_show_signature(_undisguised(function))}). "
+                "Give the new function "
+                "the original's signature, names and defaults included, or (*args, **kwargs) with "
+                "functools.wraps",
                 patch,
             )
 

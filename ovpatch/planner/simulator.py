@@ -262,7 +262,8 @@ class _Run:
             if len(self.timeline[rank]) < len(order):
                 action = order[len(self.timeline[rank])]
                 raise ScheduleError(
-                    f"rank {rank}: deadlock, {action} waits for {find_source(action, self.placement)}. "
+                    f"rank {rank}: deadlock, {action} waits for "
+                    f"{find_source(action, self.placement)}. "
                     "check_schedule names the rule that is broken."
                 )
 

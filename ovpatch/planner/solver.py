@@ -300,7 +300,8 @@ class _Solver:
         starts = self._starts()
         if self.best is None:
             raise ScheduleError(
-                f"no schedule fits into a memory of {_list(self.problem.limits)}; {self._describe_least_memory()}. "
+                f"no schedule fits into a memory of {_list(self.problem.limits)}; "
+                f"{self._describe_least_memory()}. "
                 "Raise memory_limit."
             )
         if not self._is_done():

@@ -172,7 +172,8 @@ class Plugins:
         # A plugin may raise any exception at import.
         except (Exception, SystemExit) as error:
             raise PluginError(
-                f"importing {found.target} of {found.distribution} raised {describe_error(error)}. Correct the plugin, "
+                f"importing {found.target} of {found.distribution} raised {describe_error(error)}. "
+                "Correct the plugin, "
                 f"or turn it off by OVPATCH=-{found.name}"
             ) from error
 

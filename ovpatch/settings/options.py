@@ -135,7 +135,8 @@ def _resolve_one(
     for other, second in parsed[1:]:
         if second != value:
             raise SettingsError(
-                f"{first.place}={first.raw} and {other.place}={other.raw} are the same option with different values. "
+                f"{first.place}={first.raw} and {other.place}={other.raw} are the same option with "
+                "different values. "
                 f"Keep one of them."
             )
     return OptionValue(value, first.source)

@@ -58,7 +58,8 @@ def _named_selection(text: str, items: list[str], words: set[str]) -> Selection:
     signed = [item for item in items if item[0] in "+-"]
     if signed and len(signed) != len(items):
         raise SettingsError(
-            f"OVPATCH={text} mixes plain and signed names. Write only plain names (only these features) "
+            f"OVPATCH={text} mixes plain and signed names. Write only plain names (only these "
+            "features) "
             f"or only signed ones (the defaults with +name, without -name)."
         )
     if any(not item.strip("+-").strip() for item in signed):
@@ -112,7 +113,8 @@ VARIABLES: Final = (
         "OVPATCH_CACHE_DIR",
         "a path",
         "the user's cache",
-        "Where options that choose by measurement (`auto`) keep what they measured; a directory that cannot be written "
+        "Where options that choose by measurement (`auto`) keep what they measured; a directory "
+        "that cannot be written "
         "to is left alone.",
     ),
     Variable("OVPATCH_THIRD_PARTY", "`0` `1`", "`1`", "`0` leaves out every plugin that ovpatch does not ship."),

@@ -14,7 +14,8 @@ from tests.support.rarely import RARELY
 pytestmark = pytest.mark.slow
 
 NO_MODEL = (
-    "no model was wrapped in DistributedDataParallel; FSDP, tensor parallelism and other engines reduce "
+    "no model was wrapped in DistributedDataParallel; FSDP, tensor parallelism and other engines "
+    "reduce "
     "gradients themselves"
 )
 

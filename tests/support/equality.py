@@ -80,7 +80,8 @@ def _leaf(value: Any, name: str) -> Leaf:
     if hasattr(value, "__array_interface__"):
         return torch.as_tensor(value)
     raise TypeError(
-        f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be compared; "
+        f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
+        "compared; "
         "leave it out, or turn it into tensors, numbers or text"
     )
 

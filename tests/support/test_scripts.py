@@ -67,7 +67,8 @@ def test_a_time_out_shows_the_stacks_of_all_processes_and_kills_them(tmp_path):
 
 def test_what_a_program_leaves_running_is_named_and_killed(tmp_path):
     code = (
-        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(997)'],"
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(997)'],"
         "start_new_session=True)"
     )
     result = python(code, env={"LEAVE_TEST": str(tmp_path)})

@@ -5,20 +5,25 @@ from __future__ import annotations
 from typing import Final
 
 ONE_MORE_COLLECTIVE: Final = (
-    "On the CPU one number is all-reduced after each backward, by which ranks hear of one whose backward an exception "
-    "ended; the test counts all-reduces. In the same tensor as gradients it would shift them, and with them the order "
+    "On the CPU one number is all-reduced after each backward, by which ranks hear of one whose "
+    "backward an exception "
+    "ended; the test counts all-reduces. In the same tensor as gradients it would shift them, and "
+    "with them the order "
     "in which gloo adds them up on three and more ranks."
 )
 
 GOES_ON: Final = (
-    "After an error in backward stock refuses the next forward. Here a forward completes the failed step first, and "
-    "training can go on; a graph that still differs from the first one raises again, in its backward."
+    "After an error in backward stock refuses the next forward. Here a forward completes the "
+    "failed step first, and "
+    "training can go on; a graph that still differs from the first one raises again, in its "
+    "backward."
 )
 
 C_LOGGER: Final = "The test hands the wrapper's logger to a C++ function that accepts torch's C++ logger only."
 
 NO_TIMES: Final = (
-    "The data that _get_ddp_logging_data() returns has the fields of the construction, the buckets and the last error, "
+    "The data that _get_ddp_logging_data() returns has the fields of the construction, the buckets "
+    "and the last error, "
     "but no times: to take them costs each step some calls."
 )
 

@@ -44,7 +44,8 @@ def test_the_device_becomes_the_cpu():
         "def test(self):\n"
         "    torch.cuda.set_device(0)\n"
         "    x = torch.ones(2, device=0).cuda(1).to(self.rank).to('cuda:1').to(torch.float64)\n"
-        "    return DDP(x, device_ids=[0], output_device=0), torch.device('cuda:0'), torch.device('meta')\n"
+        "    return DDP(x, device_ids=[0], output_device=0), torch.device('cuda:0'), "
+        "torch.device('meta')\n"
     )
     space: dict[str, object] = {"kept": lambda function: function, "DDP": lambda x, **places: (x, places)}
     exec(compile(on_cpu.rewritten(source, "source"), "source", "exec"), space)

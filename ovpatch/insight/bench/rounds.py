@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -113,7 +113,10 @@ def _one_each(files: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     A restart may have fewer ranks; earlier ranks beyond them are left out.
     """
     by_rank: dict[int, Mapping[str, Any]] = {}
-    order: Callable[[Mapping[str, Any]], tuple[int, int]] = lambda file: (file["restart"], file["steps"])  # noqa: E731
+
+    def order(file: Mapping[str, Any]) -> tuple[int, int]:
+        return file["restart"], file["steps"]
+
     for file in sorted(files, key=order):
         by_rank[file["rank"]] = file
     world = max(by_rank.values(), key=order)["world"] if by_rank else 0
@@ -290,7 +293,8 @@ class _Rounds:
         outcome = self._run(name, 1)
         if not self._runs.done[-1].measured.has_fsdp2:
             raise FailedError(
-                f"--against {name}: no model was sharded, so this run is stock PyTorch. The switch works "
+                f"--against {name}: no model was sharded, so this run is stock PyTorch. The switch "
+                "works "
                 "for HF Trainer and accelerate, on GPUs. Give --against only for such scripts",
                 name,
                 outcome,
@@ -354,11 +358,14 @@ def _describe_too_few(measured: Measured, plan: BenchPlan) -> str:
         return ""
     if not measured.taken:
         return (
-            "no process took a step of a torch optimizer, or all ended by os._exit before it was over. bench counts "
+            "no process took a step of a torch optimizer, or all ended by os._exit before it was "
+            "over. bench counts "
             "calls of torch.optim.Optimizer.step(): let the script take more of them"
         )
     needed = plan.warmup + MIN_STEPS
     return (
-        f"the script took {measured.taken} steps, of which {plan.warmup} are warm-up, so {found} could be measured; "
-        f"the least is {MIN_STEPS}. Let it take {needed} or more (better {plan.warmup + plan.steps}), or lower --warmup"
+        f"the script took {measured.taken} steps, of which {plan.warmup} are warm-up, so {found} "
+        "could be measured; "
+        f"the least is {MIN_STEPS}. Let it take {needed} or more (better "
+        f"{plan.warmup + plan.steps}), or lower --warmup"
     )

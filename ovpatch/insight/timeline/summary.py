@@ -330,7 +330,8 @@ def _exposure(run: TimelineRun) -> str:
         return f"no communication in {f'step {first}' if first == last else f'steps {first} to {last}'}"
     where = f"rank {tracks.rank}, {run.counted_in_words}" if len(exposed) == 1 else run.counted_in_words
     return (
-        f"{format_ms(run.median_exposed)} of {format_ms(run.median_step)} ms are exposed communication "
+        f"{format_ms(run.median_exposed)} of {format_ms(run.median_step)} ms are exposed "
+        "communication "
         f"({where}); hidden share {format_percent(median(shares))}{spread}"
     )
 
@@ -399,7 +400,8 @@ def read_recording(name: str, folder: Path, wanted: range, also: re.Pattern[str]
 
 
 _DEAR: Final = (
-    "recording cost {:.1%} of a step, so that short operators look longer than they are. Trust shares more than times, "
+    "recording cost {:.1%} of a step, so that short operators look longer than they are. Trust "
+    "shares more than times, "
     "or record a step with more work in it."
 )
 
@@ -410,7 +412,8 @@ def _why(facts: Sequence[Mapping[str, Any]], wanted: range) -> str:
         return f"{yielded[:1].upper()}{yielded[1:]}, and ours gave way. Choose other steps with --step, or turn it off."
     if not facts:
         return (
-            "No process made a step of an optimizer of torch.optim. Look with `ovpatch run -- …` whether the command's "
+            "No process made a step of an optimizer of torch.optim. Look with `ovpatch run -- …` "
+            "whether the command's "
             "processes import torch, and whether ovpatch is installed for their Python."
         )
     last = max(fact["last"] for fact in facts)

@@ -62,7 +62,8 @@ def check_matplotlib() -> None:
     if find_spec("matplotlib") is None:
         raise OutputError(
             "the picture needs matplotlib, which is not installed. "
-            "Install it with: pip install 'ovpatch[plot]' — or leave the picture out with --no-picture."
+            "Install it with: pip install 'ovpatch[plot]' — or leave the picture out with "
+            "--no-picture."
         )
 
 

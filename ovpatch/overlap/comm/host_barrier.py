@@ -13,7 +13,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from ovpatch.overlap.comm.collectives import abort_step_communicators, abort_transport
+from ovpatch.overlap.comm.collectives import abort_transport
 from ovpatch.overlap.comm.consensus import (
     LATE_START_S,
     RankMismatchError,
@@ -26,6 +26,7 @@ from ovpatch.overlap.comm.lifetimes import (
     group_timeout_s,
     unwrap_store,
 )
+from ovpatch.overlap.comm.step_communicators import abort_step_communicators
 
 _TOPIC: Final = "host barrier"
 # A rank that aborts a barrier adds this number to the count of arrivals, which never reaches it.

@@ -27,8 +27,6 @@ from ovpatch.overlap.comm.collectives import (
     Work,
     WorkWithEpilogue,
     backend_name,
-    step_communicator,
-    wrap_backend,
 )
 from ovpatch.overlap.comm.consensus import agree_on_name, gather_values, identify_host
 from ovpatch.overlap.comm.lifetimes import (
@@ -38,6 +36,7 @@ from ovpatch.overlap.comm.lifetimes import (
     group_values,
     reset_after_fork,
 )
+from ovpatch.overlap.comm.step_communicators import step_communicator, wrap_backend
 
 T = TypeVar("T")
 
@@ -215,7 +214,8 @@ def _make_gloo(
 
 
 _ERROR_FAILED: Final = (
-    "ovpatch: gradients cannot be reduced over hosts, because an earlier reduction has failed: {}. Restart all ranks "
+    "ovpatch: gradients cannot be reduced over hosts, because an earlier reduction has failed: {}. "
+    "Restart all ranks "
     "from the last checkpoint."
 )
 

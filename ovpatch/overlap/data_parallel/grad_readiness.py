@@ -43,7 +43,8 @@ _ERROR_GRAPH_CHANGED: Final = (
 )
 
 _ERROR_SURPLUS_DECLARED: Final = (
-    "ovpatch: parameter '{}' got contribution {} ({}) in one backward where {} were declared, after "
+    "ovpatch: parameter '{}' got contribution {} ({}) in one backward where {} were declared, "
+    "after "
     "its gradient may have been reduced. Declare all contributions before the first "
     "(expect_gradients) and mark each once; use a module that works in chunks once per forward, "
     "and its weights nowhere else, or turn that way of working off."

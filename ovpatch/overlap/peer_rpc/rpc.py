@@ -234,7 +234,8 @@ _is_exiting = False
 
 _REMEDY_SILENT: Final = (
     "Check the output of that rank: it may have exited, hang, or run without ovpatch, which is "
-    "active if ovpatch.apply() was called before the model was wrapped. If it only needs more time, "
+    "active if ovpatch.apply() was called before the model was wrapped. If it only needs more "
+    "time, "
     "give init_process_group() a larger timeout."
 )
 _REMEDY_EXITED: Final = (
@@ -250,7 +251,8 @@ _ERROR_DESTROYED: Final = (
     "need it, such as those of optimizer.state_dict(), before destroy_process_group()."
 )
 _ERROR_NO_STORE: Final = (
-    "ovpatch: the store of the process group does not reply, so ranks cannot find each other. Check "
+    "ovpatch: the store of the process group does not reply, so ranks cannot find each other. "
+    "Check "
     "the output of the rank that hosts the store, normally rank 0: keep that process until all "
     "ranks have finished."
 )

@@ -29,7 +29,8 @@ _log = logging.getLogger("ovpatch.pipeline")
 _stuck: list[PointToPoint] = []
 
 _ERROR_STUCK: Final = (
-    "messages of a pipeline have not arrived in %g s and are not waited for any longer: look at the output of the "
+    "messages of a pipeline have not arrived in %g s and are not waited for any longer: look at "
+    "the output of the "
     "other ranks, one of which may have died"
 )
 

@@ -215,7 +215,8 @@ def _list_sizes(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors:
         if tensor.dim() > _MAX_DIMENSIONS:
             raise ValueError(
-                f"a stage sends a tensor of {tensor.dim()} dimensions; with variable_seq_lengths it may have "
+                f"a stage sends a tensor of {tensor.dim()} dimensions; with variable_seq_lengths "
+                "it may have "
                 f"{_MAX_DIMENSIONS}. Flatten some before the end of the stage."
             )
         rows.append([tensor.dim(), *tensor.shape, *[0] * (_MAX_DIMENSIONS - tensor.dim())])

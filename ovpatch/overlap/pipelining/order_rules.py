@@ -33,7 +33,8 @@ def check_schedule(
     """
     if len(schedule) != max(placement, default=-1) + 1:
         raise ScheduleError(
-            f"the schedule has {len(schedule)} ranks and the placement {max(placement, default=-1) + 1}. "
+            f"the schedule has {len(schedule)} ranks and the placement "
+            f"{max(placement, default=-1) + 1}. "
             "Give an order to each rank."
         )
     if keep_forward_order and stock is None:
@@ -66,7 +67,8 @@ def _check_each_once(schedule: Schedule, placement: Placement) -> None:
                 count = counts[Action(kind, stage, microbatch)]
                 if count != 1:
                     raise ScheduleError(
-                        f"rank {rank}: {kind.value} of stage {stage} and microbatch {microbatch} is there "
+                        f"rank {rank}: {kind.value} of stage {stage} and microbatch {microbatch} "
+                        "is there "
                         f"{count} times. Have each computation there once."
                     )
 
@@ -92,7 +94,8 @@ def _check_sequences(schedule: Schedule, stock: Schedule | None, keep_forward_or
             index = next((number for number, (ours, stocks) in pairs if ours != stocks), len(wanted))
             instead = f", not {wanted[index]}" if index < len(wanted) else ""
             raise ScheduleError(
-                f"rank {rank}: {kind.value} number {index} of stage {stage} is of microbatch {found[index]}{instead}. "
+                f"rank {rank}: {kind.value} number {index} of stage {stage} is of microbatch "
+                f"{found[index]}{instead}. "
                 "Sums round by their order: keep stock's order of microbatches within each stage."
             )
     if not keep_forward_order or stock is None:
@@ -102,7 +105,8 @@ def _check_sequences(schedule: Schedule, stock: Schedule | None, keep_forward_or
         for mine, other in zip(ours, theirs, strict=True):
             if mine != other:
                 raise ScheduleError(
-                    f"rank {rank}: {mine} stands where stock has {other}, and Fs draw random numbers. "
+                    f"rank {rank}: {mine} stands where stock has {other}, and Fs draw random "
+                    "numbers. "
                     "Keep stock's sequence of Fs on each rank."
                 )
 

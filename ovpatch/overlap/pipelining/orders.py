@@ -182,7 +182,8 @@ def build_vee_blocks(name: str, *, ranks: int, microbatches: int) -> Schedule:
 def _check_bidirectional(ranks: int, chunks: int) -> None:
     if ranks % 2 or chunks != 1:
         raise ScheduleError(
-            f"a bidirectional pipeline has an even number of ranks with 1 stage of each direction, not {ranks} ranks "
+            "a bidirectional pipeline has an even number of ranks with 1 stage of each direction, "
+            f"not {ranks} ranks "
             f"with {chunks}. Use an even number of ranks, or placement straight."
         )
 
@@ -284,7 +285,8 @@ def _convert(rank: int, actions: Sequence[Any]) -> Iterator[Action]:
             yield Action(_TORCH_KINDS[kind], int(action.stage_index), int(action.microbatch_index))
         elif not kind.startswith(_NO_COMPUTATION):
             raise ScheduleError(
-                f"rank {rank}: action {action} of kind {kind} is unknown. Use torch 2.11 to 2.15, or turn the feature "
+                f"rank {rank}: action {action} of kind {kind} is unknown. Use torch 2.11 to 2.15, "
+                "or turn the feature "
                 "off with OVPATCH_PIPELINE=0."
             )
 

@@ -110,7 +110,8 @@ def linear_reduce_scatter(
     ranks = tp_group.get_tp_group(group, x.device)
     if x.shape[dim] % ranks.world:
         raise ValueError(
-            f"dimension {dim} of the input has size {x.shape[dim]}, which does not divide by {ranks.world} ranks: pad "
+            f"dimension {dim} of the input has size {x.shape[dim]}, which does not divide by "
+            f"{ranks.world} ranks: pad "
             "the sequence"
         )
     call = OpContext(TPConfig(how, weight_grad), ranks, _LINEAR_SCATTER, dim)
@@ -132,7 +133,8 @@ def _check(
     dims = len(shape)
     if not -dims <= dim < dims or dim % dims == dims - 1:
         raise ValueError(
-            f"dim={dim} is no sequence dimension of an input of shape {tuple(shape)}: choose another than the last "
+            f"dim={dim} is no sequence dimension of an input of shape {tuple(shape)}: choose "
+            "another than the last "
             "one, which holds features"
         )
     return find_schedule(name, chunks, anew=anew), dim % dims

@@ -61,7 +61,8 @@ SCHEDULES: Final = (
     ScheduleInfo(
         "auto",
         "autotuned:Auto",
-        "the fastest of these for an operator and its shape; all ranks measure it once and keep it in "
+        "the fastest of these for an operator and its shape; all ranks measure it once and keep it "
+        "in "
         "OVPATCH_CACHE_DIR.",
         takes_chunks=True,
         is_measured=False,

@@ -301,7 +301,8 @@ _HERE = contextlib.nullcontext()
 def _check_operand(fits: bool, what: str, given: Tensor, other: Tensor) -> None:
     if not fits:
         raise ValueError(
-            f"{what} of shape {tuple(given.shape)}, {given.dtype}, does not fit {tuple(other.shape)}, {other.dtype}: "
+            f"{what} of shape {tuple(given.shape)}, {given.dtype}, does not fit "
+            f"{tuple(other.shape)}, {other.dtype}: "
             "give all operands one dtype, and features that match"
         )
 

@@ -282,7 +282,8 @@ class DDPAttachment:
             refuse_option("ddp", OPTIONS, "hierarchical", wanted, objection)
         if not objection:
             report.note(
-                f"{get_model_name(ddp)}: {len(layout.ranks)} hosts reduce gradients within each host first "
+                f"{get_model_name(ddp)}: {len(layout.ranks)} hosts reduce gradients within each "
+                "host first "
                 f"({layout.num_lanes} ranks of each host send over its link)"
             )
         return dataclasses.replace(config, layout=layout, reduces_by_host=not objection)

@@ -89,8 +89,10 @@ OPTIONS: Final = (
     Option(
         "hierarchical",
         "auto",
-        "Reduce gradients within each host first, so that one sum per host crosses the links between hosts. on: with "
-        "gloo on the CPU. off: in one collective over all ranks. auto: on where hosts have several ranks and the "
+        "Reduce gradients within each host first, so that one sum per host crosses the links "
+        "between hosts. on: with "
+        "gloo on the CPU. off: in one collective over all ranks. auto: on where hosts have several "
+        "ranks and the "
         "backend does not know the hosts, which NCCL does.",
         choices=("auto", "on", "off"),
     ),

@@ -17,10 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.collectives import (
-    abort_step_communicators,
-    step_communicator,
-)
 from ovpatch.overlap.comm.consensus import wait_limit_s
 from ovpatch.overlap.comm.lifetimes import (
     group_state,
@@ -29,6 +25,7 @@ from ovpatch.overlap.comm.lifetimes import (
     reset_after_fork,
     weak_method,
 )
+from ovpatch.overlap.comm.step_communicators import abort_step_communicators, step_communicator
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
 
 #: The longest wait for peers at an optimizer's first step, in seconds. A peer may save a checkpoint
@@ -48,18 +45,23 @@ _REPLY_TIMEOUT_S: Final = 10.0
 _log = logging.getLogger("ovpatch.dist_optimizer")
 
 _REMEDY: Final = (
-    "If the script shards the work itself, as ZeroRedundancyOptimizer does, nothing is wrong. Otherwise create the "
+    "If the script shards the work itself, as ZeroRedundancyOptimizer does, nothing is wrong. "
+    "Otherwise create the "
     "same optimizers on every rank, and step them in the same order."
 )
 
 _REASON_ORDER: Final = (
-    "ranks stepped, clipped or unscaled optimizers in orders that differ, or with gradients of different parameters, "
-    "after which no optimizer of the process group is sharded. Use the same order on every rank; a set has none"
+    "ranks stepped, clipped or unscaled optimizers in orders that differ, or with gradients of "
+    "different parameters, "
+    "after which no optimizer of the process group is sharded. Use the same order on every rank; a "
+    "set has none"
 )
 
 _REASON_MISSING: Final = (
-    "a rank did not reach a step that its peers have reached, because it waited for them elsewhere or came too late. "
-    "No optimizer of the process group is sharded afterwards. Create and step the same optimizers in the same order "
+    "a rank did not reach a step that its peers have reached, because it waited for them elsewhere "
+    "or came too late. "
+    "No optimizer of the process group is sharded afterwards. Create and step the same optimizers "
+    "in the same order "
     "on every rank"
 )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import GeneratorType
 from typing import Any, TypeVar
 
@@ -14,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.collectives import step_communicator
+from ovpatch.overlap.comm.step_communicators import step_communicator
 from ovpatch.overlap.tensors import lazy_tensor
 from ovpatch.overlap.tensors.lazy_tensor import LazyTensor
 from ovpatch.overlap.tensors.shard import shard_view
 from ovpatch_plugins.dist_optimizer import optimizer_attach, sharded_grads, step_patches
 from ovpatch_plugins.dist_optimizer.dist_optimizer_report import COUNTERS
 from ovpatch_plugins.dist_optimizer.sharded_bucket import shard_norms
-from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads, updating_shards
+from ovpatch_plugins.dist_optimizer.sharded_grads import ShardedGrads
 from ovpatch_plugins.dist_optimizer.sharded_param import (
     ShardedParam,
     attach_shards,
@@ -144,14 +145,14 @@ def wrap_clip(original: Callable[..., None]) -> Callable[..., None]:
         if not places:
             original(given, max_norm, total_norm, foreach)
             return
-        # updating_shards() makes the shards of full gradients follow, so these are scaled in full.
+        # _updating_shards() makes the shards of full gradients follow, so these are scaled in full.
         lazy = {key: place for key, place in places.items() if not _has_full_grad(place)}
         holders = [_GradHolder(shards.reduced_shard(index)) for shards, index in lazy.values()]
         full = [param for param in given if id(param) not in lazy]
         if is_called_by_script:
             models = sharded_grads.sort_models(shards for shards, _ in places.values())
             _meet(total_norm, dict.fromkeys(shards.group for shards in models))
-        with updating_shards(list(places.values())):
+        with _updating_shards(list(places.values())):
             original([*full, *holders], max_norm, total_norm, foreach)
 
     return clip_grads_with_norm_
@@ -363,7 +364,7 @@ def wrap_unscale(original: Unscale) -> Unscale:
                 dist.all_reduce(seen, dist.ReduceOp.MAX, group=communicator)
         changed = [(sharded.shards, sharded.index) for sharded in params]
         unscale = functools.partial(original, self, optimizer, inv_scale, found_inf, allow_fp16)
-        with updating_shards(changed):
+        with _updating_shards(changed):
             found = _call_with_shards(optimizer, params, unscale)
         # The call above has found only the infinities of this rank's shards.
         for device, seen in seen_infs.items():
@@ -392,3 +393,24 @@ def _call_with_shards(optimizer: Optimizer, params: Sequence[ShardedParam], func
         return result
     finally:
         detach_shards(lazy)
+
+
+@contextmanager
+def _updating_shards(places: Sequence[tuple[ShardedGrads, int]]) -> Iterator[None]:
+    """Mark an update of sharded gradients in place while the block runs, on all ranks.
+
+    A rank may have materialized a gradient. The block changes the full gradient there, and the
+    shard follows, because peers read the shard.
+    """
+    models = list(dict.fromkeys(model for model, _ in places))
+    for model in models:
+        model.versions.begin_update()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for model, index in places:
+                if model.has_grad(index) and not model.is_lazy(index):
+                    model.reduced_shard(index).copy_(model.local_shard(index))
+        for model in models:
+            model.versions.end_update()

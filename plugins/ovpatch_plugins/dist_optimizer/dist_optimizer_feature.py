@@ -264,7 +264,7 @@ def deactivate() -> None:
     unregister_grad_sharder()
     # Modules that were not imported have nothing to release.
     copies = sys.modules.get("ovpatch.overlap.kernels.copy_choice")
-    communicators = sys.modules.get("ovpatch.overlap.comm.collectives")
+    communicators = sys.modules.get("ovpatch.overlap.comm.step_communicators")
     optimizers = sys.modules.get("ovpatch_plugins.dist_optimizer.optimizer_attach")
     # Optimizers first, because their last gathers need the other two.
     if optimizers is not None:

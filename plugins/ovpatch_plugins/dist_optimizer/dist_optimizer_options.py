@@ -41,9 +41,12 @@ OPTIONS: Final = (
     Option(
         "shard_over",
         "auto",
-        "The ranks that share the state of a model. host: the ranks of each host, which keeps all state once, so that "
-        "parameters do not cross the links between hosts. world: all ranks. auto: host if there are several hosts, "
-        "each with the same number of ranks and more than one, and gloo reduces on the CPU; otherwise world.",
+        "The ranks that share the state of a model. host: the ranks of each host, which keeps all "
+        "state once, so that "
+        "parameters do not cross the links between hosts. world: all ranks. auto: host if there "
+        "are several hosts, "
+        "each with the same number of ranks and more than one, and gloo reduces on the CPU; "
+        "otherwise world.",
         choices=("auto", "host", "world"),
     ),
     # - Gathers

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm import collectives
+from ovpatch.overlap.comm import step_communicators
 from ovpatch.overlap.comm.lifetimes import (
     attached_values,
     drop_values,
@@ -91,7 +91,7 @@ def wrap_destroy(original: Callable[..., None]) -> Callable[..., None]:
             PeerRpc.shutdown_all(ending)
             # No peer reads retained tensors after the shutdown.
             drop_values(retention.Retention, ending)
-            collectives.close_step_communicators(ending)
+            step_communicators.close_step_communicators(ending)
         original(group)
         if should_serve and copies is not None:
             # The release of this memory waits for all work on the device, so it comes last.
@@ -230,8 +230,10 @@ class OptimizerAttachment:
             minimum = self._options["min_param_numel"]
             largest = max(param.numel() for param in params)
             remark(
-                f"{type(optimizer).__name__} had nothing to shard at its first step: none of its {len(params)} "
-                f"parameters is dense and has min_param_numel={minimum} elements (the largest has {largest})"
+                f"{type(optimizer).__name__} had nothing to shard at its first step: none of its "
+                f"{len(params)} "
+                f"parameters is dense and has min_param_numel={minimum} elements (the largest has "
+                f"{largest})"
             )
 
     def _make(self, optimizer: Optimizer) -> ShardedOptimizer:

@@ -19,8 +19,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ovpatch.hookspecs import cache_dir, note_failures, refuse_option
-from ovpatch.overlap.comm.collectives import AllGather, Work, WorkWithEpilogue, step_communicator
+from ovpatch.overlap.comm.collectives import AllGather, Work, WorkWithEpilogue
 from ovpatch.overlap.comm.lifetimes import outside_modes
+from ovpatch.overlap.comm.step_communicators import step_communicator
 from ovpatch.overlap.comm.streams import (
     profiler_label,
     profiler_span,

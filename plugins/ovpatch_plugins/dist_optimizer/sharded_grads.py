@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,10 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ovpatch.overlap.comm import host_barrier
-from ovpatch.overlap.comm.collectives import (
-    connect_step_communicator,
-    reduce_scatter_transport,
-)
+from ovpatch.overlap.comm.collectives import reduce_scatter_transport
 from ovpatch.overlap.comm.host_barrier import HostBarrier
 from ovpatch.overlap.comm.hosts import HostLayout, ShardHolders
 from ovpatch.overlap.comm.lifetimes import (
@@ -29,6 +25,7 @@ from ovpatch.overlap.comm.lifetimes import (
     outside_modes,
     param_record,
 )
+from ovpatch.overlap.comm.step_communicators import connect_step_communicator
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.data_parallel import fp32_accumulation
 from ovpatch.overlap.data_parallel.fp32_accumulation import LOW_PRECISION_DTYPES
@@ -54,14 +51,17 @@ from ovpatch_plugins.dist_optimizer.sharded_bucket import (
 _NUM_STRICT_BACKWARDS: Final = 3
 
 _ERROR_OTHER_LAYOUT: Final = (
-    "ovpatch: parameter '{}' got another memory layout (memory_format?) after its model was wrapped, "
-    "and shards of its gradient and of its optimizer's state are in the old order. Change the layout "
+    "ovpatch: parameter '{}' got another memory layout (memory_format?) after its model was "
+    "wrapped, "
+    "and shards of its gradient and of its optimizer's state are in the old order. Change the "
+    "layout "
     "before DistributedDataParallel, or turn dist_optimizer off."
 )
 
 _ERROR_OTHER_ORDER: Final = (
     "ovpatch: ranks have stepped, clipped or unscaled optimizers over {} in orders that differ, or "
-    "over different parameters, so its parameters may be wrong since one of the last steps. Use the "
+    "over different parameters, so its parameters may be wrong since one of the last steps. Use "
+    "the "
     "same order on every rank (a set has none), or turn dist_optimizer off."
 )
 
@@ -741,24 +741,3 @@ class _BeforeLocalGradHook:
         model = self._reference()
         if model is not None and not model.is_replaced:
             model.before_accumulate(self._index)
-
-
-@contextmanager
-def updating_shards(places: Sequence[tuple[ShardedGrads, int]]) -> Iterator[None]:
-    """Mark an update of sharded gradients in place while the block runs, on all ranks.
-
-    A rank may have materialized a gradient. The block changes the full gradient there, and the
-    shard follows, because peers read the shard.
-    """
-    models = list(dict.fromkeys(model for model, _ in places))
-    for model in models:
-        model.versions.begin_update()
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for model, index in places:
-                if model.has_grad(index) and not model.is_lazy(index):
-                    model.reduced_shard(index).copy_(model.local_shard(index))
-        for model in models:
-            model.versions.end_update()

@@ -15,8 +15,8 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ovpatch.overlap.comm.collectives import abort_step_communicators
 from ovpatch.overlap.comm.lifetimes import reset_after_fork, weak_method
+from ovpatch.overlap.comm.step_communicators import abort_step_communicators
 from ovpatch.overlap.comm.streams import is_capturing
 from ovpatch.overlap.peer_rpc import retention
 from ovpatch.overlap.peer_rpc.rpc import PeerError, PeerRpc
@@ -42,33 +42,40 @@ from ovpatch_plugins.dist_optimizer.vote_tags import tag_votes
 StockStep = Callable[..., Any]
 
 REASON_LOCAL: Final = (
-    "a rank stepped it with gradients that DistributedDataParallel had not reduced (no_sync(), or a forward around the "
+    "a rank stepped it with gradients that DistributedDataParallel had not reduced (no_sync(), or "
+    "a forward around the "
     "wrapper), or stepped another optimizer over its parameters alone, so ranks may want to differ"
 )
 
 REASON_DETACHED: Final = (
-    "its model got the stock reducer back (join(), a communication hook), under which ranks may step unevenly, or with "
+    "its model got the stock reducer back (join(), a communication hook), under which ranks may "
+    "step unevenly, or with "
     "gradients that differ"
 )
 
 REASON_IN_BACKWARD: Final = (
-    "it stepped inside of a backward, as in a hook on a parameter, where gradients are this rank's own, so ranks may "
+    "it stepped inside of a backward, as in a hook on a parameter, where gradients are this rank's "
+    "own, so ranks may "
     "want to differ"
 )
 
 _ERROR_STATE_UNREACHABLE: Final = (
-    "ovpatch: {} must fall back to torch, because {}. Its state could not be gathered, because peers have already "
+    "ovpatch: {} must fall back to torch, because {}. Its state could not be gathered, because "
+    "peers have already "
     "continued. Do the same on every rank, or turn dist_optimizer off."
 )
 
 _ERROR_CAPTURED: Final = (
-    "ovpatch: the step of {} would be captured into a CUDA graph. Each rank has a shard of its state, and shards "
-    "cannot be gathered after a replay. Create it with capturable=True if it has that option, which leaves it to "
+    "ovpatch: the step of {} would be captured into a CUDA graph. Each rank has a shard of its "
+    "state, and shards "
+    "cannot be gathered after a replay. Create it with capturable=True if it has that option, "
+    "which leaves it to "
     "torch, or turn dist_optimizer off."
 )
 
 _ERROR_INSIDE_STEP: Final = (
-    "ovpatch: state_dict() of {} was called inside its own update, while each rank changes its shard of the state. "
+    "ovpatch: state_dict() of {} was called inside its own update, while each rank changes its "
+    "shard of the state. "
     "Call it after step(), or in a step hook; or turn dist_optimizer off."
 )
 

@@ -205,7 +205,8 @@ def choose_shard_layout(
     saved = sum(param.numel() * param.element_size() for param in params) * (len(counts) - 1) // len(counts)
     note_choice(
         f"each of {len(counts)} hosts keeps all state, over its {counts[0]} ranks "
-        f"(shard_over={options['shard_over']}): a step sends {saved / 2**20:.1f} MiB less over the link of each host"
+        f"(shard_over={options['shard_over']}): a step sends {saved / 2**20:.1f} MiB less over the "
+        "link of each host"
     )
     return layout
 

@@ -148,12 +148,16 @@ def unsupported_reason(optimizer: Optimizer, named: NamedClasses) -> str:
     if find_kind(cls, named) is None:
         if _has_kept_step(cls):
             return (
-                f"{_full_name(cls)} has kept the step of its base class from before this ovpatch.apply(), when its "
-                "first instance was created. Call ovpatch.apply() once, before you create an optimizer"
+                f"{_full_name(cls)} has kept the step of its base class from before this "
+                "ovpatch.apply(), when its "
+                "first instance was created. Call ovpatch.apply() once, before you create an "
+                "optimizer"
             )
         return (
-            f"{_full_name(cls)} is not known to be element-wise, nor to update each parameter by itself. "
-            "If it is element-wise, name it in OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE; if it updates each "
+            f"{_full_name(cls)} is not known to be element-wise, nor to update each parameter by "
+            "itself. "
+            "If it is element-wise, name it in OVPATCH_DIST_OPTIMIZER_ELEMENT_WISE; if it updates "
+            "each "
             "parameter by itself, in OVPATCH_DIST_OPTIMIZER_PER_PARAMETER"
         )
     groups = optimizer.param_groups

@@ -198,8 +198,11 @@ def _refuse_late_grad(group: Any, param: Any, chain: BucketChain) -> None:
     )
     if complete or group.grad_reduce_handle is not None:
         raise RuntimeError(
-            f"ovpatch: parameter {chain.find_name(param)} got a gradient after the reduction of its bucket may have "
-            "started, so that the gradients of this step are wrong on all ranks. Megatron's DistributedDataParallel "
-            "expects as many backwards as in the first step. Run all backwards of a step but the last one inside "
+            f"ovpatch: parameter {chain.find_name(param)} got a gradient after the reduction of "
+            "its bucket may have "
+            "started, so that the gradients of this step are wrong on all ranks. Megatron's "
+            "DistributedDataParallel "
+            "expects as many backwards as in the first step. Run all backwards of a step but the "
+            "last one inside "
             "`with model.no_sync():`, and call model.zero_grad_buffer() before the next step"
         )

@@ -35,8 +35,10 @@ _REPLACED: Final = (*_COLUMN, "reduce_scatter_to_sequence_parallel_region")  # b
 _IGNORED: Final = ("tp_group", "wgrad_deferral_limit", "async_grad_allreduce")
 _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 _REMEDY: Final = (
-    "Call ovpatch.apply() with the same arguments on every rank before the first forward, and give every rank the same "
-    "OVPATCH variables and CUDA_DEVICE_MAX_CONNECTIONS; OVPATCH_MEGATRON_LINEARS=0 on all ranks leaves linears to "
+    "Call ovpatch.apply() with the same arguments on every rank before the first forward, and give "
+    "every rank the same "
+    "OVPATCH variables and CUDA_DEVICE_MAX_CONNECTIONS; OVPATCH_MEGATRON_LINEARS=0 on all ranks "
+    "leaves linears to "
     "Megatron."
 )
 
@@ -280,7 +282,8 @@ def _accumulate(weight: Any, grad: Tensor, x: Tensor, *, main_grad: Tensor) -> T
         kernels.wgrad_gemm_accum_fp16(x, grad, main_grad)
     else:
         raise RuntimeError(
-            f"ovpatch: gradient_accumulation_fusion cannot add to a main_grad of {main_grad.dtype}: use float32, "
+            "ovpatch: gradient_accumulation_fusion cannot add to a main_grad of "
+            f"{main_grad.dtype}: use float32, "
             "float16 or bfloat16, or turn gradient_accumulation_fusion off"
         )
     if not hasattr(weight, "grad_added_to_main_grad"):

@@ -117,7 +117,8 @@ PATCHES: Final = (
         f"{_LAYERS}.linear_with_grad_accumulation_and_async_allreduce",
         "megatron_pipeline.wrap_linear",
         _DELAYS,
-        "computes the weight gradients of linears without sequence parallelism; Megatron-Core delays those of "
+        "computes the weight gradients of linears without sequence parallelism; Megatron-Core "
+        "delays those of "
         "Transformer Engine alone",
     ),
     MegatronPatch(

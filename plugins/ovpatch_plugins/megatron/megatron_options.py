@@ -20,14 +20,17 @@ OPTIONS: Final = (
     Option(
         "schedule",
         DEFAULT_SCHEDULE,
-        "Order of products and collectives in these linears, one of the schedules of feature tp_linear. bulk sums as "
-        "Megatron does; on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1, where Megatron hides as much, it is Megatron's.",
+        "Order of products and collectives in these linears, one of the schedules of feature "
+        "tp_linear. bulk sums as "
+        "Megatron does; on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1, where Megatron hides as much, "
+        "it is Megatron's.",
         choices=SCHEDULE_NAMES,
     ),
     Option(
         "min_linear_gflop",
         512,
-        "On GPUs, leave linears to Megatron whose product has fewer billions of operations on a rank, unless their "
+        "On GPUs, leave linears to Megatron whose product has fewer billions of operations on a "
+        "rank, unless their "
         "weight gradients are delayed: the host takes longer for ours. 0: none.",
         parse=make_count_parser("a number of billions of operations, 0 or more"),
         values="billions of operations",
@@ -42,27 +45,33 @@ OPTIONS: Final = (
     Option(
         "regather",
         True,
-        "Keep this rank's part of a gathered input for backward, and gather it again there, as Megatron does. false: "
+        "Keep this rank's part of a gathered input for backward, and gather it again there, as "
+        "Megatron does. false: "
         "keep the gathered input, which takes memory and saves a collective.",
     ),
     Option(
         "ordered_grad_reduce",
         True,
-        "Reduce gradient buckets in one order, the same on all ranks. A gradient that comes after the reduction of "
+        "Reduce gradient buckets in one order, the same on all ranks. A gradient that comes after "
+        "the reduction of "
         "its bucket has started is an error.",
     ),
     Option(
         "early_param_gather",
         True,
-        "With overlap_param_gather, start the all-gathers of all buckets at the end of step(). A reader of a "
+        "With overlap_param_gather, start the all-gathers of all buckets at the end of step(). A "
+        "reader of a "
         "parameter waits for its bucket.",
     ),
     Option(
         "pipeline_schedule",
         "auto",
-        "Run pipelines without interleaving by the engine of feature pipeline, whose receives start ahead; and when a "
-        "stage computes the weight gradients of its linears. 1f1b: behind the start of the send of its input gradient. "
-        "zb-h1: also in the bubble, within the memory of 1F1B's first stage. auto: as 1f1b; in the backward with "
+        "Run pipelines without interleaving by the engine of feature pipeline, whose receives "
+        "start ahead; and when a "
+        "stage computes the weight gradients of its linears. 1f1b: behind the start of the send of "
+        "its input gradient. "
+        "zb-h1: also in the bubble, within the memory of 1F1B's first stage. auto: as 1f1b; in the "
+        "backward with "
         "tensor parallelism. stock: all is Megatron's.",
         choices=PIPELINE_SCHEDULES,
         experimental=("zb-h1",),

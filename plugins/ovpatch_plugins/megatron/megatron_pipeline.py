@@ -49,8 +49,10 @@ _TIMERS: Final = {  # the methods that Megatron's loop calls for messages, with 
     "send_backward_recv_forward": "backward-send-forward-recv",
 }
 _REMEDY: Final = (
-    "Call ovpatch.apply() with the same arguments on every rank before the first step, and give every rank the same "
-    "OVPATCH variables; OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock on all ranks leaves pipelines to Megatron."
+    "Call ovpatch.apply() with the same arguments on every rank before the first step, and give "
+    "every rank the same "
+    "OVPATCH variables; OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock on all ranks leaves pipelines to "
+    "Megatron."
 )
 
 _ENGINE: Final = "megatron: engine"  # of a model, as its pipeline's ranks have agreed
@@ -148,7 +150,8 @@ class _Step:
 
 def _make_order_error(error: LoopError) -> RuntimeError:
     return RuntimeError(
-        f"ovpatch: Megatron's pipeline schedule is not that of known versions: {str(error).rstrip('.')}. "
+        "ovpatch: Megatron's pipeline schedule is not that of known versions: "
+        f"{str(error).rstrip('.')}. "
         "Set OVPATCH_MEGATRON_PIPELINE_SCHEDULE=stock"
     )
 

@@ -95,7 +95,8 @@ class WeightGradQueue:
             yield
             if any(self._due):
                 raise RuntimeError(
-                    "ovpatch: Megatron's pipeline schedule has ended before the weight gradients of all microbatches "
+                    "ovpatch: Megatron's pipeline schedule has ended before the weight gradients "
+                    "of all microbatches "
                     f"were computed, so that the gradients of this step are wrong. {_REMEDY}"
                 )
             for watch in self._watched.values():
@@ -153,7 +154,8 @@ class WeightGradQueue:
     def _add(self, weight: Tensor, compute: WeightGrad, _detached: Tensor, grad: Tensor, x: Tensor) -> None:
         if self._recorded is None or torch.is_grad_enabled():
             raise RuntimeError(
-                "ovpatch: a stage takes gradients inside its forward, or of its gradients, through a linear whose "
+                "ovpatch: a stage takes gradients inside its forward, or of its gradients, through "
+                "a linear whose "
                 f"weight gradient is computed later. {_REMEDY}"
             )
         self._record(weight, self._recorded, lambda: compute(weight, grad, x))
@@ -167,8 +169,10 @@ class WeightGradQueue:
             return None
         if _count_hooks(weight) > 1:
             raise RuntimeError(
-                f"ovpatch: a weight of shape {tuple(weight.shape)} is read more than once from this step on, and has "
-                f"got a hook inside the step, which would be called for each part of its gradient. {_REMEDY}"
+                f"ovpatch: a weight of shape {tuple(weight.shape)} is read more than once from "
+                "this step on, and has "
+                "got a hook inside the step, which would be called for each part of its gradient. "
+                f"{_REMEDY}"
             )
         if grad is None:
             if weight.grad is None and hasattr(weight, "grad_added_to_main_grad"):  # Megatron's hook asks for one

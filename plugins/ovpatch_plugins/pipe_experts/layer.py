@@ -46,8 +46,10 @@ from ovpatch_plugins.pipe_experts.routing import (
 DEFAULT_CONFIG = MoEConfig()
 
 _SAME_LAYERS = (
-    "Give every rank and every token the same number of experts, every rank the same OVPATCH variables and the same "
-    "`how`, and call ovpatch.apply() with the same arguments everywhere; OVPATCH_PIPE_EXPERTS=0 on all ranks leaves "
+    "Give every rank and every token the same number of experts, every rank the same OVPATCH "
+    "variables and the same "
+    "`how`, and call ovpatch.apply() with the same arguments everywhere; OVPATCH_PIPE_EXPERTS=0 on "
+    "all ranks leaves "
     "layers to stock."
 )
 
@@ -165,7 +167,8 @@ def run_layer(
     """
     if len(x) != len(top_k_index) or top_k_index.shape != top_k_weights.shape:
         raise ValueError(
-            f"tokens {tuple(x.shape)}, experts {tuple(top_k_index.shape)} and weights {tuple(top_k_weights.shape)} do "
+            f"tokens {tuple(x.shape)}, experts {tuple(top_k_index.shape)} and weights "
+            f"{tuple(top_k_weights.shape)} do "
             "not fit: give [tokens, h], [tokens, k] and [tokens, k]"
         )
     group = resolve_group(group)
@@ -211,7 +214,8 @@ class LayerShape:
         extras += ", 2 communicators" if self.config.multi_stream else ""
         return (
             f"{tokens} tokens of {self.hidden}, {self.top_k} experts each, "
-            f"{self.num_local_experts} experts of {gate} a rank, {str(self.dtype).removeprefix('torch.')}, "
+            f"{self.num_local_experts} experts of {gate} a rank, "
+            f"{str(self.dtype).removeprefix('torch.')}, "
             f"{self.ep_size} ranks{extras}"
         )
 
@@ -414,7 +418,8 @@ class ExpertParallelFFN(nn.Module):
             return distributed_c10d._resolve_process_group(self.group_name)
         except RuntimeError as error:
             raise RuntimeError(
-                f"the process group '{self.group_name}', over which this layer's experts are shared, does not exist "
+                f"the process group '{self.group_name}', over which this layer's experts are "
+                "shared, does not exist "
                 "here: make it before the layer is copied or loaded, or make a new layer"
             ) from error
 

@@ -23,8 +23,10 @@ OPTIONS: Final = (
     Option(
         "cut",
         "auto",
-        "How a layer's rows are cut into chunks. experts: by groups of a rank's experts, so that each weight is used "
-        "once. tokens: by slices of the batch. none: not at all. auto: the fastest of these for the layer and its "
+        "How a layer's rows are cut into chunks. experts: by groups of a rank's experts, so that "
+        "each weight is used "
+        "once. tokens: by slices of the batch. none: not at all. auto: the fastest of these for "
+        "the layer and its "
         "number of tokens; all ranks measure it once and keep it in OVPATCH_CACHE_DIR.",
         choices=CUTS,
     ),
@@ -51,8 +53,10 @@ OPTIONS: Final = (
     Option(
         "exchange",
         DEFAULT_EXCHANGE,
-        "How rows travel. c10d: by torch.distributed's all-to-alls. symmetric: by a kernel that stores them into the "
-        "memory of the host's other GPUs; elsewhere it is an error. auto: the faster of the two, where cut=auto "
+        "How rows travel. c10d: by torch.distributed's all-to-alls. symmetric: by a kernel that "
+        "stores them into the "
+        "memory of the host's other GPUs; elsewhere it is an error. auto: the faster of the two, "
+        "where cut=auto "
         "measures.",
         choices=EXCHANGES,
         experimental=("symmetric", "auto"),

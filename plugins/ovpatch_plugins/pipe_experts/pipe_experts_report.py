@@ -34,8 +34,10 @@ def write_remarks(expert_parallel: str) -> list[str]:
     remarks += [f"rows travel by c10d's all-to-alls, not over symmetric memory: {reason}" for reason in reasons]
     if COUNTERS.library_experts:
         remarks.append(
-            f"in {COUNTERS.library_experts} of {COUNTERS.taken_over} calls transformers computed its experts itself, "
-            "part by part: they are not two products of stacked weights, or a script has put something in their place"
+            f"in {COUNTERS.library_experts} of {COUNTERS.taken_over} calls transformers computed "
+            "its experts itself, "
+            "part by part: they are not two products of stacked weights, or a script has put "
+            "something in their place"
         )
     elif COUNTERS.calls:
         if STATE.config.cut == "auto" and not COUNTERS.stacked_calls and COUNTERS.parts == COUNTERS.calls:

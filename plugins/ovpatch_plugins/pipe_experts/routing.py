@@ -341,8 +341,10 @@ def _check_experts(arriving: Tensor, plan: ChunkPlan) -> None:
     for rank, expert in enumerate(arriving[:, -2].tolist()):
         if expert:
             raise ValueError(
-                f"rank {rank} of the group routes a token to expert {expert}, but {plan.ep_size} ranks with "
-                f"{plan.num_local_experts} experts each have {plan.num_experts}: route to 0 to {plan.num_experts - 1}, "
+                f"rank {rank} of the group routes a token to expert {expert}, but {plan.ep_size} "
+                "ranks with "
+                f"{plan.num_local_experts} experts each have {plan.num_experts}: route to 0 to "
+                f"{plan.num_experts - 1}, "
                 f"or {DROPPED} for none"
             )
 

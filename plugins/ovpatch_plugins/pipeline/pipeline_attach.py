@@ -62,8 +62,10 @@ _REPLACEABLE: Final = (
 )
 
 _REASON_UNREDUCED: Final = (
-    "torch computes the first step of stages in DistributedDataParallel(find_unused_parameters=True or "
-    "static_graph=True), and its own step of this class does not reduce all gradients, so that replicas differ from "
+    "torch computes the first step of stages in "
+    "DistributedDataParallel(find_unused_parameters=True or "
+    "static_graph=True), and its own step of this class does not reduce all gradients, so that "
+    "replicas differ from "
     "then on. Turn these options off, or wrap stages in FSDP2 or replicate()"
 )
 

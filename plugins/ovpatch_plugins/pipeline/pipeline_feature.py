@@ -67,7 +67,8 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
             f"{module}.{owner}._step_microbatches",
             wrap=functools.partial(_wrap_step, owner=owner, options=options),
             why="runs the microbatches of a step, between splitting inputs and merging outputs; keeps its name and "
-            "meaning in torch 2.11 to 2.15. dw_builder, the official hook, splits the backward but sends no earlier.",
+            "meaning in torch 2.11 to 2.15. dw_builder, the official hook, splits the backward but "
+            "sends no earlier.",
         )
     patches.register_patch(
         "torch.distributed.distributed_c10d.destroy_process_group",

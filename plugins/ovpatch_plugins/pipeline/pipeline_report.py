@@ -164,7 +164,8 @@ def write_remarks() -> list[str]:
 def _describe(schedule: ScheduleReport) -> list[str]:
     times = schedule.times
     lines = [
-        f"{schedule.name} runs as {schedule.order} on rank {schedule.rank}: {schedule.microbatches} microbatches, "
+        f"{schedule.name} runs as {schedule.order} on rank {schedule.rank}: "
+        f"{schedule.microbatches} microbatches, "
         f"at most {schedule.peak_activations} with activations"
     ]
     lines += [*schedule.transport, *schedule.notes]

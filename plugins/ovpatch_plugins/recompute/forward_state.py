@@ -514,7 +514,8 @@ def _keep(value: Any, tensors: list[Tensor], generators: list[Any]) -> Any:
         if not is_cache(leaf):
             return leaf
         note(
-            "blocks get a key-value cache, which keeps keys and values of all of them: use_cache=False saves that "
+            "blocks get a key-value cache, which keeps keys and values of all of them: "
+            "use_cache=False saves that "
             "memory"
         )
         return _Cache(leaf)

@@ -137,8 +137,10 @@ def _find_hook(block: nn.Module, modules: Sequence[nn.Module]) -> str:
                     name = getattr(hook, "__qualname__", type(hook).__qualname__)
                     where = type(module).__name__ if prefix == "" else "all modules"
                     return (
-                        f"blocks of class {type(block).__name__} keep their activations, because forward hook {name} "
-                        f"of {where} would be called again: remove the hook before training to have them recomputed"
+                        f"blocks of class {type(block).__name__} keep their activations, because "
+                        f"forward hook {name} "
+                        f"of {where} would be called again: remove the hook before training to "
+                        "have them recomputed"
                     )
     return ""
 

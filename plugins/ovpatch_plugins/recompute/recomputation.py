@@ -141,9 +141,11 @@ class Recomputation:
             self._state.end_forward()
         except KeyError as error:
             raise self._make_error(
-                f"its forward changes {error}, which earlier ones did not, so its state before the forward is not "
+                f"its forward changes {error}, which earlier ones did not, so its state before the "
+                "forward is not "
                 "known",
-                "Draw from a random generator that is an attribute of the module, have the first forward change the "
+                "Draw from a random generator that is an attribute of the module, have the first "
+                "forward change the "
                 "tensor, too",
             ) from None
         self._params = Params(self._modules)
@@ -202,12 +204,14 @@ class Recomputation:
         """
         if self._params is None:
             raise RecomputeError(
-                f"block {self._name} takes gradients inside its forward, which a recomputed block cannot. Leave it out "
+                f"block {self._name} takes gradients inside its forward, which a recomputed block "
+                "cannot. Leave it out "
                 "with OVPATCH_RECOMPUTE_BLOCKS, or set OVPATCH_RECOMPUTE=0."
             )
         if changed := self._params.find_changed(self._block):
             raise RecomputeError(
-                f"parameter {changed} of block {self._name} was changed in place between its forward and its backward. "
+                f"parameter {changed} of block {self._name} was changed in place between its "
+                "forward and its backward. "
                 "Change parameters after the backward, or set OVPATCH_RECOMPUTE=0."
             )
         COUNTERS.recomputations += 1
@@ -226,7 +230,8 @@ class Recomputation:
             # A value that may hold a graph is kept weakly, so the second forward may no longer find it.
             if isinstance(error, AttributeError):
                 raise self._make_error(
-                    f"its forward found an attribute that no longer exists ({error}), because attributes that "
+                    f"its forward found an attribute that no longer exists ({error}), because "
+                    "attributes that "
                     "hold a graph, or an object that nothing else holds, are not kept for backward",
                     "Have the forward write the attribute before it reads it, store a detached tensor in it",
                 ) from error
@@ -276,8 +281,10 @@ class Recomputation:
             return self._inputs.read()
         except RuntimeError as error:
             raise RecomputeError(
-                f"an input of block {self._name} was changed in place after its forward read it ({error}). Have the "
-                "model make a new tensor there, or leave the block out with OVPATCH_RECOMPUTE_BLOCKS."
+                f"an input of block {self._name} was changed in place after its forward read it "
+                f"({error}). Have the "
+                "model make a new tensor there, or leave the block out with "
+                "OVPATCH_RECOMPUTE_BLOCKS."
             ) from error
 
     def _compare(self, index: int, tensor: Tensor) -> None:
@@ -304,14 +311,16 @@ class Recomputation:
         """
         if not remedy:
             what += (
-                ". Its forward depends on state that cannot be restored, such as a random generator, a counter or a "
+                ". Its forward depends on state that cannot be restored, such as a random "
+                "generator, a counter or a "
                 "cache outside of its modules, or an operator adds in varying order"
             )
             remedy = (
                 "Keep such state in an attribute of the module, set OVPATCH_RECOMPUTE_CHECK=never for such an operator"
             )
         return RecomputeError(
-            f"block {self._name} does not compute the same again: {what}. {remedy}, leave the block out with "
+            f"block {self._name} does not compute the same again: {what}. {remedy}, leave the "
+            "block out with "
             "OVPATCH_RECOMPUTE_BLOCKS, or set OVPATCH_RECOMPUTE=0."
         )
 

@@ -160,7 +160,8 @@ def recompute(model: nn.Module, granularity: str = FULL, blocks: str = "", keep:
     if not found:
         what = f"no module that blocks={blocks!r} names" if blocks else "no list of blocks of one class"
         raise ValueError(
-            f"{type(model).__name__} has {what}. Give names as model.named_modules() shows them, with * for a part "
+            f"{type(model).__name__} has {what}. Give names as model.named_modules() shows them, "
+            "with * for a part "
             'between dots, or a class, as in recompute(model, blocks="model.layers.*").'
         )
     if granularity == NONE:
@@ -194,7 +195,8 @@ def take_over(model: nn.Module, blocks: Sequence[Block], granularity: str, keep:
     if taken:
         classes = ", ".join(list_class_names(taken))
         note_model(
-            f"{type(model).__name__}: {len(taken)} blocks of class {classes} are recomputed ({granularity}), "
+            f"{type(model).__name__}: {len(taken)} blocks of class {classes} are recomputed "
+            f"({granularity}), "
             f"{taken[0].name} to {taken[-1].name}"
         )
     return [block.name for block in taken]

@@ -39,16 +39,20 @@ OPTIONS: Final = (
     Option(
         "granularity",
         FULL,
-        "What of a block is computed again in backward instead of being kept. full: all of it, so only its input is "
-        "kept. selective: all but attention, which is expensive to compute and has small outputs. none: nothing.",
+        "What of a block is computed again in backward instead of being kept. full: all of it, so "
+        "only its input is "
+        "kept. selective: all but attention, which is expensive to compute and has small outputs. "
+        "none: nothing.",
         choices=GRANULARITIES,
         aliases=("mode",),
     ),
     Option(
         "blocks",
         "",
-        "Which modules are blocks, separated by commas: names, with a * for a part between dots, as in "
-        "model.layers.*, or names of classes. Empty: the members of each outermost list of modules of one class.",
+        "Which modules are blocks, separated by commas: names, with a * for a part between dots, "
+        "as in "
+        "model.layers.*, or names of classes. Empty: the members of each outermost list of modules "
+        "of one class.",
         parse=_parse_blocks,
         values="names or classes, separated by commas",
     ),
@@ -62,8 +66,10 @@ OPTIONS: Final = (
     Option(
         "ahead",
         1,
-        "How many blocks of a pipeline's stage are recomputed before the gradient of the stage's output has come. "
-        "Each takes the memory of its activations. 0: none; under tensor parallelism, recomputation then starts only "
+        "How many blocks of a pipeline's stage are recomputed before the gradient of the stage's "
+        "output has come. "
+        "Each takes the memory of its activations. 0: none; under tensor parallelism, "
+        "recomputation then starts only "
         "after the wait for the gradient, too.",
         parse=make_count_parser("a number of blocks, 0 for none"),
         values="a number of blocks",
@@ -71,8 +77,10 @@ OPTIONS: Final = (
     Option(
         "check",
         AUTO,
-        "When the values that a recomputation saves are compared with those that the forward saved. auto: in calls 0, "
-        "1, 2, 4, 8, ... of a block. always: in every call, as under ovpatch verify. never: in none; for blocks whose "
+        "When the values that a recomputation saves are compared with those that the forward "
+        "saved. auto: in calls 0, "
+        "1, 2, 4, 8, ... of a block. always: in every call, as under ovpatch verify. never: in "
+        "none; for blocks whose "
         "operators compute other bits each time.",
         choices=(AUTO, ALWAYS, NEVER),
         verified=ALWAYS,

@@ -155,7 +155,8 @@ class _Reuse(_Mode):
                 output, versions = entry
                 if any(leaf._version != version for leaf, version in versions):
                     raise RuntimeError(
-                        f"the output of {_name(func)} was changed in place behind it, and selective recomputation "
+                        f"the output of {_name(func)} was changed in place behind it, and "
+                        "selective recomputation "
                         "keeps it. Have the model make a new tensor there, or use granularity=full."
                     )
                 return tree_map(_detach, output)

@@ -28,8 +28,10 @@ from ovpatch_plugins.tp_linear.tp_linear_options import OPTIONS
 from ovpatch_plugins.tp_linear.tp_linear_report import COUNTERS
 
 _REMEDY = (
-    "Either ovpatch is not active there, or that rank does not build the same model. Call ovpatch.apply() with the "
-    "same arguments on every rank before parallelize_module, and give every rank the same OVPATCH variables; "
+    "Either ovpatch is not active there, or that rank does not build the same model. Call "
+    "ovpatch.apply() with the "
+    "same arguments on every rank before parallelize_module, and give every rank the same OVPATCH "
+    "variables; "
     "OVPATCH_TP_LINEAR=0 on all ranks leaves linears to stock."
 )
 

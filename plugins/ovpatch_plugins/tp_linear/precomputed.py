@@ -50,7 +50,8 @@ class GatherGuard:
         for weight, version in self.handed_out:
             if weight._version != version:
                 raise RuntimeError(
-                    f"a weight {tuple(weight.shape)} needed for gradient computation has been modified by an inplace "
+                    f"a weight {tuple(weight.shape)} needed for gradient computation has been "
+                    "modified by an inplace "
                     "operation since its linear was called: change weights after backward"
                 )
         gathered = self._gathered() if self.handed_out else None
@@ -58,8 +59,10 @@ class GatherGuard:
             gathered._fix_weakref()  # its Python object may have been about to go
         if self.handed_out and (self._hooks or (gathered is not None and gathered.retains_grad)):
             raise RuntimeError(
-                "a hook or retain_grad() on the gathered input of a module that PrepareModuleInput prepares would miss "
-                "the gradients of its linears, which were computed together with the gather: register it before the "
+                "a hook or retain_grad() on the gathered input of a module that PrepareModuleInput "
+                "prepares would miss "
+                "the gradients of its linears, which were computed together with the gather: "
+                "register it before the "
                 "linears are called, or set OVPATCH_TP_LINEAR_SHARED_GATHER=0"
             )
 

@@ -171,12 +171,14 @@ def recover_modules() -> list[str]:
         state = vars(module)
         if type(module) is nn.Linear and state.get("_distribute_module_applied") and not _recover_linear(module):
             remarks.append(
-                "an nn.Linear was made parallel before ovpatch.apply(), in a way that cannot be recovered, and stays "
+                "an nn.Linear was made parallel before ovpatch.apply(), in a way that cannot be "
+                "recovered, and stays "
                 "stock: move the line ovpatch.apply() above parallelize_module"
             )
         elif _is_cut_and_changed(module):
             remarks.append(
-                f"an nn.Linear was made parallel before ovpatch.apply() and is a {type(module).__name__} now; it stays "
+                "an nn.Linear was made parallel before ovpatch.apply() and is a "
+                f"{type(module).__name__} now; it stays "
                 "stock: move the line ovpatch.apply() above parallelize_module"
             )
         for key, hook in list(state.get("_forward_pre_hooks", {}).items()):

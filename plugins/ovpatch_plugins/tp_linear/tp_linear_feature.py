@@ -38,7 +38,8 @@ def register(patches: Registrar, options: Mapping[str, Any]) -> None:
             f"{_STYLE}.{name}._apply",
             wrap=functools.partial(_wrap, name="apply_to_linear"),
             why="is where parallelize_module hands a module to its style; keeps its signature in torch 2.11 to 2.15. "
-            "F.linear, later, sees an input that is gathered already, and its output is scattered by a hook.",
+            "F.linear, later, sees an input that is gathered already, and its output is scattered "
+            "by a hook.",
         )
     patches.register_patch(
         f"{_STYLE}.PrepareModuleInput._apply",

@@ -31,7 +31,8 @@ OPTIONS: Final = (
     Option(
         "regather",
         False,
-        "Keep this rank's part of a gathered input for backward, and gather it again there. This saves memory, and "
+        "Keep this rank's part of a gathered input for backward, and gather it again there. This "
+        "saves memory, and "
         "all ranks have to run backward.",
     ),
     Option(
@@ -42,14 +43,16 @@ OPTIONS: Final = (
     Option(
         "compiled",
         False,
-        "Use the feature's operators under torch.compile, too; the compiler does not look into them. false: compiled "
+        "Use the feature's operators under torch.compile, too; the compiler does not look into "
+        "them. false: compiled "
         "code is as under stock.",
         experimental=(True,),
     ),
     Option(
         "gradient_accumulation_fusion",
         False,
-        "Add a weight's gradient to weight.main_grad, or to weight.grad of earlier microbatches, as part of the "
+        "Add a weight's gradient to weight.main_grad, or to weight.grad of earlier microbatches, "
+        "as part of the "
         "product. Weights with hooks are left out, because their hooks would not be called.",
         experimental=(True,),
     ),

@@ -14,7 +14,8 @@ from ovpatch_plugins.ddp import ddp_report as report
 FSDP, DTENSOR = "torch.distributed.fsdp", "torch.distributed.tensor"
 DEEPSPEED, MEGATRON = "deepspeed.runtime.engine", "megatron.core.distributed"
 PERHAPS = (
-    "no model was wrapped in DistributedDataParallel; FSDP, tensor parallelism and other engines reduce "
+    "no model was wrapped in DistributedDataParallel; FSDP, tensor parallelism and other engines "
+    "reduce "
     "gradients themselves"
 )
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ovpatch.overlap.comm.collectives import (
+from ovpatch.overlap.comm.step_communicators import (
     close_step_communicators,
     connect_step_communicator,
     step_communicator,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import ovpatch
-from ovpatch.overlap.comm.collectives import step_communicator
+from ovpatch.overlap.comm.step_communicators import step_communicator
 from ovpatch.overlap.kernels import copy_choice as selection
 from ovpatch.overlap.kernels.copy_collectives import Engine
 from ovpatch_plugins.dist_optimizer import optimizer_attach

@@ -73,7 +73,8 @@ def test_the_border_is_what_a_tensor_spares_a_rank(backend, world):
 def test_the_choice_in_words():
     assert facts(38.0, 8).gain() == "3.8B parameters on 8 ranks save 24.8 GiB of AdamW's state a rank"
     assert facts(0.002, 2).objection() == (
-        "0.2M parameters in 100 tensors on 2 ranks: the host may be the limit; a step could be longer (shard=always "
+        "0.2M parameters in 100 tensors on 2 ranks: the host may be the limit; a step could be "
+        "longer (shard=always "
         "would save 0.8 MiB of AdamW's state a rank)"
     )
     assert "not measured with backend mpi on cpu" in facts(38.0, 8, ("mpi", "cpu")).objection()
@@ -128,7 +129,8 @@ def test_where_a_step_would_be_longer_nothing_is_sharded(ranks):
     for result, remarks in results:
         assert {name: result["counters"][name] for name in vars(Counters())} == dict.fromkeys(vars(Counters()), 0)
         assert only_of_choice(remarks) == [
-            "Sequential (shard=auto): off: 161 parameters in 4 tensors on 2 ranks: the host may be the limit; a step "
+            "Sequential (shard=auto): off: 161 parameters in 4 tensors on 2 ranks: the host may be "
+            "the limit; a step "
             "could be longer (shard=always would save 0.0 MiB of AdamW's state a rank)"
         ]
         assert not any("nothing to divide" in text for text in remarks)

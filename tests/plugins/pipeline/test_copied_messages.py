@@ -407,8 +407,10 @@ def _refuse(**options: Any) -> str:
 def test_where_there_are_no_copy_engines_is_an_error(ranks: Any, options: Any, reason: str) -> None:
     for text in ranks(2)(_refuse, **options):
         assert text == (
-            f"ovpatch: option p2p_transport=copies of feature 'pipeline' cannot act here: {reason}. Set "
-            "OVPATCH_PIPELINE_P2P_TRANSPORT=auto on all ranks, or remove the variable and the argument of that name."
+            "ovpatch: option p2p_transport=copies of feature 'pipeline' cannot act here: "
+            f"{reason}. Set "
+            "OVPATCH_PIPELINE_P2P_TRANSPORT=auto on all ranks, or remove the variable and the "
+            "argument of that name."
         )
 
 

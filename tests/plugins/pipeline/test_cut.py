@@ -21,7 +21,7 @@ import ovpatch
 from ovpatch_plugins.pipeline import CutError, cut
 from ovpatch_plugins.pipeline.cutting.block_balance import BlockCosts, measure_costs, split_blocks, split_evenly
 from ovpatch_plugins.pipeline.cutting.block_stack import find_blocks, prepared
-from ovpatch_plugins.pipeline.cutting.cut_schedule import name_args
+from ovpatch_plugins.pipeline.cutting.cut_check import name_args
 from ovpatch_plugins.pipeline.runtime.torch_compat import list_stages
 from tests.plugins.pipeline.cases import counters
 from tests.plugins.pipeline.plain_models import (

@@ -330,7 +330,8 @@ class AutoSchedule:
             rival = self._candidates[other]
             doubt = "" if verdict.is_sure else "; times scatter too much to tell, and a later run races again"
             self._keep_as_given(
-                f"{1000 * steps[0]:.1f} ms a step against {1000 * steps[other]:.1f} ms of {rival.name} "
+                f"{1000 * steps[0]:.1f} ms a step against {1000 * steps[other]:.1f} ms of "
+                f"{rival.name} "
                 f"(predicted {1000 * given.predicted:.1f} and {1000 * rival.predicted:.1f}){doubt}"
             )
         else:

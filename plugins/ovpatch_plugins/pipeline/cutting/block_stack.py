@@ -115,7 +115,8 @@ def find_blocks(model: nn.Module, path: str | None = None, run: Callable[[], obj
             found = None
         if not isinstance(found, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) or len(found) < 2:
             raise CutError(
-                f"blocks={path!r} names no list of two or more blocks in {type(model).__name__}. Give the name of a "
+                f"blocks={path!r} names no list of two or more blocks in {type(model).__name__}. "
+                "Give the name of a "
                 "ModuleList, ModuleDict or Sequential, as model.named_modules() shows it."
             )
         return _make_stack(path, found)
@@ -129,7 +130,8 @@ def find_blocks(model: nn.Module, path: str | None = None, run: Callable[[], obj
             candidates.append((is_uniform, size, name, module))
     if not candidates:
         raise CutError(
-            f"{type(model).__name__} has no list of blocks of one class. Name the list that its forward goes through, "
+            f"{type(model).__name__} has no list of blocks of one class. Name the list that its "
+            "forward goes through, "
             'as in cut(..., blocks="model.layers"), or put the blocks into a ModuleList.'
         )
     candidates.sort(key=lambda candidate: candidate[:2], reverse=True)
@@ -309,8 +311,10 @@ def trace_model(
         raise CutError(_describe_order(model, stack, len(stack.blocks), len(trace.templates)))
     if len(trace.templates) < len(stack.blocks):
         raise CutError(
-            f"the model's forward calls {len(trace.templates)} of the {len(stack.blocks)} blocks of {stack.path}. Name "
-            "the list that it goes through with blocks=, and have it call blocks, not their forward() or their parts."
+            f"the model's forward calls {len(trace.templates)} of the {len(stack.blocks)} blocks "
+            f"of {stack.path}. Name "
+            "the list that it goes through with blocks=, and have it call blocks, not their "
+            "forward() or their parts."
         )
     return trace
 
@@ -326,15 +330,18 @@ def _describe_order(model: nn.Module, stack: BlockStack, index: int, due: int) -
         ]
         remedy = "".join(f"{name} = " for name in probabilities) + "0.0" if probabilities else "its probability to 0"
         return (
-            f"the model's forward skips {stack.name(due)} in training, as LayerDrop does, and stages cannot decide "
-            f"together which blocks to skip. Have the forward call all blocks: before cut(), set {remedy}."
+            f"the model's forward skips {stack.name(due)} in training, as LayerDrop does, and "
+            "stages cannot decide "
+            "together which blocks to skip. Have the forward call all blocks: before cut(), set "
+            f"{remedy}."
         )
     if index < due:
         how = f"calls {stack.name(index)} again, or out of order"
     else:
         how = f"calls {stack.name(index)} where {stack.name(due)} was due"
     return (
-        f"the model {how}: its forward does not go through the blocks once, in order. Cut a model whose forward does, "
+        f"the model {how}: its forward does not go through the blocks once, in order. Cut a model "
+        "whose forward does, "
         "or name another list with blocks=."
     )
 
@@ -357,8 +364,10 @@ def _find_boundary(
             found.leaves.append(leaf)
     if not any(tensor.is_floating_point() for tensor in found.tensors):
         raise CutError(
-            f"what {stack.name(index - 1)} returns is not what {stack.name(index)} is given: the model's forward "
-            "computes on hidden states between blocks, as a loop does that adds residuals outside of them. Move that "
+            f"what {stack.name(index - 1)} returns is not what {stack.name(index)} is given: the "
+            "model's forward "
+            "computes on hidden states between blocks, as a loop does that adds residuals outside "
+            "of them. Move that "
             "into the blocks."
         )
     return found
@@ -497,8 +506,10 @@ def prepared(model: nn.Module, device: torch.device) -> Iterator[Callable[[], No
             if param._version != version:
                 name = next(name for name, named in model.named_parameters() if named is param)
                 raise CutError(
-                    f"the model's forward writes its parameter {name}, and each stage has its own parameters. Cut a "
-                    "model whose forward only reads them; load the weights again before you use this one."
+                    f"the model's forward writes its parameter {name}, and each stage has its own "
+                    "parameters. Cut a "
+                    "model whose forward only reads them; load the weights again before you use "
+                    "this one."
                 )
         state.restore()
 

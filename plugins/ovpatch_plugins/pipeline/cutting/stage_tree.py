@@ -97,8 +97,10 @@ def make_plans(trace: Trace, stack: BlockStack, starts: Sequence[int], select: C
         foreign = sorted(owners[key] for key in leaves if key in owners and not low <= owners[key] < high)
         if foreign:
             raise CutError(
-                f"{stack.name(low)} to {stack.name(high - 1)} depend on {stack.name(foreign[0])} by more than the "
-                f"hidden states that {stack.name(low - 1)} returns. Have each block return that, too, so that it "
+                f"{stack.name(low)} to {stack.name(high - 1)} depend on {stack.name(foreign[0])} "
+                "by more than the "
+                f"hidden states that {stack.name(low - 1)} returns. Have each block return that, "
+                "too, so that it "
                 "passes through all blocks, or cut elsewhere with blocks_per_stage=."
             )
         plans.append(
@@ -128,7 +130,8 @@ def select_output(output: Any) -> Any:
     first = next((tensor for _, tensor in find_tensors(output)), None)
     if first is None:
         raise CutError(
-            f"the model returns a {type(output).__name__} without a tensor. Say what the loss needs of it: "
+            f"the model returns a {type(output).__name__} without a tensor. Say what the loss "
+            "needs of it: "
             "cut(..., output=lambda result: result.logits)."
         )
     return first
@@ -169,8 +172,10 @@ class _Root:
             raise CutError(_describe_skip(plan))
         if not plan.is_last:
             raise CutError(
-                f"the model's forward ended before {plan.stack.name(plan.high)}, unlike with the microbatch that it "
-                "was cut with. Cut it with a microbatch that takes the same path as those of training."
+                f"the model's forward ended before {plan.stack.name(plan.high)}, unlike with the "
+                "microbatch that it "
+                "was cut with. Cut it with a microbatch that takes the same path as those of "
+                "training."
             )
         return plan.select(output)
 
@@ -197,8 +202,10 @@ class _SkippedBlock:
 def _describe_skip(plan: StagePlan) -> str:
     name = plan.stack.name(plan.due if plan.due < plan.low else plan.high)
     return (
-        f"the model's forward skipped {name}, or did not call the blocks in order, so a stage did not get the hidden "
-        "states of the stage before. Have the forward call all blocks in order, also in training: turn LayerDrop off, "
+        f"the model's forward skipped {name}, or did not call the blocks in order, so a stage did "
+        "not get the hidden "
+        "states of the stage before. Have the forward call all blocks in order, also in training: "
+        "turn LayerDrop off, "
         "as by layerdrop=0.0."
     )
 
@@ -288,8 +295,10 @@ class _Absent(_Placeholder):
         if plan is not None:
             raise CutError(_describe_skip(plan))
         raise CutError(
-            f"the stage has no {name}, which it did not call with the microbatch that the model was cut with. Cut the "
-            "model with a microbatch that takes the same path as those of training, and have only a module's own "
+            f"the stage has no {name}, which it did not call with the microbatch that the model "
+            "was cut with. Cut the "
+            "model with a microbatch that takes the same path as those of training, and have only "
+            "a module's own "
             "forward call its parts."
         )
 

@@ -385,12 +385,14 @@ class DeferredLinears:
         """
         if self._microbatch is None or torch.is_grad_enabled():
             raise WeightGradError(
-                "a stage takes gradients inside its forward, or of its gradients, through a linear whose weight "
+                "a stage takes gradients inside its forward, or of its gradients, through a linear "
+                "whose weight "
                 "gradient is computed later. Set OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off."
             )
         if call.grad is None:
             raise WeightGradError(
-                "the gradient of a linear's output was not seen. Set OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off, and "
+                "the gradient of a linear's output was not seen. Set "
+                "OVPATCH_PIPELINE_DELAY_WGRAD_COMPUTE=off, and "
                 "please report the model."
             )
         self._calls[self._microbatch].append(call)

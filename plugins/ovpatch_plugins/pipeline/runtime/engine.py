@@ -410,8 +410,10 @@ class Engine:
         self._is_connected = False
         text = self._failures.read() or f"a message between it and {self._name(peer)} failed ({error})"
         made = PipelineRankError(
-            f"the pipeline stopped on {self._name(self.program.rank)}: {text.rstrip('.')}. Gradients of this step are "
-            "not valid. Look for the first error in the output of that rank, and start the job again."
+            f"the pipeline stopped on {self._name(self.program.rank)}: {text.rstrip('.')}. "
+            "Gradients of this step are "
+            "not valid. Look for the first error in the output of that rank, and start the job "
+            "again."
         )
         made.failure = f"{self._name(self.program.rank)} stopped: {text}"
         return made

@@ -173,8 +173,10 @@ class FirstStep:
                 raise make_rank_error(failure)
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"stage {stage.stage_index} waits for the shapes of stage {sender}, which have not come from rank "
-                    f"{dist.get_global_rank(self._group, rank)} within {limit_s:g} s. Look at the output of that rank."
+                    f"stage {stage.stage_index} waits for the shapes of stage {sender}, which have "
+                    "not come from rank "
+                    f"{dist.get_global_rank(self._group, rank)} within {limit_s:g} s. Look at the "
+                    "output of that rank."
                 )
             time.sleep(pause)
             pause = min(1.2 * pause, _LONGEST_PAUSE_S)

@@ -168,8 +168,10 @@ class StageBuffers:
         if found != self._expected and len(found) == len(self._expected):
             made, wanted = ([tuple(shape) for shape in shapes] for shapes in (found, self._expected))
             raise ValueError(
-                f"stage {self._stage.stage_index} sends tensors of shapes {made}, and its receiver expects {wanted}, "
-                "those of the first step. Set OVPATCH_PIPELINE_VARIABLE_SEQ_LENGTHS=1 on all ranks, or pad the "
+                f"stage {self._stage.stage_index} sends tensors of shapes {made}, and its receiver "
+                f"expects {wanted}, "
+                "those of the first step. Set OVPATCH_PIPELINE_VARIABLE_SEQ_LENGTHS=1 on all "
+                "ranks, or pad the "
                 "microbatches to one shape."
             )
 

@@ -33,7 +33,8 @@ class PipelineRankError(RuntimeError):
 def make_rank_error(failure: str) -> PipelineRankError:
     """Return the error of a step that failed on another rank, given which rank that is, and why."""
     made = PipelineRankError(
-        f"the pipeline's step failed: {failure.rstrip('.')}. Gradients of this step are not valid on any rank: call "
+        f"the pipeline's step failed: {failure.rstrip('.')}. Gradients of this step are not valid "
+        "on any rank: call "
         "optimizer.zero_grad() before the next step, or correct the error named here."
     )
     made.failure = failure

@@ -160,8 +160,10 @@ class ReplicaGrads:
             names = [name for name, differ in zip(named, differs.tolist(), strict=True) if differ]
             where = f"{names[0]} and {len(names) - 1} more differ here" if names else "they differ on other ranks"
             raise RuntimeError(
-                f"the two replicas of a bidirectional pipeline do not have the same weights: {where}. Load a "
-                "checkpoint, or initialize the weights of both replicas from one seed, before the first step."
+                "the two replicas of a bidirectional pipeline do not have the same weights: "
+                f"{where}. Load a "
+                "checkpoint, or initialize the weights of both replicas from one seed, before the "
+                "first step."
             )
 
     def start_step(self) -> None:
